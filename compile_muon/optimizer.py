@@ -1,7 +1,8 @@
 """``MuonZero``: Muon for hidden matrices, AdamW for the rest, over ZeRO-sharded parameters.
 
-A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``survey`` (norms,
-finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``replicas`` (the refresh).
+A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``step_checks``
+(norms, finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``resident`` (the
+refresh).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Alone:
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
         self._device = device
         self._touches: Touches | None = None
-        self._survey()
+        self._checks()
         self._graphs()
         if alone:
             self._objects()
@@ -50,10 +50,10 @@ class Alone:
         """Around eager code of that block."""
         return self._touches or contextlib.nullcontext()
 
-    def _survey(self) -> None:
-        from compile_muon.runtime.survey import Survey
+    def _checks(self) -> None:
+        from compile_muon.runtime.step_checks import StepChecks
 
-        script(Survey)
+        script(StepChecks)
 
     def _objects(self) -> None:
         def objects(value: Any, group: Any) -> list[Any]:

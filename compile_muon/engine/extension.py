@@ -20,7 +20,7 @@ from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
@@ -89,8 +89,8 @@ class Extension:
             UnsupportedModelError: all ranks then raise it, once they have met.
         """
 
-    def facts(self, survey: Survey) -> None:
-        """Put into the survey what decides over the step, with :meth:`~.survey.Survey.add_wrong`: the same names on all
+    def facts(self, checks: StepChecks) -> None:
+        """Put into the checks what decides over the step, with :meth:`~.StepChecks.add_wrong`: the same names on all
         ranks. They are summed over the ranks with all else."""
 
     def why_not_finite(self) -> tuple[str, str] | None:

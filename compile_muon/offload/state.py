@@ -33,7 +33,7 @@ from compile_muon.runtime.commit import advance, round_masters
 from compile_muon.runtime.lender import GRADIENT, ROWS, Lender, Lent
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["OffloadedStates"]
 
@@ -292,11 +292,11 @@ class OffloadedStates(Lender, Extension):
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         return self._flags.of(sharded, label)
 
-    def facts(self, survey: Survey) -> None:
+    def facts(self, checks: StepChecks) -> None:
         """Which momenta are not finite. One beside its parameter is seen by its direction, all of which is NaN then."""
         found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
         if found:
-            survey.add("momentum", list(found), torch.stack(list(found.values())))
+            checks.add("momentum", list(found), torch.stack(list(found.values())))
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:

@@ -3,7 +3,7 @@
 The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
 run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
 happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
-does beside the directions, the survey, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
+does beside the directions, the checks, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
     Args:
         norm: of all gradients, 0-dim fp32 on the device.
     Returns:
-        Of all matrices with a gradient; the survey is given which of those made here are not finite.
+        Of all matrices with a gradient; the checks are given which of those made here are not finite.
     """
     if decision.clip:
         _clip(trained, norm)
@@ -69,7 +69,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             sharded_params, grads, kept, trained.ledger.options
         )
     wrong = directions_not_finite([sharded.now for sharded in sharded_params], results)
-    begun.survey.add("direction", [sharded.name for sharded in sharded_params], wrong)
+    begun.checks.add("direction", [sharded.name for sharded in sharded_params], wrong)
     graded = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
     found |= {sharded_params[place].name: results[place] for place in graded}
     new: dict[str, Sequence[Tensor]] = {

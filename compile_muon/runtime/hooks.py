@@ -14,7 +14,7 @@ from compile_muon.runtime.peers import Peers
 
 if TYPE_CHECKING:
     from compile_muon.runtime.sharded_param import ShardedParam
-    from compile_muon.runtime.survey import Survey
+    from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["Hooks"]
 
@@ -36,7 +36,7 @@ class Hooks:
     dropped: tuple[Callable[[ShardedParam], None], ...] = ()
     before_step: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
-    facts: tuple[Callable[[Survey], None], ...] = ()
+    facts: tuple[Callable[[StepChecks], None], ...] = ()
     why_not_finite: tuple[Callable[[], tuple[str, str] | None], ...] = ()
     after_commit: tuple[Callable[[Tensor | None], None], ...] = ()
     state: tuple[Callable[[ShardedParam], Mapping[str, Tensor]], ...] = ()

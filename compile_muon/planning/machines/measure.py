@@ -384,7 +384,7 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
     step()
     before = sent()
     step()
-    # The survey of a step is one more, which is not among them.
+    # The checks of a step are one more, which is not among them.
     return step, len(list(model.parameters())), sent() - before + several
 
 

@@ -55,7 +55,7 @@ class Listening(Extension):
     def check(self) -> None:
         self.calls.append("check")
 
-    def facts(self, survey: Any) -> None:
+    def facts(self, checks: Any) -> None:
         self.calls.append("facts")
 
     def after_commit(self, found_inf: Tensor | None) -> None:

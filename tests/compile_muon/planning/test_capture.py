@@ -30,7 +30,7 @@ from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.planning.simulate.lending import Move
 from compile_muon.runtime import frame
 from compile_muon.runtime import step as runtime_step
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 LAYERS, WORLD = 4, 4
 GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
@@ -68,10 +68,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
     found = captured(stage)
     assert [g.kind for g in found.graphs[:2]] == [GraphKind.FORWARD, GraphKind.BACKWARD]
-    assert [g.frame for g in found.graphs[2:]] == ["survey", "commit", "refresh"]
+    assert [g.frame for g in found.graphs[2:]] == ["checks", "commit", "refresh"]
     timeline = found.simulated(SLOW)
     assert timeline.traffic.matrices > 0
-    causes = {"reduce", "exchange", "survey"} | ({"gather"} if stage == 3 else {"refresh"} if stage else set())
+    causes = {"reduce", "exchange", "checks"} | ({"gather"} if stage == 3 else {"refresh"} if stage else set())
     assert {event.category for event in timeline.events} >= causes
     assert ("gather" in timeline.exposed) == (stage == 3)
     assert timeline.seconds == pytest.approx(timeline.busy + sum(timeline.exposed.values()))
@@ -88,7 +88,7 @@ def test_micro_batches_come_one_behind_the_other() -> None:
 def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
     found = captured(1, update="step")
     frames = [g.frame for g in found.graphs[2:]]
-    assert frames == ["survey", "step0", "survey", "commit", "refresh"]
+    assert frames == ["checks", "step0", "checks", "commit", "refresh"]
     assert found.simulated(SLOW).traffic.matrices == captured(1).simulated(SLOW).traffic.matrices
 
 
@@ -142,7 +142,7 @@ def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pyte
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(stage, backend="nccl", options=FrameOptions(codegen="eager")).simulated(SLOW).traffic
     monkeypatch.setattr(runtime_step, "refused", lambda *args: False)
-    monkeypatch.setattr(Survey, "held", lambda survey: frozenset(survey.names("ready")))
+    monkeypatch.setattr(StepChecks, "held", lambda checks: frozenset(checks.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):
         model = GPT()
