@@ -133,9 +133,9 @@ def assemble(
     ledger.status = RankStatus(group, device)
     shared = None if cut is None else SharedSequences(cut, compares=compares)
     features: list[Extension] = [each for each in (stages, offloaded, shared) if each is not None]
-    lender = hooks_of([*features, *extensions]).lender
+    provider = hooks_of([*features, *extensions]).state_provider
     ledger.sharded_params = shard_model(
-        model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread
+        model, assignments, config, ranks, roles, ledger, hypers, device, provider, spread
     )
     if shared is not None:
         assert ranks is not None

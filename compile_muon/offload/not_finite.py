@@ -26,14 +26,14 @@ class NotFinite:
         self._wrong: dict[tuple[str, str], Tensor] = {}
         self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and its flag since
 
-    def look(self, own: Sequence[ShardedParam], lent: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
+    def look(self, own: Sequence[ShardedParam], provided: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
         """Note which of these states are not finite.
 
         Args:
             more: whether these are further rows.
         """
         by_label: dict[str, dict[ShardedParam, Tensor]] = {}
-        for sharded, views in zip(own, lent, strict=True):
+        for sharded, views in zip(own, provided, strict=True):
             for name, label in self._labels[sharded.name].items():
                 if name in views:
                     by_label.setdefault(label, {})[sharded] = views[name]

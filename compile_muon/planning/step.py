@@ -19,7 +19,7 @@ from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.passes.work import Category, Work
 from compile_muon.planning.eager_graph import EagerGraph
-from compile_muon.planning.lent import fetches, noting_lends
+from compile_muon.planning.offload_moves import fetches, noting_moves
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.commit import commit
@@ -67,7 +67,7 @@ def step_graphs(
         projected: dict[str, Projected] = {}
         if late:
             grads = [sharded.local_grad for sharded in late]
-            with EagerGraph() as graph, noting_lends(optimizer, graph):
+            with EagerGraph() as graph, noting_moves(optimizer, graph):
                 projected = project(optimizer.engine.step, late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
@@ -87,7 +87,7 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         made = Directions({sharded.name: directions[sharded.name] for sharded in muon}, projected=projected)
-        with EagerGraph() as graph, noting_lends(optimizer, graph):
+        with EagerGraph() as graph, noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
         written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(written, fused=_fused(optimizer)))

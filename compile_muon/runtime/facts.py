@@ -14,11 +14,11 @@ from compile_muon.passes.exchange import transfers
 from compile_muon.passes.norms import not_finite
 from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.recorded import Given
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.state_provider import StateProvider
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.trained import Trained
@@ -141,7 +141,7 @@ def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, rea
                 own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in sharded_params}
                 held.setdefault(state.label, {}).update(own)
     for label, tensors in held.items():
-        checks.add(label, [a.name for a in tensors], _not_finite(trained.lender, label, tensors))
+        checks.add(label, [a.name for a in tensors], _not_finite(trained.state_provider, label, tensors))
     for name, rate in trained.rates().items():
         if isinstance(rate, Tensor):
             checks.add_rate(name, rate)
@@ -152,9 +152,9 @@ def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, rea
         add(checks)
 
 
-def _not_finite(lender: Lender, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
+def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
     """Which of these states are not finite: what is away was looked at when it was written."""
-    known = {} if lender.beside else {a: flag for a in states if (flag := lender.wrong(a, label)) is not None}
+    known = {} if provider.beside else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
     here = [a for a in states if a not in known]
     tensors = [states[a] for a in here]
     if not known:

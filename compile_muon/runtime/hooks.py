@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from compile_muon.passes import GraphPass
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
+from compile_muon.runtime.state_provider import StateProvider
 
 if TYPE_CHECKING:
     from compile_muon.runtime.sharded_param import ShardedParam
@@ -25,7 +25,7 @@ class Hooks:
 
     Args:
         dynamo_passes: of all extensions.
-        lender: of states; by default all are beside their parameters.
+        state_provider: of states; by default all are beside their parameters.
         peers: that decide with this optimizer; by default there are none.
         unrecorded: why no step is in a CUDA graph; None if it may be.
     """
@@ -43,6 +43,6 @@ class Hooks:
     loaded: tuple[Callable[[], None], ...] = ()
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
-    lender: Lender = field(default_factory=Lender)
+    state_provider: StateProvider = field(default_factory=StateProvider)
     peers: Peers = field(default_factory=Peers)
     unrecorded: str | None = None

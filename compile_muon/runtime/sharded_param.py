@@ -213,7 +213,7 @@ class ShardedParam:
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
         self.fetches += 1
-        return self.ledger.hooks.lender.fetch(self, grad, out)
+        return self.ledger.hooks.state_provider.fetch(self, grad, out)
 
     def tell(self, what: str, *facts: Any) -> None:
         """See :class:`~compile_muon.passes.holder.Holder`: extensions are told."""

@@ -17,10 +17,10 @@ from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
 from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor, new_state
+from compile_muon.runtime.state_provider import StateProvider, StateRequest
 from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = ["Trained"]
@@ -42,7 +42,7 @@ class Trained:
         gathered: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
     Attributes:
-        lender: of the states that are not beside their parameters.
+        state_provider: of the states that are not beside their parameters.
         sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
         summed: matrices of methods that need sums over whole ones.
     """
@@ -58,25 +58,25 @@ class Trained:
     gathered: GatheredCopies
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
-    lender: Lender = field(init=False)
+    state_provider: StateProvider = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lender = self.ledger.hooks.lender
+        self.state_provider = self.ledger.hooks.state_provider
         self.sharded_params: dict[Tensor, ShardedParam] = {}
         self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
         self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # of extensions
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
-    def lend(
-        self, sharded_params: Sequence[ShardedParam], what: Lent, *, moved: Collection[ShardedParam] = ()
+    def provide(
+        self, sharded_params: Sequence[ShardedParam], what: StateRequest, *, moved: Collection[ShardedParam] = ()
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """Their states, to be read and written; all at once where they are beside the parameters.
 
         Args:
             moved: whose momentum has been moved already.
         """
-        if not self.lender.beside:
-            yield from self.lender.lend(sharded_params, what, self.ledger.status.step, moved=moved)
+        if not self.state_provider.beside:
+            yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step, moved=moved)
         elif sharded_params:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
@@ -121,7 +121,7 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                away = self.lender.names(sharded)
+                away = self.state_provider.names(sharded)
                 if sharded.spec.muon is not None and sharded.spec.muon.beside:
                     slots["momentum_buffer"] = sharded.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in away]
@@ -205,7 +205,7 @@ class Trained:
     def own_momenta(self) -> None:
         """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
         begins anew, as in torch.optim."""
-        self.lender.own()
+        self.state_provider.own()
         for sharded in self.muon:
             if not sharded.spec.muon_settings.beside:
                 continue

@@ -44,7 +44,7 @@ def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any
 
 
 class Tall(Odd):
-    """Two parameters of several pages, so that their states are lent by rows; the last rows are fewer."""
+    """Two parameters of several pages, so that their states are provided by rows; the last rows are fewer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
         if place is not None and given.get("tall"):
-            states: Any = pair[1].engine.lender
+            states: Any = pair[1].engine.state_provider
             assert (len(states._layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
             momenta = what["momentum"] and not what["masters"] and ratio == 1.0
             assert (len(states._layout.chunks_of.get("tall.weight", [])) > 1) == momenta
@@ -415,7 +415,7 @@ def _through_a_fault(
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    kept: Any = optimizer.engine.lender
+    kept: Any = optimizer.engine.state_provider
     stores = kept._buffers.stores
     disk = CuFile if what.startswith("raw") else next(type(x) for x in stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)

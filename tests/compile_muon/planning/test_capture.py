@@ -27,7 +27,7 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
-from compile_muon.planning.simulate.lending import Move
+from compile_muon.planning.simulate.offload_transfers import Move
 from compile_muon.runtime import frame
 from compile_muon.runtime import step as runtime_step
 from compile_muon.runtime.step_checks import StepChecks

@@ -541,7 +541,7 @@ def test_a_plan_plays_what_its_config_offloads(device: str) -> None:
     came, went = found.offload_moved
     momenta = 2 * 12 * 48**2 * 4 // 2  # 12 matrices of 48 x 48 a block, in float32 on two ranks
     moments = found.offloaded_bytes - momenta
-    # Beside memory a momentum is fetched, and lent to the step; pages are filled up.
+    # Beside memory a momentum is fetched, and provided to the step; pages are filled up.
     assert came >= went >= momenta + moments
     assert (came - went >= momenta) == (device == "cpu")
     assert any("offload exposed" in warning for warning in found.warnings)
