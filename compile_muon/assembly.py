@@ -116,7 +116,7 @@ def assemble(
     compares = group is not None and backend_of(group, device) != "fake"
     offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
     if offloaded is not None:
-        assignments = with_fetches(config, assignments, offloaded.away)
+        assignments = with_fetches(config, assignments, offloaded.offloaded_names)
     stages = None
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())

@@ -24,7 +24,7 @@ __all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "keeps_momentum_alone"]
 
 @dataclass(eq=False)
 class OffloadedParam:
-    """What of one parameter is away.
+    """What of one parameter is offloaded.
 
     Args:
         momentum: what its momentum is kept in, by name in the optimizer's state.
@@ -105,13 +105,13 @@ class OffloadLayout:
     Args:
         groups: those of the optimizer. A bucket is provided once in a step, so it holds state of one group.
         specs: of all parameters, by name.
-        away: names of those whose states are offloaded.
+        offloaded: names of those whose states are offloaded.
         owners: of the matrices of those that keep states at owners, by name.
         offload: None where momenta are kept in fewer bits and nothing is offloaded.
         codec: of the momenta that graphs fetch.
 
     Attributes:
-        kept: what of each parameter is away, by name; of none, nothing.
+        kept: what of each parameter is offloaded, by name; of none, nothing.
         chunks: all of them; ``chunks_of`` each parameter, by name.
         on_host: the buckets that the host computes with.
         here, there: those that stay on the device, and the others.
@@ -121,7 +121,7 @@ class OffloadLayout:
         self,
         groups: Sequence[Group],
         specs: Mapping[str, ParamSpec],
-        away: frozenset[str],
+        offloaded: frozenset[str],
         owners: Mapping[str, tuple[int, ...]],
         offload: OffloadConfig | None,
         codec: Codec,
@@ -131,7 +131,7 @@ class OffloadLayout:
             name: own
             for each in groups
             for name in each.members
-            if (own := self._slots(name, specs[name], each.method, name in away)).slots
+            if (own := self._slots(name, specs[name], each.method, name in offloaded)).slots
         }
         self.chunks = [
             chunk
@@ -158,7 +158,7 @@ class OffloadLayout:
         """What has the momentum of a parameter."""
         return [chunk.momentum for chunk in self.chunks_of.get(name, []) if chunk.momentum is not None]
 
-    def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> OffloadedParam:
+    def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> OffloadedParam:
         kept, shape, dtype = OffloadedParam(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
@@ -167,7 +167,7 @@ class OffloadLayout:
                 own = shape if part.width is None else row_state_shape(spec, shape, part.width)
                 kept.momentum[part.name] = Slot(f"{part.name} of {name}", tuple(own), part.dtype or dtype)
             kept.labels[MOMENTUM] = "momentum"
-        for state in method.states if away else ():
+        for state in method.states if offloaded else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
                 slot = Slot(f"{state.name} of {name}", tuple(shape), dtype)
             elif state.at_owner:

@@ -1,4 +1,4 @@
-"""Master weights that are away from parameters, which are rounded copies of them."""
+"""Master weights that are offloaded; parameters are rounded copies of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Masters:
     """Those of one optimizer, as parameters are edited.
 
     Args:
-        sharded_params: of parameters with states that are away.
+        sharded_params: of parameters with states that are offloaded.
         layout, buffers: of these states.
     """
 

@@ -1,4 +1,4 @@
-"""Which states that are away are not finite, as known since they were written or fetched."""
+"""Which states that are offloaded are not finite, as known since they were written or fetched."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NotFinite:
         return found
 
     def of(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """The flag of one state; None if it is not away."""
+        """The flag of one state; None if it is not offloaded."""
         if label not in self._labels.get(sharded.name, {}).values():
             return None
         found = self._wrong.get((sharded.name, label))

@@ -1,4 +1,4 @@
-"""What is away, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
+"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Shown"]
 
 
 class Shown:
-    """The states of an optimizer that are away.
+    """The states of an optimizer that are offloaded.
 
     Args:
         optimizer: that has them.

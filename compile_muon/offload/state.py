@@ -47,7 +47,7 @@ class OffloadedStates(StateProvider, Extension):
     Args:
         groups: those of the optimizer.
         config: says where state is.
-        away: names of parameters whose states are offloaded, an attribute.
+        offloaded: names of parameters whose states are offloaded, ``offloaded_names``.
         group: all ranks of the optimizer.
         device: that computes.
         real: False for plans, which have neither disks nor other ranks.
@@ -61,7 +61,7 @@ class OffloadedStates(StateProvider, Extension):
         self,
         groups: Sequence[Group],
         config: Config,
-        away: frozenset[str],
+        offloaded: frozenset[str],
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
@@ -69,7 +69,7 @@ class OffloadedStates(StateProvider, Extension):
         fake: FakeTensorMode | None = None,
     ) -> None:
         self.state_provider = self
-        self._groups, self._config, self.away = groups, config, away
+        self._groups, self._config, self.offloaded_names = groups, config, offloaded
         self._device, self._real, self._fake = device, real, fake
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
@@ -95,7 +95,7 @@ class OffloadedStates(StateProvider, Extension):
                 check_master(name, spec, config)
         with self._fake or nullcontext():
             self._codec = CODECS[config.muon.momentum_dtype](device)
-        layout = OffloadLayout(self._groups, specs, self.away, owners, config.zero.offload, self._codec)
+        layout = OffloadLayout(self._groups, specs, self.offloaded_names, owners, config.zero.offload, self._codec)
         self._kept, self._layout = layout.kept, layout
         self._flags = NotFinite({name: kept.labels for name, kept in layout.kept.items()}, device)
         self._host = HostStep(device, real=self._real and bool(layout.on_host))
@@ -105,11 +105,11 @@ class OffloadedStates(StateProvider, Extension):
                 placed.append((MemoryStore(layout.here, device), layout.here, device))
             for user, on_host in ((device, False), (_HOST, True)):
                 if used := [bucket for bucket in layout.there if (bucket in layout.on_host) == on_host]:
-                    placed.append((self._away(used, user), used, user))
+                    placed.append((self._store_for(used, user), used, user))
             self._buffers = DeviceBuffers(placed, count=layout.together, real=self._real)
         self._ahead = ReadAhead(self._buffers, layout.together)
 
-    def _away(self, buckets: Sequence[Bucket], user: torch.device) -> Store:
+    def _store_for(self, buckets: Sequence[Bucket], user: torch.device) -> Store:
         offload = self._config.zero.offload or OffloadConfig()
         pin = offload.pin_memory and user.type != "cpu" and self._real
         if offload.device != "nvme" or not self._real:
@@ -137,7 +137,7 @@ class OffloadedStates(StateProvider, Extension):
         self._shown.show()
 
     def names(self, sharded: ShardedParam) -> frozenset[str]:
-        """Of its states that are away, as methods name them."""
+        """Of its states that are offloaded, as methods name them."""
         return frozenset(self._kept.get(sharded.name, OffloadedParam()).states)
 
     def _state_of(self, sharded: ShardedParam) -> dict[str, Tensor]:
@@ -380,7 +380,7 @@ class OffloadedStates(StateProvider, Extension):
         return store.folder if isinstance(store, FileStore) else None
 
     @property
-    def bytes_away(self) -> int:
+    def bytes_off_device(self) -> int:
         """Of this rank's state that is not on the device."""
         return sum(bucket.nbytes for bucket in self._layout.there)
 

@@ -243,10 +243,10 @@ def captured(
     played += step_graphs(optimizer, trained, ready, options)
     sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
     states = [value for sharded in trained for value in optimizer.state[sharded.param].values()]
-    away = provider.bytes_away - provider.bytes_in_buffers
+    offloaded_bytes = provider.bytes_off_device - provider.bytes_in_buffers
     resident = {
         "parameters": sum(_weight_bytes(sharded) for sharded in sharded_params),
-        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,
+        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - offloaded_bytes,
     }
     ranks = 1 if mesh is None else mesh.size
     return Captured(

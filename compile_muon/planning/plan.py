@@ -360,20 +360,20 @@ def with_offload(
         return figures
     masters = states["masters"] if offload.masters else 0
     total = states["moments"] + masters + (states["momenta"] if offload.momentum else 0)
-    away = math.ceil(offload.ratio * total)
+    offloaded_bytes = math.ceil(offload.ratio * total)
     kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
     moves = {"moment": True, "momentum": offload.momentum, "master": offload.masters}
     moves["momentum by rows"] = offload.momentum and offload.masters
     bucket = max(offload.buffer_bytes, *(states[each] for each, goes in moves.items() if goes))
-    left = min(away, offload.buffer_count * bucket) if machine.device == "cuda" else 0
+    left = min(offloaded_bytes, offload.buffer_count * bucket) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
-        left = away
-    peak = figures.peak_bytes - away + left + kept
+        left = offloaded_bytes
+    peak = figures.peak_bytes - offloaded_bytes + left + kept
     weights = math.ceil(offload.ratio * masters)
     memory = {
         **figures.memory,
         "parameters": figures.memory.get("parameters", 0) - weights + kept,
-        "optimizer": max(figures.memory.get("optimizer", 0) - away + weights, 0),
+        "optimizer": max(figures.memory.get("optimizer", 0) - offloaded_bytes + weights, 0),
         "offload buffers": left,
     }
     return replace(
@@ -381,7 +381,7 @@ def with_offload(
         fits=peak <= figures.limit_bytes,
         peak_bytes=peak,
         memory={name: nbytes for name, nbytes in memory.items() if nbytes},
-        offloaded_bytes=away,
+        offloaded_bytes=offloaded_bytes,
     )
 
 

@@ -54,7 +54,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
         return Directions(found)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in sharded_params]
     with trained.ledger.range("step directions", payload=len(sharded_params)):
-        # Those that are away come here for as long as directions are made.
+        # Those that are offloaded come here for as long as directions are made.
         kept = {
             place: [state.to(trained.device, non_blocking=True) for state in _states(trained, sharded)]
             for place, sharded in enumerate(sharded_params)

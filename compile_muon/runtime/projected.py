@@ -53,8 +53,8 @@ def exact_weights(
     """What a step writes of each parameter, to be read until the next is asked for: the shard, or the master weight
     that it is rounded from."""
     yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
-    away = [sharded for sharded in sharded_params if sharded.spec.master]
-    for own, states in provide(away, StateRequest.MASTERS_READ) if away else ():
+    offloaded = [sharded for sharded in sharded_params if sharded.spec.master]
+    for own, states in provide(offloaded, StateRequest.MASTERS_READ) if offloaded else ():
         yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(own, states, strict=True))
 
 
@@ -78,7 +78,7 @@ def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Seq
         for part, piece, sums in zip(sharded.now.parts, pieces, made.sums, strict=True):
             part.of(made.gradient).copy_(hook(replace(piece, sums=sums)))
 
-    # Masters that are away take turns in buffers: no piece outlives its own.
+    # Masters that are offloaded take turns in buffers: no piece outlives its own.
     for sharded, weight in exact_weights(trained.provide, list(asked)):
         pieces, sums_of = _pieces(trained, sharded, asked[sharded], weight), _method(sharded).project_sums
         sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]

@@ -150,7 +150,7 @@ class StateProvider:
         return None
 
     @property
-    def bytes_away(self) -> int:
+    def bytes_off_device(self) -> int:
         """Of this rank's state that is not on the device."""
         return 0
 

@@ -121,16 +121,16 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                away = self.state_provider.names(sharded)
+                kept = self.state_provider.names(sharded)
                 if sharded.spec.muon is not None and sharded.spec.muon.beside:
                     slots["momentum_buffer"] = sharded.momentum_buffer
-                own = [state for state in self.method(group).states if state.name not in away]
+                own = [state for state in self.method(group).states if state.name not in kept]
                 for state in own:
                     if state.name not in slots:
                         slots[state.name] = new_state(sharded, state)
                 self._states[param] = {state.name for state in own}
                 if self.ledger.hooks.state:
-                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *away, *self._states[param]})
+                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *kept, *self._states[param]})
 
     def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
         """What extensions keep of a parameter is there; returns its names.

@@ -57,9 +57,9 @@ def fit(measured: Measured, name: str) -> Machine:
         late_seconds=_late([s for s in seen if isinstance(s, LateSample)], measured.cores),
         collectives=kinds,
         cores=measured.cores,
-        host_bandwidth=_away("host", seen),
-        host_memory_bandwidth=_away("adamw", seen),
-        disk_bandwidth=_away("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
+        host_bandwidth=_bandwidth("host", seen),
+        host_memory_bandwidth=_bandwidth("adamw", seen),
+        disk_bandwidth=_bandwidth("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
     functions = [sample for sample in seen if isinstance(sample, FunctionSample)]
@@ -92,7 +92,7 @@ def completed(machine: Machine, base: Machine) -> Machine:
     return replace(machine, **kept, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"})
 
 
-def _away(way: str, samples: Sequence[Sample]) -> float:
+def _bandwidth(way: str, samples: Sequence[Sample]) -> float:
     """Bytes/s of a rank; 0 where it was not measured."""
     return max((s.served / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
 

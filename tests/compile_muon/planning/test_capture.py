@@ -191,8 +191,8 @@ def test_weights_in_host_memory_are_not_on_a_gpu_and_come_over_its_link() -> Non
 
 
 def test_what_the_host_computes_is_no_work_of_the_device() -> None:
-    away = {"device": "cpu", "momentum": False}
-    device, host = (step(1, offload={**away, "adamw_on": place}) for place in ("device", "cpu"))
+    offloaded = {"device": "cpu", "momentum": False}
+    device, host = (step(1, offload={**offloaded, "adamw_on": place}) for place in ("device", "cpu"))
     for found, computes in ((device, False), (host, True)):
         commit = next(graph for graph in found.graphs if graph.frame == "commit")
         called = [str(node.target) for node in commit.gm.graph.nodes]
@@ -204,8 +204,8 @@ def test_what_the_host_computes_is_no_work_of_the_device() -> None:
 
 
 def test_projected_gradients_are_live_until_the_commit_and_masters_come_for_them() -> None:
-    away = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
-    found = step(1, method="muown", **away)
+    offloaded = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
+    found = step(1, method="muown", **offloaded)
     frames = [graph.frame for graph in found.graphs]
     projection, directions = (found.graphs[frames.index(frame)] for frame in ("projection", "step0"))
     matrices = sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2) // WORLD

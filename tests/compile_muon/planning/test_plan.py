@@ -480,17 +480,17 @@ def on_a_gpu(**more: float) -> plans.Machine:
 
 
 @pytest.mark.parametrize(
-    ("share", "momentum", "away", "left"), [(1.0, True, 30, 4), (0.5, True, 15, 4), (1.0, False, 20, 2)]
+    ("share", "momentum", "moved_out", "left"), [(1.0, True, 30, 4), (0.5, True, 15, 4), (1.0, False, 20, 2)]
 )
 def test_offload_takes_state_away_but_for_buckets_as_large_as_one_momentum(
-    share: float, momentum: bool, away: int, left: int
+    share: float, momentum: bool, moved_out: int, left: int
 ) -> None:
     offload = plans.OffloadConfig(ratio=share, momentum=momentum, buffer_count=2, buffer_bytes=GB)
     before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB})
     found = plans.with_offload(before, offload, STATES, on_a_gpu())
-    assert found.peak_bytes == (120 - away + left) * GB
-    assert found.memory == {"optimizer": (35 - away) * GB, "offload buffers": left * GB}
-    assert found.fits == (120 - away + left <= 100)
+    assert found.peak_bytes == (120 - moved_out + left) * GB
+    assert found.memory == {"optimizer": (35 - moved_out) * GB, "offload buffers": left * GB}
+    assert found.fits == (120 - moved_out + left <= 100)
     assert plans.with_offload(before, None, {}, on_a_gpu()) is before
 
 
