@@ -44,11 +44,11 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     for number, spec in enumerate(specs):
         layout = spec.layout
         for share in shares(spec):
-            kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.home)
+            kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.whole_at)
             if kind not in found:
                 count = layout.owner_group.size * layout.replica_group.size
                 ranks = tuple(map(layout.owner_ranks, range(count)))
-                found[kind] = _Places(layout.owner_group.size, ranks, share.home)
+                found[kind] = _Places(layout.owner_group.size, ranks, share.whole_at)
             tasks.append(_Task(owned_work(spec.muon_settings, costs, share.matrices), found[kind]))
             parameter_of.append(number)
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
@@ -71,16 +71,16 @@ class _Places:
     Args:
         width: how many of them are one company.
         ranks: that each is, one or (for experts) several.
-        home: the only one of each company that it may be; None for any.
+        whole_at: the only one of each company that it may be, as that has all of it; None for any.
     """
 
     width: int
     ranks: tuple[tuple[int, ...], ...]
-    home: int | None
+    whole_at: int | None
 
     def may(self, owner: int) -> bool:
         """Whether the owner may be there."""
-        return self.home is None or owner % self.width == self.home
+        return self.whole_at is None or owner % self.width == self.whole_at
 
 
 class _Task(NamedTuple):
