@@ -90,5 +90,5 @@ class Engine:
 
     @property
     def state_provider(self) -> StateProvider:
-        """Of the states that are not beside their parameters."""
+        """Of the states that are not resident."""
         return self.step.state_provider

@@ -39,7 +39,7 @@ class Extension:
         engine: the optimizer at work; from :meth:`attach` on.
         dynamo_passes: for Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
-        state_provider: keeps states that are not beside their parameters, see
+        state_provider: keeps states that are not resident, see
             :class:`~compile_muon.runtime.state_provider.StateProvider`. One extension at most has one, and one has
             ``peers``.
         peers: other optimizers that decide with this one, see :class:`~compile_muon.runtime.peers.Peers`.

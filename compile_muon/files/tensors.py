@@ -381,9 +381,9 @@ def _without(boxes: Iterable[tuple[range, ...]], cut: tuple[range, ...]) -> Iter
             yield box
             continue
         for dim, (part, inner) in enumerate(zip(box, both, strict=True)):
-            for beside in (range(part.start, inner.start), range(inner.stop, part.stop)):
-                if len(beside):
-                    yield (*both[:dim], beside, *box[dim + 1 :])
+            for rest in (range(part.start, inner.start), range(inner.stop, part.stop)):
+                if len(rest):
+                    yield (*both[:dim], rest, *box[dim + 1 :])
 
 
 # ------------------------------------------------------------------------------------------ other dtypes

@@ -389,9 +389,9 @@ def _digests(state: Path) -> dict[str, str]:
 def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
     """Say which files belong to the checkpoint of ``step`` that comes next: a state saved over another has both."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"accelerate-{step}.json.tmp"
-    write_bytes(beside, json.dumps(record, indent=2).encode(), replace=True)
-    os.replace(beside, _record(folder, step))
+    staged = folder / f"accelerate-{step}.json.tmp"
+    write_bytes(staged, json.dumps(record, indent=2).encode(), replace=True)
+    os.replace(staged, _record(folder, step))
 
 
 def _record(folder: Path, step: int) -> Path:

@@ -67,7 +67,7 @@ class Assignment:
         vector: whether it is one to weight decay: norms, biases, vectors in disguise.
         view: what of the matrix is one by itself, if not all of it.
         undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
-        fetched: whether graphs fetch its momentum, which is not beside it.
+        fetched: whether graphs fetch its momentum, which is not resident.
         master_offloaded: whether its master weight is offloaded, if it computes in a lower dtype.
     """
 

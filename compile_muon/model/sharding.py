@@ -162,7 +162,7 @@ def shard_model(
         ledger: that the parameters belong to.
         hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
         device: of the shards.
-        provider: of states that are not beside their parameters.
+        provider: of states that are not resident.
         spread: of experts over ranks, to be done once everything is known to fit.
     Returns:
         One sharded parameter each, in ``named_parameters()`` order.
@@ -194,8 +194,8 @@ def shard_model(
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
-        beside = spec.muon is not None and spec.muon.beside
-        momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
+        own_momentum = spec.muon is not None and spec.muon.resident_momentum
+        momentum = torch.zeros_like(local, dtype=dtype) if own_momentum else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
             name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, roles[name].placed,

@@ -1,4 +1,4 @@
-"""Optimizer state that is not beside its parameter: in host memory, in a file, or in fewer bits.
+"""Optimizer state that is not resident: in host memory, in a file, or in fewer bits.
 
 ``choice`` says which, ``layout`` which of it is provided together, ``store`` keeps it, ``device_buffers`` has a few
 buckets of it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and

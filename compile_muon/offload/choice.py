@@ -1,4 +1,4 @@
-"""Which states of a model are not beside their parameters."""
+"""Which states of a model are not resident."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _offloaded_states(
 ) -> frozenset[str]:
     """Parameters whose states are offloaded, the same on every rank.
 
-    Where ``ratio`` keeps a part beside its parameters: a moment travels in and out once a step, a momentum in once
+    Where ``ratio`` keeps a part resident: a moment travels in and out once a step, a momentum in once
     more, so moments save more bytes for each that travels; of equals the largest go.
     """
     offload = config.zero.offload

@@ -1,4 +1,4 @@
-"""The states of one optimizer that are not beside their parameters: provided by the bucket, and taken back."""
+"""The states of one optimizer that are not resident: provided by the bucket, and taken back."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class OffloadedStates(StateProvider, Extension):
         fake: mode of the model's tensors, where these are fake.
     """
 
-    beside = False
-    unrecorded = "states are not beside their parameters"
+    all_resident = False
+    unrecorded = "states are not resident"
 
     def __init__(
         self,
@@ -198,10 +198,10 @@ class OffloadedStates(StateProvider, Extension):
         moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.state_provider.StateProvider`; by the bucket."""
-        beside = [sharded for sharded in sharded_params if sharded.name not in self._kept]
-        if beside:
-            self._note(beside, what)
-            yield beside, [self._state_of(sharded) for sharded in beside]
+        resident = [sharded for sharded in sharded_params if sharded.name not in self._kept]
+        if resident:
+            self._note(resident, what)
+            yield resident, [self._state_of(sharded) for sharded in resident]
         wanted = {sharded.name: sharded for sharded in sharded_params}
         todo: list[tuple[Chunk, list[ShardedParam], list[Bucket]]] = []
         for chunk in self._layout.chunks:
@@ -298,7 +298,7 @@ class OffloadedStates(StateProvider, Extension):
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:
-        """Which momenta are not finite. One beside its parameter is seen by its direction, all of which is NaN then."""
+        """Which momenta are not finite. One that is resident is seen by its direction, all of which is NaN then."""
         found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
         if found:
             checks.add("momentum", list(found), torch.stack(list(found.values())))

@@ -151,7 +151,7 @@ class Store:
 
 
 class MemoryStore(Store):
-    """In memory, beside the parameters or pinned on the host; written in place.
+    """In memory, on the parameters' device or pinned on the host; written in place.
 
     Args:
         device: whose memory.

@@ -71,16 +71,18 @@ def commit(
     masters = any(sharded.spec.master for sharded in trained.muon)
     with provider.writing(found_inf):
         with ledger.range("step commit muon"):
-            prepared = commit_states(matrices, partial(trained.provide, moved=moved), found_inf, beside=provider.beside)
+            prepared = commit_states(
+                matrices, partial(trained.provide, moved=moved), found_inf, all_resident=provider.all_resident
+            )
             if masters and trained.summed:
                 provider.confirm()
-            if provider.beside or masters:
+            if provider.all_resident or masters:
                 commit_weights(prepared, trained.summed, trained.group, found_inf, trained.provide if masters else None)
         with ledger.range("step commit adamw"):
             for method, taken, own in rest:
                 for chosen, states in trained.provide(own, StateRequest.ALL):
                     commit_elements(method, taken, chosen, states, found_inf)
-    if not (provider.beside or masters):
+    if not (provider.all_resident or masters):
         with ledger.range("step commit muon"):
             commit_weights(prepared, trained.summed, trained.group, found_inf)
     for write in ledger.hooks.after_commit:
@@ -162,15 +164,15 @@ class Prepared:
 
 
 def commit_states(
-    groups: Sequence[Matrices], provide: ProvideStates, found_inf: Tensor | None, *, beside: bool
+    groups: Sequence[Matrices], provide: ProvideStates, found_inf: Tensor | None, *, all_resident: bool
 ) -> Prepared:
     """Move momenta toward the gradients, and write further states.
 
     Args:
         provide: gives the states.
         found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
-        beside: whether all momenta are beside their parameters: :func:`commit_weights` then moves those that one launch
-            can move together with the weights.
+        all_resident: whether all momenta are resident: :func:`commit_weights` then moves those that one launch can
+            move together with the weights.
     """
     found: list[tuple[_Part, Piece, After]] = []
     parts = [
@@ -185,7 +187,7 @@ def commit_states(
     for part, sums in zip(parts, _row_sums(parts, provide), strict=True):
         summed.setdefault(part.sharded, []).append((part, sums))
     for group in groups:
-        if group.joint and beside:
+        if group.joint and all_resident:
             continue
         for sharded_params, states in provide(
             list(group.directions), StateRequest.STATES if group.plain else StateRequest.STATES_MASTERS_READ
@@ -209,7 +211,7 @@ def commit_states(
                 grads = [given[a] if a in given else gradient_of(a, of[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
-    return Prepared(groups, beside, found, everywhere)
+    return Prepared(groups, all_resident, found, everywhere)
 
 
 def commit_weights(

@@ -84,7 +84,7 @@ def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[ShardedParam, int]:
     """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
-    if trained.state_provider.beside:
+    if trained.state_provider.all_resident:
         return {}
     used = begun.used(decision)
     return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}

@@ -154,7 +154,7 @@ def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, rea
 
 def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
     """Which of these states are not finite: what is offloaded was looked at when it was written."""
-    known = {} if provider.beside else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
+    known = {} if provider.all_resident else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
     here = [a for a in states if a not in known]
     tensors = [states[a] for a in here]
     if not known:

@@ -25,7 +25,7 @@ class Hooks:
 
     Args:
         dynamo_passes: of all extensions.
-        state_provider: of states; by default all are beside their parameters.
+        state_provider: of states; by default all are resident.
         peers: that decide with this optimizer; by default there are none.
         unrecorded: why no step is in a CUDA graph; None if it may be.
     """

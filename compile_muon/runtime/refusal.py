@@ -139,9 +139,9 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
     Args:
         together: collective; else of this rank alone.
     """
-    beside = [a for a in trained.muon if a.name in names and a.momentum.numel()]
-    wrong = not_finite([sharded.momentum for sharded in beside]).tolist() if beside else []
-    mine = {sharded.name for sharded, flag in zip(beside, wrong, strict=True) if flag}
+    resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
+    wrong = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
+    mine = {sharded.name for sharded, flag in zip(resident, wrong, strict=True) if flag}
     return _of_ranks(trained, mine, together=together and bool(names))
 
 

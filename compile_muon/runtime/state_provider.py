@@ -27,7 +27,7 @@ ROWS = "rows"
 
 
 #: names of 0.1.0 -> what they are called
-_FORMER = {"lend": "provide"}
+_FORMER = {"lend": "provide", "beside": "all_resident"}
 
 
 class StateRequest(Enum):
@@ -55,13 +55,13 @@ ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], _Bu
 
 
 class StateProvider:
-    """All states are beside their parameters. A subclass keeps some of them, and provides them.
+    """All states are resident. A subclass keeps some of them, and provides them.
 
     Attributes:
-        beside: whether nothing is kept here, so that nobody need ask.
+        all_resident: whether nothing is kept here, so that nobody need ask.
     """
 
-    beside = True
+    all_resident = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Take methods and attributes under the names of 0.1.0, which go with the next version."""

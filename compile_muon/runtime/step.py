@@ -36,7 +36,7 @@ class Step(Trained):
     """The steps of one optimizer: what they share, and what the latest has found.
 
     Args:
-        fetches: which of the momenta its directions are made of, where they are not beside their parameters.
+        fetches: which of the momenta its directions are made of, where they are not resident.
         grad_norm: on the device.
         norm: the same as the host knows it, NaN before.
         pending: checks and agreement that the host has not read yet, and names of the directions that were used.

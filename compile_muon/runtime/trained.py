@@ -42,7 +42,7 @@ class Trained:
         gathered: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
     Attributes:
-        state_provider: of the states that are not beside their parameters.
+        state_provider: of the states that are not resident.
         sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
         summed: matrices of methods that need sums over whole ones.
     """
@@ -70,12 +70,12 @@ class Trained:
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, *, moved: Collection[ShardedParam] = ()
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Their states, to be read and written; all at once where they are beside the parameters.
+        """Their states, to be read and written; all at once where they are resident.
 
         Args:
             moved: whose momentum has been moved already.
         """
-        if not self.state_provider.beside:
+        if not self.state_provider.all_resident:
             yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step, moved=moved)
         elif sharded_params:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
@@ -122,7 +122,7 @@ class Trained:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
                 kept = self.state_provider.names(sharded)
-                if sharded.spec.muon is not None and sharded.spec.muon.beside:
+                if sharded.spec.muon is not None and sharded.spec.muon.resident_momentum:
                     slots["momentum_buffer"] = sharded.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in kept]
                 for state in own:
@@ -207,7 +207,7 @@ class Trained:
         begins anew, as in torch.optim."""
         self.state_provider.own()
         for sharded in self.muon:
-            if not sharded.spec.muon_settings.beside:
+            if not sharded.spec.muon_settings.resident_momentum:
                 continue
             slots = self.optimizer.state[sharded.param]
             held = slots.get("momentum_buffer")

@@ -164,11 +164,11 @@ def _write_config(module: nn.Module, folder: Path) -> None:
     config.dtype = encode_dtype(getattr(module, "dtype", torch.float32))
     generation = getattr(module, "generation_config", None)
     can_generate = getattr(module, "can_generate", None)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as beside:
-        config.save_pretrained(beside)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as staging:
+        config.save_pretrained(staging)
         if generation is not None and can_generate is not None and can_generate():
-            generation.save_pretrained(beside)
-        for path in Path(beside).iterdir():
+            generation.save_pretrained(staging)
+        for path in Path(staging).iterdir():
             os.replace(path, folder / path.name)
 
 

@@ -104,8 +104,8 @@ def _operations(sample: ProductSample) -> float:
 def _start(products: Sequence[ProductSample], least: float) -> float:
     """What a product takes beside its operations: the median of those of which that is most; else the least kernel."""
     best = max(_operations(s) / s.seconds for s in products)
-    beside = [(s.seconds - _operations(s) / best, s.seconds) for s in products]
-    return statistics.median([rest for rest, seconds in beside if rest > 0.75 * seconds] or [least])
+    starts = [(s.seconds - _operations(s) / best, s.seconds) for s in products]
+    return statistics.median([rest for rest, seconds in starts if rest > 0.75 * seconds] or [least])
 
 
 def _rates(products: Sequence[ProductSample], start: float) -> Table:

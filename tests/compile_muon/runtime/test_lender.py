@@ -19,6 +19,8 @@ def test_names_of_the_first_version_warn_and_are_taken() -> None:
     with pytest.warns(MuonZeroWarning, match="Keeping.lend is called provide from 0.2 on"):
 
         class Keeping(StateProvider):
+            beside = False
+
             def lend(self, *args: Any, **options: Any) -> Any:
                 return iter([("own", "states")])
 
@@ -29,6 +31,7 @@ def test_names_of_the_first_version_warn_and_are_taken() -> None:
 
     Former.lender = kept  # type: ignore[attr-defined]
 
+    assert not kept.all_resident
     assert list(kept.provide([], StateRequest.ALL, 1)) == [("own", "states")]
     with pytest.warns(MuonZeroWarning, match="Former.lender is called state_provider from 0.2 on"):
         assert hooks_of([Former()]).state_provider is kept
