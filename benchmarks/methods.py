@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, PRESETS, losses_of, muon_names
+from pictures import write_svg
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -113,7 +114,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes.title.set_fontsize(9)
     axes.legend(title=f"mean of the last {LAST} steps, {SEEDS} seeds", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    write_svg(figure, path)
 
 
 def losses_end(losses: list[float]) -> float:
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED), metavar="METHOD")
     parser.add_argument("--json", type=Path, default=_RESULTS / "methods.json")
-    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    parser.add_argument("--svg", type=Path, help="default: the JSON file's name with .svg")
     options = parser.parse_args(argv)
     if options.steps < LAST:
         parser.error(f"--steps is {options.steps}, but must be at least {LAST}")
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except ValueError as problem:
         parser.error(str(problem))
-    png = options.png or options.json.with_suffix(".png")
+    svg = options.svg or options.json.with_suffix(".svg")
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 120)
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -163,8 +164,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         record["methods"] = {name: found[name] for name in TRAINED if name in found}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    draw(record, png)
-    console.print(f"losses: {options.json}\nchart:  {png}", soft_wrap=True)
+    draw(record, svg)
+    console.print(f"losses: {options.json}\nchart:  {svg}", soft_wrap=True)
     return 0
 
 

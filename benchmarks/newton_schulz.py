@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 from orthogonalizers import CONTENDERS, SHAPES, SMALL_SHAPES, STEPS, WHOLE_MODEL, YARDSTICK, Case, whole_model
+from pictures import write_svg
 from rich.console import Console
 from rich.table import Table
 from turns import Process, Rounds
@@ -216,7 +217,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    write_svg(figure, path)
     plt.close(figure)
 
 
@@ -240,7 +241,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a contender to compile or be timed")
     parser.add_argument("--eager", action="store_true", help="call instead of replaying CUDA graphs")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/newton_schulz_DEVICE.json")
-    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    parser.add_argument("--svg", type=Path, help="default: the JSON file's name with .svg")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; --device cpu tries the harness on small shapes")
@@ -256,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.graph = options.device == "cuda" and not options.eager
     variant = f"{options.device}_eager" if options.device == "cuda" and options.eager else options.device
     options.json = options.json or _RESULTS / f"newton_schulz_{variant}.json"
-    options.png = options.png or options.json.with_suffix(".png")
+    options.svg = options.svg or options.json.with_suffix(".svg")
     return options
 
 
@@ -291,8 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     options.json.write_text(json.dumps(about, indent=1) + "\n")
     console.print(f"samples: {options.json}", soft_wrap=True)
     try:
-        draw(rows, title, options.png)
-        console.print(f"chart:   {options.png}", soft_wrap=True)
+        draw(rows, title, options.svg)
+        console.print(f"chart:   {options.svg}", soft_wrap=True)
     except ImportError as error:
         console.print(f"no chart: {error}", soft_wrap=True)
     return 1 if measured.unsound else 0

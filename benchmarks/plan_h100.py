@@ -1,13 +1,14 @@
 """What the planner says of the steps that were measured on one H100, as they ran then, and of today's defaults.
 
-    python benchmarks/plan_h100.py                     # about 5 minutes of a core, no GPU
+    python benchmarks/plan_h100.py                     # about a minute of a core, no GPU
     python benchmarks/plan_h100.py --json plan_h100.json
 
 Reads results/h100_step_1b_*.json (seconds, shape, settings) and results/h100_products.json (products of the same day).
 The steps ran with earlier kernels, of which the graphs of today know nothing:
 
 - lists whose tiles on diagonals were as wide as others and whose loops were not flattened;
-- tiles as estimated: rate and cost of a tile of each kind of product as the squares of ``h100_products.json`` show;
+- tiles as estimated: rate and cost of a tile of each kind of product as the squares of ``h100_products.json`` show,
+  the small one at the clock of a card that rests;
 - 52.5 bytes of a Muon element, where 36 are moved today (docs/reference/host-time.md);
 - chunks of 1 GiB.
 
@@ -44,6 +45,10 @@ EARLIER_BYTES = 52.5 - 36
 EARLIER_LIMIT = 2**30
 #: that show the rate of a tile and what it costs beside
 SQUARES = (2048, 8192)
+#: TFLOP/s of cuBLAS at 8192 on this card, bfloat16: in rounds of 3 ms with pauses between, and without pauses. Their
+#: ratio is that of the clocks. Triton's do_bench zeroes 256 MB before each launch, so a square of 2048, 34 µs, ran at
+#: the first of these clocks; one of 8192, 1 ms, and the lists of a step ran at the second.
+RESTED, SUSTAINED = 798, 690
 #: which square product shows the rate of a part of a list
 SHOWN_BY = {"XXᵀ": "X Xᵀ", "bR + cR², and aI": "bA + cA²", "FX, or QX": "aX + BX", "the last X": "aX + BX"}
 
@@ -74,7 +79,8 @@ def captured(shape: Shape, kind: str, settings: dict[str, Any], machine: Machine
 def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
     """By part of a list: the rate of a tile's loop and what a tile costs beside it, by two squares of that day.
 
-    One tile of a square of 2048 runs on a multiprocessor, and several of 8192: two equations, two unknowns.
+    One tile of a square of 2048 runs on a multiprocessor, and several of 8192: two equations, two unknowns, at the
+    clock of a step.
     """
     rows = json.loads((RESULTS / "h100_products.json").read_text())["rows"]
     found = {}
@@ -87,6 +93,7 @@ def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
             operations, tiles = busiest(tile, ((1, size, size, size),), processors, triangle=triangle)
             each.append((operations / tiles, (took[size] - table.device.launch) / tiles))
         (few, short), (many, long) = each
+        short *= RESTED / SUSTAINED
         rate = (many - few) / (long - short)
         beside = short - few / rate
         device = replace(table.device, rate=rate, overhead=beside, between=beside, between_flattened=beside)

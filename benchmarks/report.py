@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from contenders import EARLIER, NO_STAGE
 from links import UNLIMITED, bytes_per_second
+from pictures import write_svg
 from rich.console import Console
 from rich.table import Table
 
@@ -298,13 +300,29 @@ def as_json(rows: list[Row], verdicts: list[Verdict], remainders: list[str]) -> 
     }
 
 
-def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Bar charts, grouped by stage: step time on each link (the fastest step as a tick), memory, bytes sent."""
-    import matplotlib
+def title_of(result: dict) -> str:
+    """The model, the ranks and the machine of a result, in a line."""
+    shape, options = result["shape"], result["options"]
+    parameters = next((sample["parameters"] for sample in result["samples"] if not sample["error"]), 0)
+    backwards = "" if options["micro_batches"] == 1 else f" in {options['micro_batches']} micro-batches"
+    return (
+        f"{shape['layers']}-layer GPT, {parameters / 1e6:.1f} M parameters, {shape['context'] * shape['batch']:,} "
+        f"tokens per rank and step{backwards}, {options['ranks']} ranks, {options['dtype']}, {result['device']}, "
+        f"torch {result['versions']['torch']}"
+    )
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _label(value: float) -> str:
+    """Three digits, or all ahead of the point; a few bytes of bookkeeping are no megabytes."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.001 else "0"
+
+
+def draw(result: dict, path: Path) -> None:
+    """Bar charts of a result, by stage: step time on each link (the fastest step as a tick), memory, bytes sent."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = [Row(**{"link": UNLIMITED, **row}) for row in result["rows"]]
     stages = sorted({row.stage for row in rows})
     names = [name for name in _COLOURS if any(row.contender == name for row in rows)]
     links = {link: [row for row in rows if row.link == link] for link in dict.fromkeys(row.link for row in rows)}
@@ -318,24 +336,28 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         ("sent per rank and step, MB", "bytes_per_step", 1e6, first),
     ]
     panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in panel[3])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), squeeze=False)
-    width = 0.8 / len(names)
-    for axis, (label, field, unit, shown) in zip(axes[0], panels, strict=True):
+    across = min(len(panels), 2)  # or a page shrinks them until nobody can read them
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(5 * across, 4 * down + 0.5))
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    width = 0.8 / max(Counter((row.link, row.stage) for row in rows).values())
+    for axis, (label, field, unit, shown) in zip(axes, panels, strict=False):
         for place, stage in enumerate(stages):
             group = [row for row in shown if row.stage == stage and getattr(row, field) is not None]
             for index, row in enumerate(group):
                 x = place + (index - (len(group) - 1) / 2) * width
                 bar = axis.bar(x, getattr(row, field) / unit, width * 0.92, color=_COLOURS[row.contender])
-                axis.bar_label(bar, fmt="%.3g", fontsize=7, padding=1)
+                axis.bar_label(bar, fmt=_label, fontsize=7, padding=1)
                 if field == "step_s":
                     axis.plot([x - width / 3, x + width / 3], [row.step_min_s] * 2, color="white", linewidth=1)
         axis.set_xticks(range(len(stages)), ["none" if s == NO_STAGE else f"stage {s}" for s in stages])
         axis.set_title(label, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in names]
-    figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-    figure.suptitle(textwrap.fill(title, 45 * len(panels)), fontsize=11)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    handles = [Patch(color=_COLOURS[name]) for name in names]
+    figure.legend(handles, names, loc="lower center", ncols=min(len(names), 3 * across), frameon=False, fontsize=9)
+    figure.suptitle(textwrap.fill(title_of(result), 50 * across), fontsize=11)
+    figure.tight_layout(rect=(0, 0.06 / down, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    write_svg(figure, path)

@@ -40,7 +40,7 @@ from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE, VARIANTS
 from gpt import PRESETS, shape_of
 from launch import RankFailed, Ranks, Trial, record_of
 from links import UNLIMITED, bytes_per_second, enter, limit, problem
-from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize
+from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize, title_of
 from rich.console import Console
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--links", nargs="+", default=[UNLIMITED], help=f"rates of the loopback, 1600mbit or {UNLIMITED}"
     )
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET….json")
-    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    parser.add_argument("--svg", type=Path, help="default: the JSON file's name with .svg")
     options = parser.parse_args(argv)
     for name in ("ranks", "micro_batches", "steps", "warmup", "repeats", "threads"):
         if getattr(options, name) < 1:
@@ -117,7 +117,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if limited:
         variant += "_links"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
-    options.png = options.png or options.json.with_suffix(".png")
+    options.svg = options.svg or options.json.with_suffix(".svg")
     return options
 
 
@@ -262,7 +262,7 @@ def describe(options: argparse.Namespace) -> dict:
         "versions": versions,
         "shape": vars(shape_of(options.preset, options.layers)),
         # Which files were written where says something of one machine only.
-        "options": {k: v for k, v in vars(options).items() if k not in ("caches", "earlier", "json", "logs", "png")},
+        "options": {k: v for k, v in vars(options).items() if k not in ("caches", "earlier", "json", "logs", "svg")},
     }
 
 
@@ -293,22 +293,15 @@ def main(argv: list[str] | None = None) -> int:
     shape = shape_of(options.preset, options.layers)
     rows = summarize(records, shape.context * shape.batch * options.ranks)
     verdicts = judge_memory(rows) if options.memory else judge(rows, records, options.ranks, about["cores"])
-    parameters = next((r["parameters"] for r in records if not r["error"]), 0)
-    backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
-    title = (
-        f"{shape.layers}-layer GPT, {parameters / 1e6:.1f} M parameters, {shape.context * shape.batch:,} tokens per "
-        f"rank and step{backwards}, {options.ranks} ranks, {options.dtype}, {about['device']}, "
-        f"torch {torch.__version__}"
-    )
     remainders = over_compute(records)
-    print_report(console, rows, verdicts, remainders, title)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     result = about | as_json(rows, verdicts, remainders) | {"samples": records}
+    print_report(console, rows, verdicts, remainders, title_of(result))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"samples: {options.json}", soft_wrap=True)
     if rows:
-        draw(rows, title, options.png)
-        console.print(f"chart:   {options.png}", soft_wrap=True)
+        draw(result, options.svg)
+        console.print(f"chart:   {options.svg}", soft_wrap=True)
     return 1 if any(record["error"] for record in records) else 0
 
 

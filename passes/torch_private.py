@@ -422,12 +422,20 @@ def without_numbers() -> contextlib.AbstractContextManager[Any]:
 def accumulators_of(params: Iterable[torch.Tensor]) -> list[Any]:
     """The autograd nodes that write ``.grad`` of leaves that train; each stays the same while somebody holds it.
 
-    What :func:`torch.autograd.graph.get_gradient_edge` has, 3 microseconds of a parameter in place of 9.
+    Inside the backward of a function that has read a leaf, it is among the nodes that come next: 1 microsecond. Of
+    others it is found as :func:`torch.autograd.graph.get_gradient_edge` does, in 3 microseconds in place of 9.
     """
+    under_way = torch._C._current_autograd_node()  # not what is said to be typed: None outside of a backward
+    edges = () if under_way is None else cast("Any", under_way).next_functions
+    known = {id(node.variable): node for node, _ in edges if hasattr(node, "variable")}
+    return [known.get(id(param)) or _accumulator(param) for param in params]
+
+
+def _accumulator(param: torch.Tensor) -> Any:
     # Found through a view, which a DTensor would dispatch: 26 microseconds.
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
-        views = [cast("Any", param.view_as(param).grad_fn) for param in params]
-    return [view.next_functions[0][0] for view in views]
+        view: Any = param.view_as(param).grad_fn
+    return view.next_functions[0][0]
 
 
 def will_execute(node: Any) -> bool:

@@ -65,7 +65,7 @@ def test_newton_schulz(tmp_path: Path) -> None:
     texts = [verdict["text"] for verdict in result["verdicts"]]
     assert {"muon_momentum", "muon_apply"} <= {text.split(":")[0] for text in texts}
     assert any(text.startswith("8B, all matrices") and "(bar: 1.5)" in text for text in texts)
-    assert output.with_suffix(".png").stat().st_size > 1000
+    assert output.with_suffix(".svg").stat().st_size > 1000
 
 
 @pytest.mark.full
@@ -193,7 +193,7 @@ def test_train_step(tmp_path: Path) -> None:
     ours = rows["ours-muon"]
     assert ours["step_s"] > 0 and ours["compile_cold_s"] > 0 and ours["peak_bytes"] is None
     assert ours["bytes_per_step"] >= ours["counted_bytes_per_step"] > 0
-    assert output.with_suffix(".png").stat().st_size > 1000
+    assert output.with_suffix(".svg").stat().st_size > 1000
 
 
 def test_ratios_are_taken_within_a_round(benchmark) -> None:
@@ -729,6 +729,26 @@ def test_convergence(benchmark, monkeypatch, tmp_path: Path) -> None:
     assert [point[2] for point in runs[0]] == [point[2] for point in runs[1]], "a run leaves nothing to the next"
 
 
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+PICTURES = [path.name for path in sorted((BENCHMARKS / "results").glob("train_step_*.svg"))]
+
+
+@pytest.mark.parametrize("name", [*PICTURES, "methods.svg"])
+def test_a_picture_is_of_the_results_beside_it(benchmark, name: str, tmp_path: Path) -> None:
+    """By its words and numbers: paths differ among versions of Matplotlib, in the last digit."""
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
+    kept, anew = BENCHMARKS / "results" / name, tmp_path / name
+    draw = benchmark("methods" if name == "methods.svg" else "report").draw
+    draw(json.loads(kept.with_suffix(".json").read_text()), anew)
+    written = [re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.DOTALL) for path in (kept, anew)]
+    assert written[0] == written[1] and len(written[0]) > 10
+    again = tmp_path / "again.svg"
+    draw(json.loads(kept.with_suffix(".json").read_text()), again)
+    assert again.read_bytes() == anew.read_bytes()
+
+
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
@@ -750,7 +770,7 @@ def test_some_methods_are_run_again_beside_the_others(benchmark, monkeypatch, tm
     then = json.loads(file.read_text())["methods"]
     assert list(then) == ["muon", "soap", "adamw"] and then["soap"] == first["soap"]
     assert methods.best_rate(then["muon"]) == "0.04" and methods.best_rate(then["adamw"]) == "0.32"
-    assert file.with_suffix(".png").stat().st_size > 1000
+    assert file.with_suffix(".svg").stat().st_size > 1000
     with pytest.raises(SystemExit):
         methods.main(["--steps", "40", "--json", str(file), "--methods", "muon"])
     assert "has soap, adamw of " in capsys.readouterr().err

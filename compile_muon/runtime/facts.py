@@ -121,9 +121,7 @@ def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: E
         "missing", {sharded.name: float(sharded.grad is None) for sharded in (*trained.muon, *trained.rest)}
     )
     checks.add_facts("ready", {sharded.name: float(sharded.name in ready) for sharded in trained.muon})
-    for name, rate in trained.rates().items():
-        if not isinstance(rate, Tensor):
-            checks.add_rate(name, rate)
+    checks.add_rates({name: rate for name, rate in trained.rates().items() if not isinstance(rate, Tensor)})
     if agreement is not None:
         agreement.put(checks)
     return checks
@@ -180,7 +178,8 @@ def _whole_gradients(ledger: Ledger) -> None:
     """
     for sharded in ledger.sharded_params:
         sharded.place_gradient()
-        sharded.sums.check(sharded.grad, sharded.name)
+        if sharded.spec.layout.accumulates:
+            sharded.sums.check(sharded.grad, sharded.name)
         if sharded.sums.delivered is not None:
             sharded.add_gradient(transfers.reduce_grad(sharded.sums.delivered, sharded.spec))
             ledger.count(traffic_of_reduction(sharded.text))

@@ -255,7 +255,7 @@ class BackwardGraph:
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             if delivers:
                 sharded.begin_backward(call)
-        for ledger in {id(a.ledger): a.ledger for a in sharded_params}.values():
+        for ledger in dict.fromkeys(sharded.ledger for sharded in sharded_params):
             if ledger.before_backward is not None:
                 ledger.before_backward()
         purposes = [

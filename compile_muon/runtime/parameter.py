@@ -33,6 +33,8 @@ __all__ = ["ShardedParameter", "of_frozen", "part_of", "raw_gradient", "sharded_
 
 
 _GRAD: Any = torch.Tensor.grad
+#: ``param.grad`` as autograd keeps it. Every step asks some ten times a parameter, so no frame of Python is between.
+raw_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 
 class ShardedParameter(DTensor):
@@ -169,11 +171,6 @@ def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
     found = _of_class(DTensor(state._local_tensor, state._spec, requires_grad=False))
     found.origin = f"{name} of {param.origin[0]}", param.origin[1]
     return cast("Tensor", found)
-
-
-def raw_gradient(param: Tensor) -> Tensor | None:
-    """``param.grad`` as autograd keeps it."""
-    return cast("Tensor | None", _GRAD.__get__(param))
 
 
 def _tell_of_pickling(tensor: ShardedParameter) -> None:

@@ -270,7 +270,8 @@ class ShardedParam:
                 sharded.keep_gradient()
                 sharded.sums.deliver(current_backward(), sharded.grad)
 
-        self.param.register_hook(arriving)
+        if self.spec.layout.accumulates:  # of others no sum is kept that an edit would spoil
+            self.param.register_hook(arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
 
     def keep_gradient(self) -> None:

@@ -146,14 +146,18 @@ class StepChecks:
         matrices = [sharded for sharded in sharded_params if sharded.spec.muon is not None]
         self._spread("differs", matrices, examined, differs)
 
-    def add_rate(self, name: str, rate: Any) -> None:
-        """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
-        if isinstance(rate, Tensor):
-            flag = (~torch.isfinite(rate.reshape(()))).float().to(self.device, non_blocking=True)
-            self.add("rate", [name], flag[None])
-            return
-        numbers = rate if isinstance(rate, Sequence) else (rate,)
-        self.add_facts("rate", {name: float(not all(math.isfinite(number) for number in numbers))})
+    def add_rates(self, rates: Mapping[str, Any]) -> None:
+        """Which hyperparameters (numbers and tuples of numbers) are not finite."""
+        wrong = {
+            name: float(not (math.isfinite(rate) if isinstance(rate, (int, float)) else all(map(math.isfinite, rate))))
+            for name, rate in rates.items()
+        }
+        self.add_facts("rate", wrong)
+
+    def add_rate(self, name: str, rate: Tensor) -> None:
+        """Whether a hyperparameter that is a one-element tensor is finite."""
+        flag = (~torch.isfinite(rate.reshape(()))).float().to(self.device, non_blocking=True)
+        self.add("rate", [name], flag[None])
 
     def add_speculations(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
         """Which directions of backward are not finite.

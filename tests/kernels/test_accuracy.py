@@ -333,8 +333,8 @@ def print_errors() -> None:
             ratios = sorted(g / s for g, s in zip(ours, theirs, strict=True))
             middle = (ratios[4] + ratios[5]) / 2
             print(
-                f"| {name} | {dtype} | {restarts} | {min(theirs):.2g} to {max(theirs):.2g} | {min(ours):.2g} to "
-                f"{max(ours):.2g} | {middle:.1f}, at most {ratios[-1]:.1f} |"
+                f"| {name} | {dtype} | {restarts} | {min(theirs):.2g} – {max(theirs):.2g} | {min(ours):.2g} – "
+                f"{max(ours):.2g} | {middle:.1f}, {ratios[-1]:.1f} |"
             )
 
 
@@ -373,7 +373,7 @@ def print_default() -> None:
         for k in (64, 128, 256, 512):
             found = list(errors_of_default(name, k).values())
             ratios = [max(own / old for own, old in zip(errors, found[0], strict=True)) for errors in found[1:]]
-            ranges = " | ".join(f"{min(errors):.2g} to {max(errors):.2g}" for errors in found)
+            ranges = " | ".join(f"{min(errors):.2g} – {max(errors):.2g}" for errors in found)
             print(f"| {name} | {k} | {ranges} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
 
 

@@ -271,6 +271,28 @@ def test_an_accumulator_is_found_without_a_dispatch():
     assert private.accumulators_of([param]) == [node]
 
 
+def test_an_accumulator_is_found_among_the_nodes_that_come_next(monkeypatch):
+    seen, looked_for = [], []
+    param, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    slowly = private._accumulator
+    monkeypatch.setattr(private, "_accumulator", lambda leaf: looked_for.append(leaf) or slowly(leaf))
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.extend(private.accumulators_of([param, other]))
+            return 2 * grad, None
+
+    Twice.apply(param, other.detach() * 3).sum().backward()
+    why = moved("_current_autograd_node", "does not lead to the nodes that write .grad")
+    assert [node.variable is leaf for node, leaf in zip(seen, (param, other), strict=True)] == [True, True], why
+    assert len(looked_for) == 1 and looked_for[0] is other, why  # the function has not read it
+
+
 def test_compiled_autograd_is_noticed():
     assert not private.compiled_autograd_active()
     assert hasattr(torch._dynamo.config, "compiled_autograd"), moved("dynamo config compiled_autograd", "is gone")
