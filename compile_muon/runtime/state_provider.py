@@ -1,4 +1,4 @@
-"""What a step and its graphs ask of whoever keeps states that may not be beside their parameters."""
+"""What a step and its graphs ask of whoever keeps states that may not be resident."""
 
 from __future__ import annotations
 
