@@ -116,7 +116,7 @@ def assemble(
     compares = group is not None and backend_of(group, device) != "fake"
     offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
     if offloaded is not None:
-        assignments = with_fetches(config, assignments, offloaded.away)
+        assignments = with_fetches(config, assignments, offloaded.offloaded_names)
     stages = None
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
@@ -133,9 +133,9 @@ def assemble(
     ledger.status = RankStatus(group, device)
     shared = None if cut is None else SharedSequences(cut, compares=compares)
     features: list[Extension] = [each for each in (stages, offloaded, shared) if each is not None]
-    lender = hooks_of([*features, *extensions]).lender
+    provider = hooks_of([*features, *extensions]).state_provider
     ledger.sharded_params = shard_model(
-        model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread
+        model, assignments, config, ranks, roles, ledger, hypers, device, provider, spread
     )
     if shared is not None:
         assert ranks is not None

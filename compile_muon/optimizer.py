@@ -1,7 +1,8 @@
 """``MuonZero``: Muon for hidden matrices, AdamW for the rest, over ZeRO-sharded parameters.
 
-A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``survey`` (norms,
-finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``replicas`` (the refresh).
+A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``step_checks``
+(norms, finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``resident`` (the
+refresh).
 """
 
 from __future__ import annotations
@@ -68,12 +69,17 @@ class MuonZero(Optimizer):
         method, auxiliary, rates, groups, muon_params, muon_views, per_head_muon, split_fused, machine: which parameter
             gets what, fields of :class:`compile_muon.Config`. docs/reference/configuration.md has a table of all.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
-            order; default: all ranks of the default process group.
-        norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
-            one rank of each stage, this rank included. The gradient norm, and whether a step is clipped, refused or
-            left out, are then decided over all stages; docs/how-to/pipeline.md has an example.
-        extensions: features of your own, objects of :class:`compile_muon.Extension`; docs/how-to/write-an-extension.md.
-        weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
+            order (docs/how-to/meshes.md); None for all ranks of the default process group. Errors: other dimensions or
+            another order; several processes without a process group.
+        norm_group: of pipeline stages (docs/how-to/pipeline.md), each a MuonZero over its part of the model: a group
+            (or 1-D ``DeviceMesh``) of one rank of each stage, this rank included. The gradient norm, and whether a step
+            is clipped, refused or left out, are then decided over all stages.
+        extensions: features (docs/how-to/write-an-extension.md) of your own, objects of
+            :class:`compile_muon.Extension`. One that belongs to another optimizer is an error.
+        weights: a folder of whole weights (docs/how-to/weights.md), loaded once the model is sharded; a model on the
+            meta device needs this or ``init``. Errors: no weights in it; names or shapes that do not fit.
+        init: ``init(module)`` gives the parameters of one module their values, for a model on the meta device, see
+            :func:`compile_muon.initialize`. A model that has values already is an error.
     Attributes:
         scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.
     Raises:

@@ -154,7 +154,7 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     itemsize = decode_dtype(muon.dtype).itemsize
     found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
     # What lies whole on a rank stays there, and is only handed round.
-    sent_to_owners = [share for share in shares(spec) if share.home is None]
+    sent_to_owners = [share for share in shares(spec) if share.whole_at is None]
     part = sum(map(math.prod, (n for share in sent_to_owners for n in share.matrices))) / (muon.rows * muon.cols)
     parts = {"all" if layout.cut_twice else "shard": part}
     return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in found.items()}

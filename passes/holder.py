@@ -21,7 +21,7 @@ class Holder(Protocol):
         """Return when what is resident of the weight is that of the shards, and ``read``, which stands for it, too."""
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum, which is not beside the parameter, to ``out``; returns it.
+        """Write the momentum, which is not resident, to ``out``; returns it.
 
         Args:
             grad: that a direction is made of with it.
@@ -77,7 +77,7 @@ def _(state: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-#: A momentum that is not beside its parameter, where a graph uses it. ``state`` is empty and says whose; the result is
+#: A momentum that is not resident, where a graph uses it. ``state`` is empty and says whose; the result is
 #: new memory like the gradient's, which lives as long as the graph needs it. Whoever keeps the momentum sees what it is
 #: about to be moved toward.
 FETCH = torch.ops.muon_zero.fetch.default

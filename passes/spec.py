@@ -99,8 +99,8 @@ class MuonSpec:
         return not matrix_method(self.method).in_step
 
     @cached_property
-    def beside(self) -> bool:
-        """Whether there is a momentum, and it is beside the parameter."""
+    def resident_momentum(self) -> bool:
+        """Whether there is a momentum, and it is resident."""
         return not self.fetched and matrix_method(self.method).keeps_momentum
 
     @property

@@ -25,7 +25,7 @@ class Category(str, Enum):
     #: weights that are resident, once a step
     REFRESH = "refresh"
     #: norms and whether everything is finite, once a step
-    SURVEY = "survey"
+    CHECKS = "checks"
 
 
 @dataclass(frozen=True)

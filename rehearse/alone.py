@@ -32,7 +32,7 @@ class Alone:
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
         self._device = device
         self._touches: Touches | None = None
-        self._survey()
+        self._checks()
         self._graphs()
         self._decompositions()
         if alone:
@@ -52,10 +52,10 @@ class Alone:
         """Around eager code of that block."""
         return self._touches or contextlib.nullcontext()
 
-    def _survey(self) -> None:
-        from compile_muon.runtime.survey import Survey
+    def _checks(self) -> None:
+        from compile_muon.runtime.step_checks import StepChecks
 
-        script(Survey)
+        script(StepChecks)
 
     def _decompositions(self) -> None:
         """cuSOLVER is the real one, too. What stands for it leaves results as they are, and waits as it does."""

@@ -168,7 +168,7 @@ class Figures:
         return asdict(self)
 
 
-def without_survey(ops: Sequence[Op]) -> list[Op]:
+def without_checks(ops: Sequence[Op]) -> list[Op]:
     """All but the sums of the numbers that the host reads in ``step()``, all-reduces on the main stream, and the digest
     of the batch that ranks of a sequence compare, which is in no graph of the optimizer's."""
     return [op for op in ops if op.name != "ncclAllReduce" or (op.stream and op.amount != _DIGEST)]

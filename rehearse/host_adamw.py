@@ -87,17 +87,17 @@ def _memory(tensor: Any) -> Tensor:
 @contextmanager
 def _skipped() -> Iterator[None]:
     """Inside this block the device finds in every step something that is not finite."""
-    from compile_muon.runtime.survey import Survey
+    from compile_muon.runtime.step_checks import StepChecks
 
-    before = Survey.found_inf
+    before = StepChecks.found_inf
 
-    def found_inf(self: Survey) -> Tensor:
+    def found_inf(self: StepChecks) -> Tensor:
         flag = before(self)
         _memory(flag).fill_(1.0)
         return flag
 
-    Survey.found_inf = found_inf  # type: ignore[method-assign]
+    StepChecks.found_inf = found_inf  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Survey.found_inf = before  # type: ignore[method-assign]
+        StepChecks.found_inf = before  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from alone import Alone, group_of
-from cases import BUDGETS, CASES, Case, Figures, collectives_of, over, sent_bytes, without_survey
+from cases import BUDGETS, CASES, Case, Figures, collectives_of, over, sent_bytes, without_checks
 from device import Device
 from host_adamw import host_adamw
 from order import unordered
@@ -225,7 +225,7 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
     return Figures(
         waits=waits, unordered=races, kernels=sum(kinds.count(kind) for kind in ("kernel", "triton", "gemm")),
         copies=kinds.count("copy") + kinds.count("memset"), collectives=collectives_of(ops),
-        sent=sent_bytes(without_survey(ops)), counted=counted, peak=peak, planned=planned, host_ms=ours,
+        sent=sent_bytes(without_checks(ops)), counted=counted, peak=peak, planned=planned, host_ms=ours,
         planned_ms=planned_ms, theirs_ms=plain, replayed=sum(op.name == "graph launch" for op in ops),
     )  # fmt: skip
 

@@ -14,9 +14,9 @@ __all__ = ["script"]
 _ADDED = ("ready", "missing", "refused", "rate")
 
 
-def script(survey: Any) -> None:
-    """Have the class ``compile_muon.runtime.survey.Survey`` read such numbers."""
-    add_facts, wait, found_inf = survey.add_facts, survey.wait, survey.found_inf
+def script(checks: Any) -> None:
+    """Have the class ``compile_muon.runtime.step_checks.StepChecks`` read such numbers."""
+    add_facts, wait, found_inf = checks.add_facts, checks.wait, checks.found_inf
     said: dict[Any, dict[tuple[str, str], float]] = {}
 
     def facts(self: Any, what: str, found: Any) -> None:
@@ -40,4 +40,4 @@ def script(survey: Any) -> None:
     def each(self: Any, what: str) -> list[tuple[float, ...]]:
         return [(0.0,)] * (1 if self.group is None else self.group.size())
 
-    survey.add_facts, survey.wait, survey.found_inf, survey.each = facts, waited, nothing_found, each
+    checks.add_facts, checks.wait, checks.found_inf, checks.each = facts, waited, nothing_found, each

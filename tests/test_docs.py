@@ -38,8 +38,10 @@ LINKED = PAGES | {
     for path in (ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")))
 }
 LANGUAGES = {"python", "json", "bash", "text", "mermaid"}
-#: the one marker there is, on the line above a block
+#: the marker on the line above a block
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+#: around tables that docs/settings.py writes
+TABLE = re.compile(r"<!-- (?:settings: [\w -]+|end of settings) -->")
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
@@ -86,7 +88,7 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
         elif line.startswith("```"):
             yield Block(page, start, language, "\n".join(lines[start - 1 : number - 1]) + "\n", marker)
             start = None
-        if start is None and line.startswith("<!--") and not NOT_RUN.fullmatch(line):
+        if start is None and line.startswith("<!--") and not NOT_RUN.fullmatch(line) and not TABLE.fullmatch(line):
             raise ValueError(f"{page}:{number}: unknown marker {line}")
     if start is not None:
         raise ValueError(f"{page}:{start}: a block without an end")
@@ -713,7 +715,7 @@ NOT_LISTED = {
     "backend.muon_zero", "checkpoint.checkpointer._load", "checkpoint.values.read", "model.param_spec.muon_spec",
     "model.full_parameters.full_parameters", "offload.direct._called", "passes.methods.matrix_method",
     "passes.methods.method_of", "passes.views.shape_of",
-    "storage.boxes._opened", "storage.boxes._our_errors",
+    "files.tensors._opened", "files.tensors._our_errors",
 }  # fmt: skip
 
 

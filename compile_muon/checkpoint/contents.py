@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor, Shard
 from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.files.disk import memory_in_file
+from compile_muon.files.safetensors import TensorFacts
 from compile_muon.model.groups import values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.methods import State
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.owner_states import each_matrix, every_shape, states_kept
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor
-from compile_muon.storage.disk import memory_in_file
-from compile_muon.storage.tensor_file import TensorFacts
+from compile_muon.runtime.state_provider import MASTER
 from compile_muon.weights.named_tensors import named_state
 
 __all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]
@@ -100,7 +100,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     """
     optimizer.engine.params[0].gathered.check(thoroughly=True)
     optimizer.engine.step.own_momenta()
-    found, lender = Contents(), optimizer.engine.lender
+    found, provider = Contents(), optimizer.engine.state_provider
     algorithm: dict[int, str] = {}
     sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
     for group in optimizer.param_groups:
@@ -130,7 +130,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                     _put_matrices(found, key, sharded, kind, state.detach())
                     continue
                 found.tensors[key] = state.detach()
-                if (folder := lender.folder_of(sharded.name, slot)) is not None:
+                if (folder := provider.folder_of(sharded.name, slot)) is not None:
                     found.folders[key] = folder
         else:
             found.buffers.append(f"model/{name}")

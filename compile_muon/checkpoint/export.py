@@ -12,10 +12,10 @@ import torch
 
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
+from compile_muon.files.safetensors import TensorFile, nbytes, ordered
+from compile_muon.files.tensor_folder import FILE, batches
+from compile_muon.files.tensors import read_tensors
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.storage.boxes import read_tensors
-from compile_muon.storage.tensor_file import TensorFile, nbytes, ordered
-from compile_muon.weights.files import FILE, batches
 
 __all__ = ["export"]
 

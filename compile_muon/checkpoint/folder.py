@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 
 from compile_muon.errors import CheckpointError
-from compile_muon.storage.disk import open_plain, sync_folder
+from compile_muon.files.disk import open_plain, sync_folder
 
 __all__ = ["FORMAT", "NAME", "STATE", "TENSORS", "Folder"]
 

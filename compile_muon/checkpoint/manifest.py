@@ -22,9 +22,9 @@ import torch
 
 from compile_muon.checkpoint.folder import FORMAT, NAME, STATE, TENSORS
 from compile_muon.errors import CheckpointError, DamagedError, listed
-from compile_muon.storage.boxes import Reader
-from compile_muon.storage.disk import open_plain, open_within, write_bytes
-from compile_muon.storage.tensor_file import TensorFacts
+from compile_muon.files.disk import open_plain, open_within, write_bytes
+from compile_muon.files.safetensors import TensorFacts
+from compile_muon.files.tensors import Reader
 
 __all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError
-from compile_muon.storage.disk import open_within, write_bytes
-from compile_muon.storage.tensor_file import write_whole
+from compile_muon.files.disk import open_within, write_bytes
+from compile_muon.files.safetensors import write_whole
 
 __all__ = ["Values"]
 

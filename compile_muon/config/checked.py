@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from compile_muon.config.checks import taken
 from compile_muon.errors import ConfigError, config_error, raise_all
 
 __all__ = ["Checked", "Mistakes", "setting"]
@@ -42,6 +43,8 @@ def setting(default: object, check: Callable[..., Any], *, none: bool = False, *
         default: as in ``dataclasses.field``; None without ``none`` for a setting that has to be given.
         check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
         none: whether None is a value as well.
+
+    What it means stands in the docstring of the dataclass; ``docs/settings.py`` makes tables of both.
     """
 
     def accept(path: str, value: object) -> Any:
@@ -49,7 +52,10 @@ def setting(default: object, check: Callable[..., Any], *, none: bool = False, *
             raise config_error(path, value, "is missing", "write the number")
         return None if none and value is None else check(path, value, **limits)
 
-    return field(default=default, metadata={"check": accept})
+    def values() -> str:
+        return taken(check, **limits) + (", or None" if none and default is not None else "")
+
+    return field(default=default, metadata={"check": accept, "values": values, "needed": default is None and not none})
 
 
 @dataclass(frozen=True)

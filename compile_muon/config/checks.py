@@ -8,7 +8,7 @@ import numbers
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,11 @@ __all__ = [
     "check_rate",
     "check_real",
     "check_share",
+    "integers",
     "key_name",
     "nearest",
+    "taken",
+    "takes",
     "unknown_name",
 ]
 
@@ -56,6 +59,44 @@ FILLED = (
     *(f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
 )
 
+C = TypeVar("C", bound=Callable[..., Any])
+_TAKEN: dict[Callable[..., Any], str | Callable[..., str]] = {}
+
+
+def takes(values: str | Callable[..., str]) -> Callable[[C], C]:
+    """Decorates a check with the values that it lets pass, in words, or a function of its limits that makes them."""
+
+    def described(check: C) -> C:
+        _TAKEN[check] = values
+        return check
+
+    return described
+
+
+def taken(check: Callable[..., Any], **limits: Any) -> str:
+    """Which values a check lets pass, in words.
+
+    >>> taken(check_integer, low=0, high=3)
+    'an integer from 0 to 3'
+    """
+    values = _TAKEN[check]
+    return values if isinstance(values, str) else values(**limits)
+
+
+def _numbers(positive: bool = False, below: float = math.inf, most: float = math.inf) -> str:
+    if below == most:
+        return f"a number {'above' if positive else 'from'} 0"
+    return f"a number in {'(' if positive else '['}0, {f'{most:g}]' if most < below else f'{below:g})'}"
+
+
+def integers(low: int, high: int | None = None) -> str:
+    """The values of :func:`check_integer`, in words."""
+    return f"an integer from {low}" if high is None else f"an integer from {low} to {high}"
+
+
+def _choices(allowed: Collection[str]) -> str:
+    return ", ".join(f'"{choice}"' for choice in allowed)
+
 
 def _refuse_auto(field: str, value: object, remedy: str) -> None:
     """Common in DeepSpeed configs written for Transformers."""
@@ -65,6 +106,7 @@ def _refuse_auto(field: str, value: object, remedy: str) -> None:
         raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
 
 
+@takes(_numbers)
 def check_real(
     field: str, value: object, *, positive: bool = False, below: float = math.inf, most: float = math.inf
 ) -> float:
@@ -85,11 +127,13 @@ def check_real(
     return number
 
 
+@takes("a number in (0, 1]")
 def check_share(field: str, value: object) -> float:
     """A float in (0, 1]."""
     return check_real(field, value, positive=True, most=1.0)
 
 
+@takes("a number from 0, or a tensor of one")
 def check_rate(field: str, value: object) -> float | Tensor:
     """A float as :func:`check_real`; or a tensor of one element, for a rate that is changed in place.
 
@@ -104,6 +148,7 @@ def check_rate(field: str, value: object) -> float | Tensor:
     return value
 
 
+@takes("two numbers in [0, 1)")
 def check_pair(field: str, value: object) -> tuple[float, float]:
     """Two floats in [0, 1)."""
     _refuse_auto(field, value, "write the two numbers")
@@ -116,6 +161,7 @@ def check_pair(field: str, value: object) -> tuple[float, float]:
     return first, second
 
 
+@takes(integers)
 def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
     _refuse_auto(field, value, "write the number")
     span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
@@ -129,6 +175,7 @@ def check_integer(field: str, value: object, low: int, high: int | None = None) 
     return number
 
 
+@takes("a boolean")
 def check_boolean(field: str, value: object) -> bool:
     _refuse_auto(field, value, "write true or false")
     if not isinstance(value, bool):
@@ -136,6 +183,7 @@ def check_boolean(field: str, value: object) -> bool:
     return value
 
 
+@takes("a boolean")
 def check_ranges(field: str, value: object) -> bool:
     """Whether to make ranges: refused where a tool listens for NVTX, which would see none."""
     made = check_boolean(field, value)
@@ -172,6 +220,7 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
+@takes(_choices)
 def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         near = nearest(value, allowed)
@@ -180,6 +229,7 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
     return value
 
 
+@takes("a path")
 def check_folder(field: str, value: object) -> Path:
     """A path, which need not exist yet."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
@@ -189,6 +239,7 @@ def check_folder(field: str, value: object) -> Path:
     return Path(os.fsdecode(value))
 
 
+@takes(lambda kind: f"fields of {kind.__name__}")
 def check_instance(field: str, value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
@@ -209,6 +260,7 @@ def check_mapping(field: str, value: object, example: str = "{...}", problem: st
     return value
 
 
+@takes(lambda extra=(): _choices([*extra, *_DTYPES]))
 def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
     """Canonical name ("bfloat16") of a torch.dtype or of one of its usual names."""
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -220,10 +272,12 @@ def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> st
     return name
 
 
+@takes(_choices(_DTYPES))
 def check_dtype(field: str, value: object) -> torch.dtype:
     return _DTYPES[check_dtype_name(field, value)]
 
 
+@takes("name patterns, or a predicate")
 def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]:
     if callable(value):
         return value

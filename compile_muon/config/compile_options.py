@@ -29,19 +29,23 @@ class CompileOptions(Checked):
     """The options by the names their users write; those of the passes keep the defaults they have there.
 
     Attributes:
-        codegen: "inductor", or "eager" to run the rewritten graphs without Inductor.
+        codegen: "inductor", or "eager" to run the rewritten graphs without Inductor (debugging, fast tests).
         dump: folder that receives every graph before and after each pass, or None.
-        nvtx: make ranges for profilers (NVTX and torch.profiler) around collectives, Newton-Schulz and ``step()``.
-        bucket_mb: size limit of fused collectives in MiB, > 0. Two of that size may be under way or in use. What is
-            best below it is for the cost model to say (docs/reference/machines.md).
-        exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
-            fit, the oldest is finished first.
+        nvtx: ranges for profilers (docs/how-to/profiling.md), NVTX and torch.profiler, around collectives,
+            Newton-Schulz and ``step()``. An error where a tool listens for NVTX and ``compile_muon[profile]`` is not
+            installed.
+        bucket_mb: size limit of fused collectives, in MiB. Two of that size may be under way or in use; below it the
+            cost model chooses (docs/reference/machines.md#what-it-decides).
+        exchange_mb: what exchanges of Muon under way may hold on a rank, in MiB. Where the next would not fit, the
+            oldest is finished first.
         cuda_graphs: record forward and backward as CUDA graphs, collectives and Newton-Schulz in them, and replay them;
-            Inductor's ``triton.cudagraphs``. ``mode="reduce-overhead"`` says the same. Where checks are read in the
-            next step, ``step()`` is one too.
-        reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
-            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name. At stage 0
-            False keeps weights that were cast to ``param_dtype``.
+            ``mode="reduce-overhead"`` says the same. With ``checks`` "next_step" also ``step()``
+            (docs/reference/host-time.md#the-whole-step-as-a-cuda-graph). Declare ``gradient_accumulation_steps`` if
+            there are several. Costs a copy of the resident weights in each forward at stages 1 and 2.
+        reshard_after_forward: stage 3: drop gathered weights after forward and gather again for backward. False keeps
+            them: one all-gather instead of two, for the memory of all weights. At stage 0 and on one rank with
+            ``param_dtype``, False keeps the cast weights: two bytes an element of memory save six bytes of traffic.
+            DeepSpeed keeps by default what is used again within ``stage3_max_reuse_distance`` elements.
     """
 
     codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))

@@ -21,6 +21,8 @@ from compile_muon.config.checks import (
     check_rate,
     check_real,
     key_name,
+    taken,
+    takes,
     unknown_name,
 )
 from compile_muon.config.elsewhere import OF_GROUPS
@@ -71,6 +73,7 @@ class GroupConfig:
         return "a function" if callable(self.params) else ", ".join(self.params[:3])
 
 
+@takes(lambda kind=Method: taken(check_choice, allowed=method_names(kind)))
 def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
     """The name of a method, of one kind."""
     return check_choice(field, value, method_names(kind))
@@ -91,6 +94,7 @@ def checked_rate(rate: Rate, value: object, path: str) -> Any:
     return check_real(path, value, positive=rate.positive, below=rate.below)
 
 
+@takes("rates by name")
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Rates beside those that the configuration has fields for, of a method's own."""
     value = check_pairs(field, value, '{"beta2": 0.95}', "must be a mapping")
@@ -116,6 +120,7 @@ def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]
     return tuple(found)
 
 
+@takes("a mapping of patterns, or a list of mappings")
 def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
     """A mapping of patterns to settings, or a list of mappings with ``params``."""
     if isinstance(value, Mapping):
@@ -162,6 +167,7 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
     return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
 
 
+@takes("a mapping of patterns")
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
     """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
     example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'

@@ -20,7 +20,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from compile_muon.config.checked import Checked, setting
-from compile_muon.config.checks import check_boolean, check_choice, check_integer, check_real
+from compile_muon.config.checks import check_boolean, check_choice, check_integer, check_real, integers, takes
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import MatrixMethod, method_names
 
@@ -39,6 +39,7 @@ __all__ = [
 Rates = float | tuple[float, float]
 
 
+@takes("a number from 0, or a list [muon, adamw] of them")
 def check_rates(field: str, value: object) -> Rates:
     """One rate for both halves, or a pair: that of Muon and that of AdamW."""
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -49,6 +50,7 @@ def check_rates(field: str, value: object) -> Rates:
     return check_real(field, value)
 
 
+@takes(integers)
 def _check_count(field: str, value: object, low: int) -> int:
     """An integer; JSON writes large ones as 1e4, too."""
     if isinstance(value, float) and value.is_integer():
@@ -56,6 +58,7 @@ def _check_count(field: str, value: object, low: int) -> int:
     return check_integer(field, value, low)
 
 
+@takes("False")
 def _check_momentum(field: str, value: object) -> bool:
     if check_boolean(field, value):
         problem = "moves AdamW's first beta too, as DeepSpeed does by default, which is not done here"
@@ -68,7 +71,9 @@ class ScheduleConfig(Checked):
     """How learning rates change from step to step; each subclass is one schedule of DeepSpeed, by its name.
 
     Attributes:
-        rate_key: DeepSpeed's parameter that stands for the rates of the optimizer, or "".
+        rate_key: DeepSpeed's name of the rates (docs/reference/configuration.md#rates-in-a-schedule) of both halves,
+            one number or a list of Muon's and AdamW's; one number where the halves have two rates is an error; "" where
+            a schedule has none.
         rate_default: what DeepSpeed takes where it is absent, or None for the rates of the optimizer.
     """
 
@@ -137,9 +142,9 @@ class WarmupLR(ScheduleConfig):
     """Up to the own rate, and no further.
 
     Attributes:
-        warmup_min_lr: where it starts, one rate or the pair (Muon, AdamW).
-        warmup_num_steps: iterations up; 1 counts as 2.
-        warmup_type: "log" or "linear".
+        warmup_min_lr: where it starts.
+        warmup_num_steps: steps up; 1 counts as 2.
+        warmup_type: along a logarithm or a straight line.
     """
 
     rate_key: ClassVar[str] = "warmup_max_lr"
@@ -161,7 +166,11 @@ class WarmupLR(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then in a straight line down to ``warmup_min_lr`` at iteration ``total_num_steps``."""
+    """As :class:`WarmupLR`, then in a straight line down to ``warmup_min_lr`` at iteration ``total_num_steps``.
+
+    Attributes:
+        total_num_steps: steps of the whole schedule, up and down.
+    """
 
     rate_default: ClassVar[float | None] = 0.001
 
@@ -176,10 +185,11 @@ class WarmupCosineLR(ScheduleConfig):
     """Up to the own rate, then along a cosine down; all in shares of the own rate. The first step is made with 0.
 
     Attributes:
-        total_num_steps: iterations up and down.
-        warmup_min_ratio: where it starts.
-        cos_min_ratio: where it ends and stays.
-        warmup_num_steps, warmup_type: as in :class:`WarmupLR`.
+        total_num_steps: steps of the whole schedule, up and down.
+        warmup_min_ratio: where it starts, as a share of the half's rate.
+        warmup_num_steps: steps up; 1 counts as 2.
+        cos_min_ratio: where it ends and stays, as a share of the half's rate.
+        warmup_type: along a logarithm or a straight line.
     """
 
     total_num_steps: int = setting(None, _check_count, low=1)
@@ -206,12 +216,15 @@ class OneCycle(ScheduleConfig):
     """From ``cycle_min_lr`` up to the own rate and back, then slowly down.
 
     Attributes:
-        cycle_min_lr: where the cycle starts and ends, one rate or the pair (Muon, AdamW).
-        cycle_first_step_size, cycle_second_step_size: iterations up and down; None for as many down as up.
-        cycle_first_stair_count, cycle_second_stair_count: stairs up and down, 0 for none; None for as many down as up.
-        decay_lr_rate, decay_step_size: after the cycle the rate is divided by 1 + ``decay_lr_rate`` times the steps
-            since then, counted in ``decay_step_size``; 0 for no decay.
-        cycle_momentum: False; DeepSpeed's default is True.
+        cycle_min_lr: where the cycle starts and ends.
+        cycle_first_step_size: steps up.
+        cycle_second_step_size: steps down; None for as many as up.
+        cycle_first_stair_count: stairs up; 0 for none.
+        cycle_second_stair_count: stairs down; 0 for none, None for as many as up.
+        decay_lr_rate: after the cycle the rate is divided by 1 + ``decay_lr_rate`` times the steps since then, counted
+            in ``decay_step_size``.
+        decay_step_size: how many steps count as one of that decay; 0 for no decay.
+        cycle_momentum: True is DeepSpeed's default. Has to be False: AdamW's betas stay as they are.
     """
 
     rate_key: ClassVar[str] = "cycle_max_lr"
@@ -251,8 +264,9 @@ class LRRangeTest(ScheduleConfig):
     """Ever upwards from the own rate, to find where training breaks.
 
     Attributes:
-        lr_range_test_step_size: iterations in which the rate grows by ``lr_range_test_step_rate`` times the own one.
-        lr_range_test_staircase: grow only once in so many iterations.
+        lr_range_test_step_size: steps in which the rate grows once.
+        lr_range_test_step_rate: how much it then grows, in rates of the half.
+        lr_range_test_staircase: grow only once in so many steps, and not in each of them.
     """
 
     rate_key: ClassVar[str] = "lr_range_test_min_lr"

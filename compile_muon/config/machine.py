@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from compile_muon.config.checks import check_boolean, check_integer, check_mapping, check_real, check_share
+from compile_muon.config.checks import (
+    check_boolean,
+    check_choice,
+    check_integer,
+    check_mapping,
+    check_real,
+    check_share,
+    taken,
+    takes,
+)
 from compile_muon.errors import config_error
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 
@@ -72,6 +81,7 @@ def costs_for(name_or_path: str | None, device: str) -> Costs:
     return load_costs(name_or_path or ("cpu" if device == "cpu" else "h100"))
 
 
+@takes(lambda: f"{taken(check_choice, allowed=known_machines())}, or a file")
 def check_machine(field: str, value: object) -> str:
     """The setting: a name or path of a machine that can be read."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):

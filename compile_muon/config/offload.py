@@ -16,6 +16,7 @@ from compile_muon.config.checks import (
     check_mapping,
     check_share,
     key_name,
+    takes,
     unknown_name,
 )
 from compile_muon.errors import ConfigError, config_error
@@ -26,6 +27,7 @@ __all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
 
 
+@takes("a path")
 def _check_path(field: str, value: object) -> str:
     return os.fspath(check_folder(field, value))
 
@@ -35,18 +37,21 @@ class OffloadConfig(Checked):
     """Where optimizer state is between steps; names and meaning are DeepSpeed's ``offload_optimizer``.
 
     Attributes:
-        device: "cpu" for host memory, "nvme" for a file.
-        nvme_path: folder on the disk that holds the file.
-        pin_memory: whether host memory is pinned, so that a GPU copies by itself.
-        buffer_count: how many buckets of state may be in memory, on the device and beside the disk.
-        buffer_bytes: of state in a bucket. Larger state of a parameter comes by its rows where its method works element
-            by element; elsewhere the bucket is larger.
-        ratio: share of the state that goes, by bytes; what costs least to move for each byte that it saves goes first.
-        momentum: whether momenta go too, or only what methods keep beside them.
-        masters: whether float32 weights go too, where the model computes in a lower dtype. Its parameters and their
-            gradients then have that dtype.
-        adamw_on: "device", or "cpu" for AdamW to be computed in host memory, on moments that are away. Gradients come
-            to it and weights go back, in place of moments that come and go.
+        device: "cpu" for host memory, "nvme" for a file; in a config also "none".
+        nvme_path: folder on the disk; the file in it has no name and disappears with the process. "nvme" without it is
+            an error.
+        pin_memory: pinned host memory, from which a GPU copies without the CPU.
+        buffer_count: how many buckets of state may be on the device, and in host memory for a disk.
+        buffer_bytes: state in a bucket. Muon, AdamW and Lion split larger state of one parameter by rows; other matrix
+            methods, masters of matrices, ``momentum_dtype`` and ``adamw_on`` need one larger bucket.
+        ratio: share of the state that moves, by bytes; what costs least to move for each byte that it saves goes first.
+        momentum: whether momenta move too, or only what methods keep beside them; DeepSpeed calls False
+            ``save_muon_momentum_buffer_in_memory``.
+        masters: whether float32 weights move too, where the model computes in a lower dtype; parameters and gradients
+            then have the lower dtype. Muown reads them once more in a step.
+        adamw_on: "device", or "cpu" for AdamW to be computed by the host, on the moments in host memory
+            (docs/how-to/offload.md#adamw-on-the-host): gradients come to it and weights go back, in place of moments
+            that come and go.
     """
 
     device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))
@@ -66,6 +71,7 @@ class OffloadConfig(Checked):
             yield config_error("OffloadConfig.device", "nvme", problem, 'give "nvme_path", or use "cpu"')
 
 
+@takes('"cpu", or fields of OffloadConfig')
 def check_offload(field: str, value: object) -> OffloadConfig | None:
     """An :class:`OffloadConfig`, its fields, or its device."""
     if isinstance(value, OffloadConfig):
@@ -86,6 +92,7 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
         raise own[0] if len(own) == 1 else error from None
 
 
+@takes('"cpu"')
 def check_offload_param(field: str, value: object) -> str | None:
     """The device, alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):

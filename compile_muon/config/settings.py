@@ -32,6 +32,8 @@ from compile_muon.config.checks import (
     check_patterns,
     check_rate,
     check_real,
+    taken,
+    takes,
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
@@ -70,6 +72,7 @@ NO_MUON = "belongs to Muon, while AdamW trains everything here"
 _FLOATS: Any = sys.float_info.max  # an integer of hundreds of digits is a finite number, and no float
 
 
+@takes(lambda: f"{taken(check_choice, allowed=COEFFICIENTS)}, a triple, or a triple per step")
 def _check_coefficients(field: str, value: object) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
@@ -96,6 +99,7 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     return a, b, c
 
 
+@takes('"auto", or an integer from 0')
 def _check_limit(field: str, value: object) -> int | str:
     return "auto" if value == "auto" else check_integer(field, value, low=0)
 
@@ -105,6 +109,7 @@ def matches_adamw(adjust_lr: object) -> bool:
     return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
 
 
+@takes('"original", "match_rms_adamw", "spectral", or a number above 0')
 def _check_scale(field: str, value: object) -> str | float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return check_real(field, value, positive=True)
@@ -116,18 +121,26 @@ class NSConfig(Checked):
     """Newton-Schulz orthogonalization.
 
     Attributes:
-        steps: iterations; None for as many as ``coefficients`` has, which is 10 for "deepseek_v4", 5 for the other
-            names and for one triple. Fewer steps cut a longer set, more repeat its last triple; "deepseek_v4" and
-            triples per step are taken whole or not at all.
-        coefficients: a name out of :data:`compile_muon.kernels.COEFFICIENTS` (which gives their sources), one triple
-            (a, b, c), or one triple per step.
-        method: "standard" iterates on the matrix, "gram" on its Gram matrix, "auto" lets the cost formulas choose.
-        dtype: compute dtype "bfloat16" | "float16" | "float32" | "float64", or "auto". torch dtypes and short names
-            ("bf16") are accepted and stored as the canonical name.
-        eps: lower bound of the Frobenius norm the matrix is divided by; 0 for directions that do not depend on scale.
-        backend: "aten", "triton", "quack", or "auto" for whichever is expected to be fastest.
-        memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; one matrix is always taken.
-            "auto" for what backward has held and holds no more, 1 GiB at least.
+        steps: iterations; None for as many as ``coefficients`` has: 10 for "deepseek_v4", the number of triples given,
+            else 5. Fewer cut a set, more repeat its last triple; "deepseek_v4" and triples per step are taken whole or
+            not at all.
+        coefficients: a set by its name (:data:`compile_muon.kernels.COEFFICIENTS` gives the sources), one triple (a, b,
+            c) of finite numbers for every step, or one triple per step. "cans" in bfloat16, where it diverges, is an
+            error.
+        method: "standard" iterates on the matrix, "gram" on its Gram matrix; "auto" takes the cheaper one where both
+            are about equally accurate (docs/reference/kernels.md#accuracy). "gram" where it is unstable in the dtype is
+            an error.
+        dtype: compute dtype; "auto" is float16 on CUDA (float32 for coefficients that are unstable in it), else
+            float32. Matrices of float16 travel in bfloat16 (docs/reference/kernels.md#accuracy). "bfloat16", with
+            ``method`` "standard", has torch.optim.Muon's bits.
+        eps: least Frobenius norm that a matrix is divided by: a gradient with a smaller norm gets a shorter direction,
+            as in torch.optim.Muon; 0 for directions that do not depend on scale.
+        backend: "aten" (cuBLAS on GPUs), "triton", "quack" (the library of that name), or "auto" for whichever is
+            expected to be fastest (docs/reference/kernels.md#what-runs-where). "triton" and "quack" are errors where
+            they are not there, and in other dtypes than float16 and bfloat16.
+        memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; it splits its list to keep
+            within them, and always takes one matrix. "auto" is what backward has freed by then, so that no peak rises,
+            and at least 1 GiB (1073741824).
     """
 
     steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
@@ -156,15 +169,19 @@ class MuonConfig(Checked):
     """The Muon half of the optimizer.
 
     Attributes:
-        lr: learning rate before :func:`compile_muon.model.assignment.lr_scale`.
-        momentum: EMA factor of gradients.
-        nesterov: whether the direction looks one momentum step ahead.
-        weight_decay: decoupled, multiplied by the unadjusted lr.
-        adjust_lr: "original" | "match_rms_adamw" | "spectral", a number in place of the 0.2 of "match_rms_adamw", or
-            None for the method's own: "original" but of AdaMuon.
-        momentum_dtype: what momenta are kept in: "bfloat16" (rounded by chance), "8bit", or None for as master weights.
-        qk_clip: largest logit of attention that a step leaves as it is (MuonClip), None for any.
-        qk_clip_alpha: how much of the scaling is of the queries; the rest is of the keys.
+        lr: rate of Muon, before ``adjust_lr``.
+        momentum: factor of Muon's moving average of gradients.
+        nesterov: look one momentum step ahead.
+        weight_decay: decoupled decay of Muon's matrices, times ``lr`` before ``adjust_lr``.
+        adjust_lr: scale of ``lr`` for a matrix of rows and columns: "original" √max(1, rows/cols), "match_rms_adamw"
+            0.2·√max(rows, cols), "spectral" √(rows/cols); a number replaces that 0.2, the root mean square of an update
+            over ``lr`` (DeepSeek-V4: 0.18). None is "match_rms_adamw" for AdaMuon, else "original".
+        momentum_dtype: the dtype of momenta (docs/how-to/offload.md#momenta-in-fewer-bits): "bfloat16" (rounded by
+            chance), "8bit", or None for as master weights. An error where masters are in half precision; "8bit" also
+            for slices along columns.
+        qk_clip: MuonClip (docs/how-to/methods.md#muonclip): heads whose largest logit in a step is over it are scaled
+            down to it; None for any logit. An error for a model that is not compiled, or has a norm behind its queries.
+        qk_clip_alpha: queries' power of that scaling; keys take the rest.
         ns: how the direction is orthogonalized.
     """
 
@@ -189,9 +206,12 @@ class AdamWConfig(Checked):
     """The half of the optimizer that is no matrices; fields mean what they mean in ``torch.optim.AdamW``.
 
     Attributes:
-        lr, betas, eps, weight_decay: as there.
-        decay_vectors: whether norms, biases and other vectors decay, too, as every parameter does in torch and
-            DeepSpeed; else they are in a group of their own.
+        lr: rate of AdamW.
+        betas: as in torch.optim.AdamW.
+        eps: as in torch.optim.AdamW.
+        weight_decay: decoupled decay of all but Muon's matrices.
+        decay_vectors: vectors (norms, biases) decay too, as every parameter does in torch and DeepSpeed; else they are
+            in a group of their own. Parameters with ``param._no_weight_decay = True`` never do.
     """
 
     lr: float | torch.Tensor = setting(3e-4, check_rate)
@@ -201,6 +221,7 @@ class AdamWConfig(Checked):
     decay_vectors: bool = setting(False, check_boolean)
 
 
+@takes("a number above 0")
 def _check_clipping(field: str, value: object) -> float:
     if value == 0 and not isinstance(value, bool):
         raise config_error(field, value, "would erase every gradient", "use None")
@@ -212,32 +233,43 @@ class ZeroConfig(Checked):
     """What is sharded, when Muon's directions are made, and in which dtypes.
 
     Attributes:
-        stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        update: "auto" makes directions in backward, as speculations: ``step()`` uses one only if ``.grad`` still is the
-            gradient it was made from, and after several steps in a row that threw them away no more are made.
-            "backward" always makes them, "step" never.
-        gradient_accumulation_steps: backwards per step. None when only the loop knows: then as many are expected as
-            the last step had.
-        gradient_clipping: maximal global gradient norm, or None for no clipping.
-        nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank.
-        max_skipped_steps: how many steps in a row ``nonfinite="skip"`` may leave out before NonFiniteError is raised.
-        checks: when the host reads what a step's checks found, "in_step", which waits for the device, or "next_step":
-            until then the device writes only what they allow, and errors come with the next step. None for "in_step"
-            with ``nonfinite="error"``, "next_step" with "skip". A step whose own course depends on what was found
-            waits for it either way: ``gradient_clipping`` of directions made in backward, edited gradients, pipelines.
-        check_replicas: every how many steps what all ranks hold a copy of (stages 0 to 2: weights, at 0 also optimizer
-            state) is compared, or None for never.
-        param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
-        reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
-        master_dtype: dtype of the trained parameters themselves, their gradients and optimizer state; None for float32
-            where the model is in half precision, and else what the model is in.
-        shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
-            "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
-        offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
-            :class:`OffloadConfig`; None for beside the parameters.
-        offload_param: "cpu" for shards of weights in host memory, from which stage 3 gathers; None for on the device.
-        communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
-            "shared", or "auto": separate on NCCL, which serves one collective of a communicator after another.
+        stage: ZeRO stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        update: when directions are made; never changes results. "step": in ``optimizer.step()``. "backward": in the
+            compiled backward, as speculations (docs/why/ledger.md): ``step()`` uses one only if ``.grad`` still is the
+            gradient it was made from. "auto": in backward, until several steps in a row discard them.
+        gradient_accumulation_steps: backwards per ``step()``; None when only the loop knows: as many as the last step
+            had are expected. The loss is never rescaled: divide it in the loop.
+        gradient_clipping: largest global gradient norm; None for no clipping. In a config 0 is off too.
+        nonfinite: on an inf or NaN gradient: "error" raises NonFiniteError and names the parameter, "skip" leaves the
+            step out on every rank; rank 0 logs (logger ``compile_muon``) the first five skipped steps, and their number
+            at the end.
+        max_skipped_steps: steps in a row that ``nonfinite`` "skip" may leave out before NonFiniteError is raised.
+        checks: when the host reads what a step's checks found: "in_step", which waits for the device, or "next_step",
+            without a wait (docs/reference/host-time.md#no-wait-in-a-step): until then the device writes only what they
+            allow, and errors come with the next step. None is "next_step" where ``nonfinite`` is "skip", else
+            "in_step". A step whose own course depends on what was found waits for it either way: ``gradient_clipping``
+            of directions made in backward, edited gradients, pipelines.
+        check_replicas: every how many steps ranks compare copies: weights at stages 0 to 2, at 0 optimizer state too;
+            None for never. A difference is a LedgerError that names parameter and ranks. An error at stage 3, which
+            holds no copies.
+        param_dtype: dtype weights are gathered and used in; None keeps each parameter's own. Master weights keep
+            theirs.
+        reduce_dtype: dtype gradients travel in; None is the one weights are used in.
+        master_dtype: dtype of trained parameters, gradients and optimizer state; None is float32 for a model in half
+            precision, else what the model is in. "bfloat16" halves memory and rounds small updates away, with a
+            warning.
+        shard_state_over: with replicas, what masters, gradients and optimizer state are cut over: "shard" (HSDP), so
+            that each replica holds all of them, or "all", over ``replicate`` too, HFSDP
+            (docs/how-to/meshes.md#state-over-all-ranks). No effect without replicas, or with ``shard`` 1.
+        communicators: whether gathers, reductions and exchanges have communicators of their own, so that none waits
+            behind another: "separate", "shared" (takes less memory), or "auto": separate on NCCL. Optimizers on one
+            mesh share them; ``totals()["communicators"]`` counts them.
+        offload: where optimizer state is between steps (docs/how-to/offload.md): "cpu", ``{"device": "nvme",
+            "nvme_path": ...}``, or an :class:`OffloadConfig`; None for on the device. Errors: no room on the disk;
+            ``masters`` with micro-batches, ``qk_clip`` or another ``reduce_dtype``; ``adamw_on`` without offloaded
+            moments of AdamW.
+        offload_param: "cpu": stage 3 gathers from shards of weights in host memory (docs/how-to/offload.md#weights);
+            None: on the device. An error at another stage, with ``shard_state_over`` "all", and with CUDA graphs.
     """
 
     stage: int = setting(2, check_integer, low=0, high=3)
@@ -281,6 +313,7 @@ class ZeroConfig(Checked):
             yield config_error("ZeroConfig.offload_param", self.offload_param, problem, remedy)
 
 
+@takes("-1, or an integer from 1")
 def _check_axis(field: str, value: object) -> int:
     return -1 if value == -1 and not isinstance(value, bool) else check_integer(field, value, low=1)
 
@@ -290,9 +323,10 @@ class MeshConfig(Checked):
     """How many ranks there are along each axis; -1, of one axis, for the rest.
 
     Attributes:
-        replicate: groups that hold the same weights; gradients are averaged over them too (HSDP).
-        shard: ranks that the parameters, or what the stage says, are cut over.
-        tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cuts them, and the same data.
+        replicate: groups of ranks that hold the same shards (HSDP); gradients are averaged over them too; -1 for as
+            many as there are.
+        shard: ranks in each of them, over which the stage cuts; -1 for all the rest.
+        tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cut them, and the same batch.
     """
 
     replicate: int = setting(1, _check_axis)
@@ -312,15 +346,17 @@ class ExpertParallelConfig(Checked):
     """Experts of a Transformers model, each on one of several ranks.
 
     Attributes:
-        size: ranks that the experts of a layer are spread over; divides the ranks along ``shard``, and the experts.
-        capacity_factor: None to compute every token; else how many times the mean an expert takes of a rank's tokens,
-            the most probable ones.
+        size: ranks that share the experts of a Transformers mixture (docs/how-to/meshes.md#experts), taken from
+            ``shard``; divides it, and the experts.
+        capacity_factor: None computes every token; else an expert takes at most this many times the mean of a rank's
+            tokens, the most probable ones.
     """
 
     size: int = setting(1, check_integer, low=1)
     capacity_factor: float | None = setting(None, check_real, none=True, positive=True)
 
 
+@takes("a path, or a list of them")
 def _check_stacks(field: str, value: object) -> tuple[str, ...]:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
@@ -333,13 +369,19 @@ class SequenceParallelConfig(Checked):
     """Positions of a sequence, each on one of several ranks.
 
     Attributes:
-        size: ranks that share a sequence, and have the same batch; divides the ranks along ``shard``, and the heads.
-        blocks: paths of the ``ModuleList`` of blocks; None for that of the language model, of Transformers.
-        joined: whether positions are joined behind the last block; None: unless the loss is Transformers' causal one.
-        attention: "heads" where ranks exchange positions for heads, "ring" where keys and values go around, "both"
-            where as many ranks as divide the heads exchange these, and keys and values go around the others.
-        inputs: "whole" where every rank is given all positions of the batch, "sharded" where it is given its own part.
-        check: whether the first step compares what ranks compute with what each computes by itself.
+        size: ranks that share a sequence (docs/how-to/sequence.md), and have the same batch, taken from ``shard``;
+            divides it, and the heads.
+        blocks: paths of the ``ModuleList`` of blocks; None for the language model's, of Transformers.
+        joined: whether positions are joined behind the last block; None: unless the model computes Transformers' causal
+            loss.
+        check: whether the first step compares (docs/how-to/sequence.md#a-check-of-the-model) ranks' joint result with
+            each rank's own.
+        attention: "heads" where ranks exchange positions for heads; where there are more ranks than heads
+            (docs/how-to/sequence.md#more-ranks-than-heads) "ring", keys and values go around, or "both", as many ranks
+            as divide the heads exchange these, and keys and values go around the others.
+        inputs: "whole" where every rank is given all positions of the batch; "sharded" where loaders cut
+            (docs/how-to/sequence.md#loaders-that-cut) sequences themselves: each rank is given its own positions, and
+            has logits of them.
     """
 
     size: int = setting(1, check_integer, low=1)
@@ -367,8 +409,9 @@ class CompileConfig(CompileOptions):
     """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
 
     Attributes:
-        enabled: compile at all.
-        fullgraph, dynamic: passed to ``torch.compile`` as they are.
+        enabled: compile at all. An object as ``compile`` of a config says true, unless it has ``"enabled": false``.
+        fullgraph: passed on to torch.compile.
+        dynamic: passed on to torch.compile.
     """
 
     enabled: bool = setting(False, check_boolean)
@@ -381,24 +424,33 @@ class Config(Checked):
     """Everything compile_muon can be told, resolved and immutable.
 
     Attributes:
-        muon_params: which parameters get Muon; a predicate ``f(name, param)``, a tuple of fnmatch patterns, or None
-            for the rules of :mod:`compile_muon.model.assignment`.
+        muon: the half of matrices.
+        adamw: the half of all else.
+        zero: what is sharded, and how a step is made.
+        compile: whether and how the model is compiled.
+        muon_params: which matrices get Muon: a tuple of name patterns (``["blocks.*.weight"]``) or a predicate
+            ``f(name, param)``; None for the rules (docs/reference/configuration.md#who-gets-muon). A pattern that
+            matches no trainable matrix is an error, as is a model without a Muon matrix.
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
         mesh: sizes of the axes, None for one axis of all ranks. Not with a ``mesh`` given beside.
         expert_parallel: whether experts of a Transformers model are spread over ranks.
-        machine: name or file of the machine that the cost model decides for, the same on every rank; None for "h100" on
-            GPUs and "cpu" on CPUs.
-        method, auxiliary: names out of :data:`compile_muon.passes.methods.METHODS`: what trains the matrices ("muon",
-            "normuon", "soap", ...), and what all else ("adamw", "lion").
-        rates: of methods, by name, where they are no fields of ``muon`` and ``adamw``: ``{"beta2": 0.95}``.
-        groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
-            mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
-            ones must then be in one).
-        muon_views: what of a parameter is a matrix by itself, by pattern: ``{"heads": 8}``, ``{"split": [8, 2, 2]}`` of
-            its rows, with ``"dim": 1`` of its columns; ``param.muon_view`` says the same.
-        per_head_muon: so for each head of the attention modules that are known by their names.
-        split_fused: so for fused queries, keys and values, and for fused gates.
+        sequence_parallel: whether ranks share sequences.
+        machine: the machine (docs/reference/machines.md) that the cost model decides for, by name or a file of
+            ``calibrate``, the same on every rank; None for "h100" on GPUs and "cpu" on CPUs.
+        method: the method (docs/how-to/methods.md) that trains the matrices.
+        auxiliary: the method that trains all else.
+        rates: rates of methods that have no argument here, for all groups: ``{"beta2": 0.95, "cautious_decay": True}``.
+        groups: groups (docs/how-to/methods.md#groups) of parameters with a method or rates of their own: ``{pattern:
+            {"method": ..., "lr": ...}}``, or a list of mappings with ``params`` (patterns, a predicate, or parameters
+            as torch.optim takes them; all trained ones must then be in one). Errors: overlapping patterns; a pattern
+            without a trained parameter; a rate that the method lacks.
+        muon_views: views (docs/how-to/methods.md#views) by pattern, what of a parameter is a matrix by itself:
+            ``{"heads": 8}``, ``{"split": [8, 2, 2]}`` of its rows, with ``"dim": 1`` of its columns;
+            ``param.muon_view`` says the same. Errors: sizes that do not fit; a pattern that matches no matrix.
+        per_head_muon: orthogonalize each head of the model's attention modules by itself; heads that do not divide are
+            an error.
+        split_fused: the same for fused queries, keys and values, and for fused gates.
         scheduler: how the rates of both halves change from step to step, or None.
     """
 

@@ -17,8 +17,8 @@ from compile_muon.model.mesh import Mesh
 from compile_muon.model.ownership import Ownership
 from compile_muon.runtime.hooks import Hooks
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.sharded_param import ShardedParam
+from compile_muon.runtime.state_provider import StateProvider
 from compile_muon.runtime.step import Step
 
 if TYPE_CHECKING:
@@ -89,6 +89,6 @@ class Engine:
         return self.ledger.status
 
     @property
-    def lender(self) -> Lender:
-        """Of the states that are not beside their parameters."""
-        return self.step.lender
+    def state_provider(self) -> StateProvider:
+        """Of the states that are not resident."""
+        return self.step.state_provider

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from compile_muon.errors import config_error
+from compile_muon.errors import config_error, warn_user
 from compile_muon.passes import GraphPass
 from compile_muon.runtime.hooks import Hooks
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.state_provider import StateProvider
+from compile_muon.runtime.step_checks import StepChecks
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
@@ -39,8 +39,9 @@ class Extension:
         engine: the optimizer at work; from :meth:`attach` on.
         dynamo_passes: for Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
-        lender: keeps states that are not beside their parameters, see :class:`~compile_muon.runtime.lender.Lender`.
-            One extension at most has one, and one has ``peers``.
+        state_provider: keeps states that are not resident, see
+            :class:`~compile_muon.runtime.state_provider.StateProvider`. One extension at most has one, and one has
+            ``peers``.
         peers: other optimizers that decide with this one, see :class:`~compile_muon.runtime.peers.Peers`.
         unrecorded: why a step is in no CUDA graph; None where :meth:`facts` and :meth:`after_commit` do nothing but
             launch, on tensors that stay where they are: a graph that is replayed calls no Python.
@@ -48,7 +49,7 @@ class Extension:
 
     engine: Engine
     dynamo_passes: Sequence[GraphPass] = ()
-    lender: Lender | None = None
+    state_provider: StateProvider | None = None
     peers: Peers | None = None
     unrecorded: str | None = "an extension may ask the host"
 
@@ -89,8 +90,8 @@ class Extension:
             UnsupportedModelError: all ranks then raise it, once they have met.
         """
 
-    def facts(self, survey: Survey) -> None:
-        """Put into the survey what decides over the step, with :meth:`~.survey.Survey.add_wrong`: the same names on all
+    def facts(self, checks: StepChecks) -> None:
+        """Put into the checks what decides over the step, with :meth:`~.StepChecks.add_wrong`: the same names on all
         ranks. They are summed over the ranks with all else."""
 
     def why_not_finite(self) -> tuple[str, str] | None:
@@ -144,14 +145,28 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     calls: dict[str, Any] = {
         f.name: tuple(own(f.name)) for f in fields(Hooks) if callable(getattr(Extension, f.name, None))
     }
-    asked = [each for each in extensions if each.lender or each.peers or {*own("facts"), *own("after_commit")}]
+    providers = [_state_provider(each) for each in extensions]
+    asked = [
+        each
+        for each, kept in zip(extensions, providers, strict=True)
+        if kept or each.peers or {*own("facts"), *own("after_commit")}
+    ]
     return Hooks(
         dynamo_passes=tuple(each for extension in extensions for each in extension.dynamo_passes),
-        lender=next((each.lender for each in extensions if each.lender is not None), Lender()),
+        state_provider=next((kept for kept in providers if kept is not None), StateProvider()),
         peers=next((each.peers for each in extensions if each.peers is not None), Peers()),
         unrecorded=next((each.unrecorded for each in asked if each.unrecorded is not None), None),
         **calls,
     )
+
+
+def _state_provider(extension: Extension) -> StateProvider | None:
+    """Its own, also under the name of 0.1.0, which goes with the next version."""
+    former = "lender"
+    if extension.state_provider is not None or (found := getattr(extension, former, None)) is None:
+        return extension.state_provider
+    warn_user(f"{type(extension).__name__}.{former} is called state_provider from 0.2 on; rename it")
+    return found
 
 
 def check_extensions(extensions: Sequence[Extension]) -> None:

@@ -1,7 +1,7 @@
 """Pipeline stages decide as one: the gradient norm is over all of them, and what one refuses or leaves out, all do.
 
-Each stage has an optimizer of its own, whose ranks have agreed before (:mod:`compile_muon.runtime.survey`). Then one
-rank of each stage gathers a few numbers from one of each other.
+Each stage has an optimizer of its own, whose ranks have agreed before, in :mod:`compile_muon.runtime.step_checks`. Then
+one rank of each stage gathers a few numbers from one of each other.
 
 How many gathers a step has must not hang on what one stage has: its matrices may all have a direction from backward
 while another's make theirs in the step, and are checked after. So each stage says in the first what follows for it if

@@ -30,10 +30,10 @@ from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
 from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, listed, raise_all
+from compile_muon.files.disk import open_plain, write_bytes
 from compile_muon.integrations.common import is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
-from compile_muon.storage.disk import open_plain, write_bytes
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
@@ -389,9 +389,9 @@ def _digests(state: Path) -> dict[str, str]:
 def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
     """Say which files belong to the checkpoint of ``step`` that comes next: a state saved over another has both."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"accelerate-{step}.json.tmp"
-    write_bytes(beside, json.dumps(record, indent=2).encode(), replace=True)
-    os.replace(beside, _record(folder, step))
+    staged = folder / f"accelerate-{step}.json.tmp"
+    write_bytes(staged, json.dumps(record, indent=2).encode(), replace=True)
+    os.replace(staged, _record(folder, step))
 
 
 def _record(folder: Path, step: int) -> Path:

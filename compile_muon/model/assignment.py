@@ -67,8 +67,8 @@ class Assignment:
         vector: whether it is one to weight decay: norms, biases, vectors in disguise.
         view: what of the matrix is one by itself, if not all of it.
         undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
-        fetched: whether graphs fetch its momentum, which is not beside it.
-        master_away: whether its master weight is offloaded, if it computes in a lower dtype.
+        fetched: whether graphs fetch its momentum, which is not resident.
+        master_offloaded: whether its master weight is offloaded, if it computes in a lower dtype.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Assignment:
     undecayed: bool = False
     view: View | None = None
     fetched: bool = False
-    master_away: bool = False
+    master_offloaded: bool = False
 
     def decays(self, *, vectors: bool) -> bool:
         """Whether weight decay is for it.

@@ -87,13 +87,13 @@ def describe(
     master = param.dtype
     if param.requires_grad:  # float32 at least, unless another one is asked for; what is frozen stays as it is
         master = config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
-    away = assignment.master_away and compute.itemsize < master.itemsize
+    offloaded = assignment.master_offloaded and compute.itemsize < master.itemsize
     return ParamSpec(
         layout,
-        dtype=encode_dtype(compute if away else master),
+        dtype=encode_dtype(compute if offloaded else master),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
         muon=muon_spec(assignment, config, device, layout),
-        master=encode_dtype(master) if away else "",
+        master=encode_dtype(master) if offloaded else "",
         on_host=config.zero.offload_param is not None and layout.stage == 3,
     )

@@ -16,7 +16,7 @@ from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.torch_private import group_named
 
 if TYPE_CHECKING:
-    from compile_muon.model.moe import ExpertPlan
+    from compile_muon.experts.plan import ExpertPlan
 
 __all__ = ["planned_roles", "roles_of"]
 
@@ -52,7 +52,7 @@ def planned_roles(
     if mesh is None or experts.size == 1:
         return roles, None
     try:
-        from compile_muon.model.moe import plan_experts
+        from compile_muon.experts.plan import plan_experts
     except ImportError as error:
         problem = f"is for models of Transformers, which cannot be imported ({error})"
         remedy = (

@@ -28,16 +28,16 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.other_holders import replace
 from compile_muon.runtime.owner_states import owners_of
 from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
 from compile_muon.runtime.pinned import on_host
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
+from compile_muon.runtime.state_provider import StateProvider
 
 if TYPE_CHECKING:
-    from compile_muon.model.moe import ExpertPlan
+    from compile_muon.experts.plan import ExpertPlan
 
 __all__ = ["shard_model"]
 
@@ -148,7 +148,7 @@ def shard_model(
     ledger: Ledger,
     hypers: Mapping[str, Tensor],
     device: torch.device,
-    lender: Lender,
+    provider: StateProvider,
     spread: ExpertPlan | None = None,
 ) -> list[ShardedParam]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
@@ -162,7 +162,7 @@ def shard_model(
         ledger: that the parameters belong to.
         hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
         device: of the shards.
-        lender: of states that are not beside their parameters.
+        provider: of states that are not resident.
         spread: of experts over ranks, to be done once everything is known to fit.
     Returns:
         One sharded parameter each, in ``named_parameters()`` order.
@@ -176,26 +176,26 @@ def shard_model(
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
-            lender.reserve(specs, owners)
+            provider.reserve(specs, owners)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
     else:
-        lender.reserve(specs, owners)
+        provider.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}
     gathered, told = GatheredCopies(), set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
             whole = local_tensor(param).detach()
-            lender.keep_master(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
+            provider.keep_master(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
         new, resident = _split(param, spec, mesh, roles[name], device)
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
-        beside = spec.muon is not None and spec.muon.beside
-        momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
+        own_momentum = spec.muon is not None and spec.muon.resident_momentum
+        momentum = torch.zeros_like(local, dtype=dtype) if own_momentum else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
             name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, roles[name].placed,

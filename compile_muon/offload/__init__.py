@@ -1,8 +1,8 @@
-"""Optimizer state that is not beside its parameter: in host memory, in a file, or in fewer bits.
+"""Optimizer state that is not resident: in host memory, in a file, or in fewer bits.
 
-``choice`` says which, ``layout`` which of it is lent together, ``store`` keeps it, ``device_buffers`` has a few buckets
-of it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and ``state`` lends
-it to graphs and steps.
+``choice`` says which, ``layout`` which of it is provided together, ``store`` keeps it, ``device_buffers`` has a few
+buckets of it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and
+``state`` provides it to graphs and steps.
 """
 
 from compile_muon.offload.choice import offloaded_states, with_fetches

@@ -1,4 +1,4 @@
-"""Which states of a model are not beside their parameters."""
+"""Which states of a model are not resident."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def offloaded_states(
     fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
     # Neither a disk nor another rank is in a plan.
     real = compares if group is not None else fake is None
-    away = _states_away(config, groups, assignments, model)
-    return OffloadedStates(groups, config, away, group, device, real=real, fake=fake)
+    offloaded = _offloaded_states(config, groups, assignments, model)
+    return OffloadedStates(groups, config, offloaded, group, device, real=real, fake=fake)
 
 
-def _states_away(
+def _offloaded_states(
     config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module
 ) -> frozenset[str]:
     """Parameters whose states are offloaded, the same on every rank.
 
-    Where ``ratio`` keeps a part beside its parameters: a moment travels in and out once a step, a momentum in once
+    Where ``ratio`` keeps a part resident: a moment travels in and out once a step, a momentum in once
     more, so moments save more bytes for each that travels; of equals the largest go.
     """
     offload = config.zero.offload
@@ -82,13 +82,15 @@ def _states_away(
         name: each.method.on_host for each in groups if isinstance(each.method, ElementMethod) for name in each.members
     }
     if offload.adamw_on == "cpu" and elements and not any(elements.get(name) for name in chosen):
-        problem = "finds no moments of AdamW that are away"
+        problem = "finds no moments of AdamW that are offloaded"
         raise config_error("OffloadConfig.adamw_on", "cpu", problem, "raise ratio, or leave adamw_on out")
     return frozenset(chosen)
 
 
-def with_fetches(config: Config, assignments: Mapping[str, Assignment], away: frozenset[str]) -> dict[str, Assignment]:
-    """The assignments, with those noted whose momentum graphs must fetch, or whose master weight is away."""
+def with_fetches(
+    config: Config, assignments: Mapping[str, Assignment], offloaded: frozenset[str]
+) -> dict[str, Assignment]:
+    """The assignments, with those noted whose momentum graphs must fetch, or whose master weight is offloaded."""
     compressed, offload = config.muon.momentum_dtype is not None, config.zero.offload
     moved, masters = (False, False) if offload is None else (offload.momentum, offload.masters)
     return {
@@ -96,8 +98,8 @@ def with_fetches(config: Config, assignments: Mapping[str, Assignment], away: fr
             row,
             fetched=row.matrix is not None
             and matrix_method(row.algorithm).keeps_momentum
-            and (compressed or (moved and name in away)),
-            master_away=masters and name in away,
+            and (compressed or (moved and name in offloaded)),
+            master_offloaded=masters and name in offloaded,
         )
         for name, row in assignments.items()
     }

@@ -61,7 +61,7 @@ class DeviceBuffers:
             self._in, self._out = torch.Stream(device), torch.Stream(device)
         self._copied = frozenset(copied)
         self._written: dict[Bucket, torch.Event] = {}
-        self._lent: dict[Bucket, dict[Slot, Tensor]] = {}
+        self._in_use: dict[Bucket, dict[Slot, Tensor]] = {}
         self._clock = 0
 
     @property
@@ -86,7 +86,7 @@ class DeviceBuffers:
         store = self._store_of[bucket]
         if not (self._has(bucket) and isinstance(store, MemoryStore)):
             return store.start(bucket)
-        if all(buffer.bucket in self._lent for buffer in self._buffers):
+        if all(buffer.bucket in self._in_use for buffer in self._buffers):
             return False
         self._lift(bucket, store)
         return True
@@ -107,12 +107,12 @@ class DeviceBuffers:
             found = bucket.views(buffer.memory)
         else:
             found = {slot: tensor.to(self._users[bucket]) for slot, tensor in store.open(bucket).items()}
-        self._lent[bucket] = found
+        self._in_use[bucket] = found
         return found
 
     def leave(self, bucket: Bucket) -> None:
         """It was only read."""
-        self._lent.pop(bucket, None)
+        self._in_use.pop(bucket, None)
         self._store_of[bucket].leave(bucket, self._worked(bucket))
         if self._has(bucket):
             self._buffer_of(bucket).free = torch.accelerator.current_stream().record_event()
@@ -123,7 +123,7 @@ class DeviceBuffers:
         if bucket not in self._copied:
             store.close(bucket, self._worked(bucket))
             return
-        found, host = self._lent.pop(bucket), store.open(bucket, read=False)
+        found, host = self._in_use.pop(bucket), store.open(bucket, read=False)
         if not self._has(bucket):
             for slot, tensor in host.items():
                 tensor.copy_(found[slot])
@@ -153,9 +153,9 @@ class DeviceBuffers:
             store.finish()
 
     def discard(self) -> None:
-        """Forget what is in buffers and lent: someone wrote to what is kept, or a step is given up."""
+        """Forget what is in buffers and in use: someone wrote to what is kept, or a step is given up."""
         self.settle()
-        self._lent.clear()
+        self._in_use.clear()
         for store in self.stores:
             store.discard()
         for buffer in self._buffers:
@@ -184,8 +184,8 @@ class DeviceBuffers:
 
     def _worked(self, bucket: Bucket) -> Callable[[], object] | None:
         """Returns when the device has done what is queued, where it works in a buffer of the store's."""
-        lent_here = bucket not in self._users or bucket in self._copied
-        if lent_here or isinstance(self._store_of[bucket], MemoryStore):
+        own_buffer = bucket not in self._users or bucket in self._copied
+        if own_buffer or isinstance(self._store_of[bucket], MemoryStore):
             return None
         return torch.accelerator.current_stream().record_event().synchronize
 
@@ -196,7 +196,7 @@ class DeviceBuffers:
             if buffer.bucket is bucket:
                 buffer.used = self._clock
                 return buffer
-        buffer = min((each for each in self._buffers if each.bucket not in self._lent), key=lambda each: each.used)
+        buffer = min((each for each in self._buffers if each.bucket not in self._in_use), key=lambda each: each.used)
         host = store.open(bucket)
         if buffer.free is not None:
             self._in.wait_event(buffer.free)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.runtime.commit import weight_of
-from compile_muon.runtime.lender import GRADIENT, WEIGHT
 from compile_muon.runtime.sharded_param import ShardedParam
+from compile_muon.runtime.state_provider import GRADIENT, WEIGHT
 
 __all__ = ["HostStep"]
 

@@ -1,4 +1,4 @@
-"""Which states of a parameter are kept where, and which are lent together: slots, chunks and their buckets."""
+"""Which states of a parameter are kept where, and which are provided together: slots, chunks and their buckets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compile_muon.offload.store import ALIGNED, Bucket, Slot
 from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.lender import MASTER, Lent
 from compile_muon.runtime.shards import row_state_shape
+from compile_muon.runtime.state_provider import MASTER, StateRequest
 
 __all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "keeps_momentum_alone"]
 
 
 @dataclass(eq=False)
 class OffloadedParam:
-    """What of one parameter is away.
+    """What of one parameter is offloaded.
 
     Args:
         momentum: what its momentum is kept in, by name in the optimizer's state.
@@ -46,7 +46,7 @@ class OffloadedParam:
 
 @dataclass(eq=False)
 class Chunk:
-    """Parameters whose state is lent together, a bucket for each use of it: by graphs, ahead of weights, with them.
+    """Parameters whose state is provided together, a bucket for each use of it: by graphs, ahead of weights, with them.
 
     Args:
         on_host: whether the host computes their step.
@@ -76,10 +76,14 @@ class Chunk:
         """Its rows of a tensor like the parameter."""
         return tensor if self.rows is None else tensor.narrow(0, self.rows.start, len(self.rows))
 
-    def lent(self, what: Lent, *, moved: bool) -> list[Bucket]:
+    def asked_for(self, what: StateRequest, *, moved: bool) -> list[Bucket]:
         """Which are asked for."""
         states = [self.states] if moved else [self.momentum, self.states]
-        alone = {Lent.STATES: states, Lent.MASTERS: [self.masters], Lent.MASTERS_READ: [self.masters]}
+        alone = {
+            StateRequest.STATES: states,
+            StateRequest.MASTERS: [self.masters],
+            StateRequest.MASTERS_READ: [self.masters],
+        }
         asked = alone.get(what, [*states, self.masters])
         return [bucket for bucket in asked if bucket is not None]
 
@@ -96,18 +100,18 @@ class Chunk:
 
 
 class OffloadLayout:
-    """The states of all parameters, in the order in which they are lent.
+    """The states of all parameters, in the order in which they are provided.
 
     Args:
-        groups: those of the optimizer. A bucket is lent once in a step, so it holds state of one group.
+        groups: those of the optimizer. A bucket is provided once in a step, so it holds state of one group.
         specs: of all parameters, by name.
-        away: names of those whose states are offloaded.
+        offloaded: names of those whose states are offloaded.
         owners: of the matrices of those that keep states at owners, by name.
         offload: None where momenta are kept in fewer bits and nothing is offloaded.
         codec: of the momenta that graphs fetch.
 
     Attributes:
-        kept: what of each parameter is away, by name; of none, nothing.
+        kept: what of each parameter is offloaded, by name; of none, nothing.
         chunks: all of them; ``chunks_of`` each parameter, by name.
         on_host: the buckets that the host computes with.
         here, there: those that stay on the device, and the others.
@@ -117,7 +121,7 @@ class OffloadLayout:
         self,
         groups: Sequence[Group],
         specs: Mapping[str, ParamSpec],
-        away: frozenset[str],
+        offloaded: frozenset[str],
         owners: Mapping[str, tuple[int, ...]],
         offload: OffloadConfig | None,
         codec: Codec,
@@ -127,7 +131,7 @@ class OffloadLayout:
             name: own
             for each in groups
             for name in each.members
-            if (own := self._slots(name, specs[name], each.method, name in away)).slots
+            if (own := self._slots(name, specs[name], each.method, name in offloaded)).slots
         }
         self.chunks = [
             chunk
@@ -147,14 +151,14 @@ class OffloadLayout:
 
     @property
     def together(self) -> int:
-        """How many buckets may be lent at a time: all of a chunk."""
+        """How many buckets may be provided at a time: all of a chunk."""
         return max([self._offload.buffer_count, *(len(chunk.buckets) for chunk in self.chunks)])
 
     def momenta_of(self, name: str) -> list[Bucket]:
         """What has the momentum of a parameter."""
         return [chunk.momentum for chunk in self.chunks_of.get(name, []) if chunk.momentum is not None]
 
-    def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> OffloadedParam:
+    def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> OffloadedParam:
         kept, shape, dtype = OffloadedParam(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
@@ -163,7 +167,7 @@ class OffloadLayout:
                 own = shape if part.width is None else row_state_shape(spec, shape, part.width)
                 kept.momentum[part.name] = Slot(f"{part.name} of {name}", tuple(own), part.dtype or dtype)
             kept.labels[MOMENTUM] = "momentum"
-        for state in method.states if away else ():
+        for state in method.states if offloaded else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
                 slot = Slot(f"{state.name} of {name}", tuple(shape), dtype)
             elif state.at_owner:
@@ -197,7 +201,7 @@ class OffloadLayout:
         return chunks
 
     def _by_rows(self, name: str, method: Method) -> bool:
-        """Whether all that is kept of a parameter may be lent some rows after the other."""
+        """Whether all that is kept of a parameter may be provided some rows after the other."""
         kept = self.kept[name]
         if isinstance(method, MatrixMethod):
             return keeps_momentum_alone(method) and self._codec.by_rows and not kept.masters

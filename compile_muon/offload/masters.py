@@ -1,4 +1,4 @@
-"""Master weights that are away from parameters, which are rounded copies of them."""
+"""Master weights that are offloaded; parameters are rounded copies of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compile_muon.errors import config_error
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of
+from compile_muon.runtime.state_provider import MASTER
 
 __all__ = ["Masters", "check_master"]
 
@@ -22,7 +22,7 @@ class Masters:
     """Those of one optimizer, as parameters are edited.
 
     Args:
-        sharded_params: of parameters with states that are away.
+        sharded_params: of parameters with states that are offloaded.
         layout, buffers: of these states.
     """
 

@@ -1,4 +1,4 @@
-"""Which states that are away are not finite, as known since they were written or fetched."""
+"""Which states that are offloaded are not finite, as known since they were written or fetched."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class NotFinite:
         self._wrong: dict[tuple[str, str], Tensor] = {}
         self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and its flag since
 
-    def look(self, own: Sequence[ShardedParam], lent: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
+    def look(self, own: Sequence[ShardedParam], provided: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
         """Note which of these states are not finite.
 
         Args:
             more: whether these are further rows.
         """
         by_label: dict[str, dict[ShardedParam, Tensor]] = {}
-        for sharded, views in zip(own, lent, strict=True):
+        for sharded, views in zip(own, provided, strict=True):
             for name, label in self._labels[sharded.name].items():
                 if name in views:
                     by_label.setdefault(label, {})[sharded] = views[name]
@@ -61,7 +61,7 @@ class NotFinite:
         return found
 
     def of(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """The flag of one state; None if it is not away."""
+        """The flag of one state; None if it is not offloaded."""
         if label not in self._labels.get(sharded.name, {}).values():
             return None
         found = self._wrong.get((sharded.name, label))

@@ -1,4 +1,4 @@
-"""What is away, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
+"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from compile_muon.agreement.together import host_mesh
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
-from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.owner_states import states_kept
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import as_state, local_tensor
+from compile_muon.runtime.state_provider import MASTER
 
 __all__ = ["Shown"]
 
 
 class Shown:
-    """The states of an optimizer that are away.
+    """The states of an optimizer that are offloaded.
 
     Args:
         optimizer: that has them.

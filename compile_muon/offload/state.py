@@ -1,4 +1,4 @@
-"""The states of one optimizer that are not beside their parameters: lent by the bucket, and taken back."""
+"""The states of one optimizer that are not resident: provided by the bucket, and taken back."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from compile_muon.passes.methods import MatrixMethod
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.commit import advance, round_masters
-from compile_muon.runtime.lender import GRADIENT, ROWS, Lender, Lent
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.state_provider import GRADIENT, ROWS, StateProvider, StateRequest
+from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["OffloadedStates"]
 
@@ -41,35 +41,35 @@ _HOST = torch.device("cpu")
 _NOT_KEPT = "could not keep optimizer state: weights and state are as they were"
 
 
-class OffloadedStates(Lender, Extension):
+class OffloadedStates(StateProvider, Extension):
     """State of one rank that is somewhere else, or kept in fewer bits.
 
     Args:
         groups: those of the optimizer.
         config: says where state is.
-        away: names of parameters whose states are offloaded, an attribute.
+        offloaded: names of parameters whose states are offloaded, ``offloaded_names``.
         group: all ranks of the optimizer.
         device: that computes.
         real: False for plans, which have neither disks nor other ranks.
         fake: mode of the model's tensors, where these are fake.
     """
 
-    beside = False
-    unrecorded = "states are not beside their parameters"
+    all_resident = False
+    unrecorded = "states are not resident"
 
     def __init__(
         self,
         groups: Sequence[Group],
         config: Config,
-        away: frozenset[str],
+        offloaded: frozenset[str],
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
         real: bool,
         fake: FakeTensorMode | None = None,
     ) -> None:
-        self.lender = self
-        self._groups, self._config, self.away = groups, config, away
+        self.state_provider = self
+        self._groups, self._config, self.offloaded_names = groups, config, offloaded
         self._device, self._real, self._fake = device, real, fake
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
@@ -77,13 +77,13 @@ class OffloadedStates(Lender, Extension):
         self._buffers = DeviceBuffers((), count=0, real=real)
         self._flags = NotFinite({}, device)
         self._step = Transaction(group if real else None, device, self._forget)
-        #: of what is not on the device, what the latest of :meth:`lend` is made of, and what of that is only read
-        self.lent: tuple[list[Bucket], list[Bucket]] = [], []
+        #: of what is not on the device, what the latest of :meth:`provide` is made of, and what of that is only read
+        self.provided: tuple[list[Bucket], list[Bucket]] = [], []
         self._sharded_params: dict[str, ShardedParam] = {}
         self._optimizer: Optimizer
 
     def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
-        """See :class:`~compile_muon.runtime.lender.Lender`.
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`.
 
         Raises:
             ConfigError: of a parameter no rounded copy can be kept alone.
@@ -95,7 +95,7 @@ class OffloadedStates(Lender, Extension):
                 check_master(name, spec, config)
         with self._fake or nullcontext():
             self._codec = CODECS[config.muon.momentum_dtype](device)
-        layout = OffloadLayout(self._groups, specs, self.away, owners, config.zero.offload, self._codec)
+        layout = OffloadLayout(self._groups, specs, self.offloaded_names, owners, config.zero.offload, self._codec)
         self._kept, self._layout = layout.kept, layout
         self._flags = NotFinite({name: kept.labels for name, kept in layout.kept.items()}, device)
         self._host = HostStep(device, real=self._real and bool(layout.on_host))
@@ -105,11 +105,11 @@ class OffloadedStates(Lender, Extension):
                 placed.append((MemoryStore(layout.here, device), layout.here, device))
             for user, on_host in ((device, False), (_HOST, True)):
                 if used := [bucket for bucket in layout.there if (bucket in layout.on_host) == on_host]:
-                    placed.append((self._away(used, user), used, user))
+                    placed.append((self._store_for(used, user), used, user))
             self._buffers = DeviceBuffers(placed, count=layout.together, real=self._real)
         self._ahead = ReadAhead(self._buffers, layout.together)
 
-    def _away(self, buckets: Sequence[Bucket], user: torch.device) -> Store:
+    def _store_for(self, buckets: Sequence[Bucket], user: torch.device) -> Store:
         offload = self._config.zero.offload or OffloadConfig()
         pin = offload.pin_memory and user.type != "cpu" and self._real
         if offload.device != "nvme" or not self._real:
@@ -137,7 +137,7 @@ class OffloadedStates(Lender, Extension):
         self._shown.show()
 
     def names(self, sharded: ShardedParam) -> frozenset[str]:
-        """Of its states that are away, as methods name them."""
+        """Of its states that are offloaded, as methods name them."""
         return frozenset(self._kept.get(sharded.name, OffloadedParam()).states)
 
     def _state_of(self, sharded: ShardedParam) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ class OffloadedStates(Lender, Extension):
         return out
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
         found = self._flags.kept(fetches)
         self._step.written = [bucket for sharded in found for bucket in self._layout.momenta_of(sharded.name)]
         return frozenset(found)
@@ -189,24 +189,29 @@ class OffloadedStates(Lender, Extension):
 
     # ------------------------------------------------------------------ steps
 
-    def lend(
-        self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
+    def provide(
+        self,
+        sharded_params: Sequence[ShardedParam],
+        what: StateRequest,
+        step: int,
+        *,
+        moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
-        beside = [sharded for sharded in sharded_params if sharded.name not in self._kept]
-        if beside:
-            self._note(beside, what)
-            yield beside, [self._state_of(sharded) for sharded in beside]
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`; by the bucket."""
+        resident = [sharded for sharded in sharded_params if sharded.name not in self._kept]
+        if resident:
+            self._note(resident, what)
+            yield resident, [self._state_of(sharded) for sharded in resident]
         wanted = {sharded.name: sharded for sharded in sharded_params}
         todo: list[tuple[Chunk, list[ShardedParam], list[Bucket]]] = []
         for chunk in self._layout.chunks:
             if own := [wanted[name] for name in chunk.names if name in wanted]:
-                todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
+                todo.append((chunk, own, chunk.asked_for(what, moved=own[0] in moved)))
         for number, (chunk, own, buckets) in enumerate(todo):
             given = self._host.next() if chunk.on_host else {}
             if given is None:  # the step is skipped
                 return
-            reads = what in (Lent.BESIDE_MASTERS, Lent.MASTERS_READ)
+            reads = what in (StateRequest.STATES_MASTERS_READ, StateRequest.MASTERS_READ)
             read_only = [chunk.masters] if reads and chunk.masters is not None else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
@@ -216,16 +221,16 @@ class OffloadedStates(Lender, Extension):
             self._count_on(_HOST if chunk.on_host else self._device, own)
             if chunk.first:
                 self._note(own, what)
-            lent = [self._views(sharded, held, chunk) | given.get(sharded, {}) for sharded in own]
+            provided = [self._views(sharded, held, chunk) | given.get(sharded, {}) for sharded in own]
             if chunk.rows is not None:
-                lent[0] |= {GRADIENT: chunk.part(own[0].local_grad)}
-            self.lent = self._not_here(buckets), self._not_here(read_only)
-            yield own, lent
+                provided[0] |= {GRADIENT: chunk.part(own[0].local_grad)}
+            self.provided = self._not_here(buckets), self._not_here(read_only)
+            yield own, provided
             if chunk.on_host:
                 if self._buffers.on_disk:  # what was noted is of before
                     self._host.follow()
-                self._host.back(own, lent)
-            self._take_back(chunk, own, lent, held, step)
+                self._host.back(own, provided)
+            self._take_back(chunk, own, provided, held, step)
             for bucket in buckets:
                 if bucket in read_only:
                     self._buffers.leave(bucket)
@@ -241,31 +246,31 @@ class OffloadedStates(Lender, Extension):
         self,
         chunk: Chunk,
         own: Sequence[ShardedParam],
-        lent: Sequence[Mapping[str, Tensor]],
+        provided: Sequence[Mapping[str, Tensor]],
         held: Mapping[Slot, Tensor],
         step: int,
     ) -> None:
-        """What was lent and has no bucket is the optimizer's again, momenta are kept as they are kept."""
-        for sharded, views in zip(own, lent, strict=True):
+        """What was provided and has no bucket is the optimizer's again, momenta are kept as they are kept."""
+        for sharded, views in zip(own, provided, strict=True):
             slots, kept = self._state_of(sharded), self._kept[sharded.name]
             own_names = slots.keys() - kept.slots.keys() if chunk.last else frozenset()
             slots.update({name: tensor for name, tensor in views.items() if name in own_names})
             if MOMENTUM in views and kept.momentum:
                 parts = {name: held[slot] for name, slot in kept.momentum.items()}
                 self._codec.encode(views[MOMENTUM], parts, sharded.name, step)
-        self._flags.look(own, lent, more=not chunk.first)
+        self._flags.look(own, provided, more=not chunk.first)
 
-    def _note(self, sharded_params: Sequence[ShardedParam], what: Lent) -> None:
-        """Note what a step is about to write in place, if a disk can still fail it: who is lent masters alone writes
-        no states, and who is lent some to write moves parameters."""
-        if not self._buffers.on_disk or what is Lent.MASTERS_READ:
+    def _note(self, sharded_params: Sequence[ShardedParam], what: StateRequest) -> None:
+        """Note what a step is about to write in place, if a disk can still fail it: who is given masters alone writes
+        no states, and who is given some to write moves parameters."""
+        if not self._buffers.on_disk or what is StateRequest.MASTERS_READ:
             return
         for sharded in sharded_params:
             kept = self._kept[sharded.name].slots if sharded.name in self._kept else {}
             in_file = {name for name, slot in kept.items() if isinstance(self._buffers.keeper(slot), FileStore)}
-            states = {} if what is Lent.MASTERS else {**self._state_of(sharded)}
+            states = {} if what is StateRequest.MASTERS else {**self._state_of(sharded)}
             written = [local_tensor(value) for name, value in states.items() if name not in in_file]
-            if what in (Lent.MASTERS, Lent.ALL):
+            if what in (StateRequest.MASTERS, StateRequest.ALL):
                 written.append(sharded.local.detach())
             self._step.note(written)
 
@@ -289,18 +294,18 @@ class OffloadedStates(Lender, Extension):
         return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
         return self._flags.of(sharded, label)
 
-    def facts(self, survey: Survey) -> None:
-        """Which momenta are not finite. One beside its parameter is seen by its direction, all of which is NaN then."""
+    def facts(self, checks: StepChecks) -> None:
+        """Which momenta are not finite. One that is resident is seen by its direction, all of which is NaN then."""
         found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
         if found:
-            survey.add("momentum", list(found), torch.stack(list(found.values())))
+            checks.add("momentum", list(found), torch.stack(list(found.values())))
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
-        """See :class:`~compile_muon.runtime.lender.Lender`.
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`.
 
         Raises:
             OffloadError: on every rank, if a disk of one failed.
@@ -319,7 +324,7 @@ class OffloadedStates(Lender, Extension):
         self._ahead.next_step()
 
     def confirm(self) -> None:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
         with self._step.agreeing(_NOT_KEPT, meets=self._buffers.on_disk):
             self._buffers.finish()
 
@@ -353,9 +358,9 @@ class OffloadedStates(Lender, Extension):
             for bucket in chunk.buckets:
                 held |= {slot.whole: tensor for slot, tensor in self._buffers.open(bucket).items()}
             own = [self._sharded_params[name] for name in chunk.names]
-            lent = [self._views(sharded, held, chunk) for sharded in own]
-            self._flags.look(own, lent, more=not chunk.first)
-            round_masters(own, lent)
+            provided = [self._views(sharded, held, chunk) for sharded in own]
+            self._flags.look(own, provided, more=not chunk.first)
+            round_masters(own, provided)
             for bucket in chunk.buckets:
                 self._buffers.leave(bucket)
         self._masters.note()
@@ -369,13 +374,13 @@ class OffloadedStates(Lender, Extension):
                 torch.autograd.graph.increment_version(sharded.momentum)
 
     def folder_of(self, name: str, state: str) -> Path | None:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
         slot = self._kept[name].slots.get(state) if name in self._kept else None
         store = None if slot is None else self._buffers.keeper(slot)
         return store.folder if isinstance(store, FileStore) else None
 
     @property
-    def bytes_away(self) -> int:
+    def bytes_off_device(self) -> int:
         """Of this rank's state that is not on the device."""
         return sum(bucket.nbytes for bucket in self._layout.there)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compile_muon.errors import OffloadError, warn_user
-from compile_muon.storage.disk import unnamed_file
+from compile_muon.files.disk import unnamed_file
 
 __all__ = ["ALIGNED", "Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
 
@@ -151,7 +151,7 @@ class Store:
 
 
 class MemoryStore(Store):
-    """In memory, beside the parameters or pinned on the host; written in place.
+    """In memory, on the parameters' device or pinned on the host; written in place.
 
     Args:
         device: whose memory.

@@ -1,4 +1,4 @@
-"""What a step writes to states that are away: on every rank all of it is kept, or nothing."""
+"""What a step writes to states that are offloaded: on every rank all of it is kept, or nothing."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
 run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
 happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
-does beside the directions, the survey, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
+does beside the directions, the checks, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
-from compile_muon.planning.lent import fetches
 from compile_muon.planning.machine import Machine
+from compile_muon.planning.offload_moves import fetches
 from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
-from compile_muon.planning.simulate.lending import Lending
+from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
 from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.owner_states import states_kept
 from compile_muon.runtime.resident import gathers
@@ -69,7 +69,7 @@ class Captured:
         codegen: that graphs were made for.
         states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
             them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
-            and "momentum", "moment" and "master" are the most of each that one parameter has and that is lent at a
+            and "momentum", "moment" and "master" are the most of each that one parameter has and that is provided at a
             time; "momentum by rows" is so beside masters alone.
         offload: how graphs were told to.
         on_host: bytes of "parameters" that a GPU reads from host memory.
@@ -102,19 +102,19 @@ class Captured:
             codegen=self.codegen,
             others=others,
         )
-        lending = self._lending(machine.shared_by(self.ranks))
-        if lending is not None:  # what is under way at the end of a step is so when the next begins
-            lending.next_step(play(lending=lending).seconds)
-        return play(lending=lending)
+        transfers = self._transfers(machine.shared_by(self.ranks))
+        if transfers is not None:  # what is under way at the end of a step is so when the next begins
+            transfers.next_step(play(transfers=transfers).seconds)
+        return play(transfers=transfers)
 
-    def _lending(self, machine: Machine) -> Lending | None:
+    def _transfers(self, machine: Machine) -> OffloadTransfers | None:
         if self.offload is None:
             return None
         moves = [
             move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())
         ]
         disk = (machine.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0
-        return Lending(
+        return OffloadTransfers(
             moves,
             buffers=self.offload.buffer_count,
             host=machine.host_bandwidth,
@@ -241,12 +241,12 @@ def captured(
         for graph, states in graphs
     ]
     played += step_graphs(optimizer, trained, ready, options)
-    sharded_params, mesh, lender = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.lender
+    sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
     states = [value for sharded in trained for value in optimizer.state[sharded.param].values()]
-    away = lender.bytes_away - lender.bytes_in_buffers
+    offloaded_bytes = provider.bytes_off_device - provider.bytes_in_buffers
     resident = {
         "parameters": sum(_weight_bytes(sharded) for sharded in sharded_params),
-        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,
+        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - offloaded_bytes,
     }
     ranks = 1 if mesh is None else mesh.size
     return Captured(

@@ -39,7 +39,7 @@ _COLOURS = {
     "gather": "#9d755d",
     "reduce": "#e45756",
     "refresh": "#4c78a8",
-    "survey": "#72b7b2",
+    "checks": "#72b7b2",
     "model": "#ff9da6",
 }
 #: of a step: what is closer than this is drawn as one

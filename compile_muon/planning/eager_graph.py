@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from compile_muon.passes.work import Work, note_work
-from compile_muon.planning.simulate.lending import Moves
+from compile_muon.planning.simulate.offload_transfers import Moves
 
 __all__ = ["EagerGraph"]
 

@@ -19,7 +19,7 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
 from compile_muon.planning.price import Price, prices, with_micro_batches
 from compile_muon.planning.simulate import Timeline
-from compile_muon.planning.simulate.engine import LENT
+from compile_muon.planning.simulate.engine import OFFLOAD
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
@@ -339,7 +339,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_seconds=resident.seconds - plain.seconds,
         price_exposed_seconds=sum(resident.exposed.values()) - plain_exposed,
         price_share=resident.seconds / plain.seconds - 1,
-        offload_waits=dict(step.lent),
+        offload_waits=dict(step.offload_waits),
         offload_moved=step.moved,
     )
     given = captured.states, machine.shared_by(world)
@@ -360,20 +360,20 @@ def with_offload(
         return figures
     masters = states["masters"] if offload.masters else 0
     total = states["moments"] + masters + (states["momenta"] if offload.momentum else 0)
-    away = math.ceil(offload.ratio * total)
+    offloaded_bytes = math.ceil(offload.ratio * total)
     kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
-    lent = {"moment": True, "momentum": offload.momentum, "master": offload.masters}
-    lent["momentum by rows"] = offload.momentum and offload.masters
-    bucket = max(offload.buffer_bytes, *(states[each] for each, goes in lent.items() if goes))
-    left = min(away, offload.buffer_count * bucket) if machine.device == "cuda" else 0
+    moves = {"moment": True, "momentum": offload.momentum, "master": offload.masters}
+    moves["momentum by rows"] = offload.momentum and offload.masters
+    bucket = max(offload.buffer_bytes, *(states[each] for each, goes in moves.items() if goes))
+    left = min(offloaded_bytes, offload.buffer_count * bucket) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
-        left = away
-    peak = figures.peak_bytes - away + left + kept
+        left = offloaded_bytes
+    peak = figures.peak_bytes - offloaded_bytes + left + kept
     weights = math.ceil(offload.ratio * masters)
     memory = {
         **figures.memory,
         "parameters": figures.memory.get("parameters", 0) - weights + kept,
-        "optimizer": max(figures.memory.get("optimizer", 0) - away + weights, 0),
+        "optimizer": max(figures.memory.get("optimizer", 0) - offloaded_bytes + weights, 0),
         "offload buffers": left,
     }
     return replace(
@@ -381,7 +381,7 @@ def with_offload(
         fits=peak <= figures.limit_bytes,
         peak_bytes=peak,
         memory={name: nbytes for name, nbytes in memory.items() if nbytes},
-        offloaded_bytes=away,
+        offloaded_bytes=offloaded_bytes,
     )
 
 
@@ -392,7 +392,7 @@ def _later(figures: Figures, seconds: float) -> Figures:
         figures,
         step_seconds=step,
         exposed_seconds=figures.exposed_seconds + seconds,
-        exposed={**figures.exposed, LENT: figures.exposed.get(LENT, 0.0) + seconds},
+        exposed={**figures.exposed, OFFLOAD: figures.exposed.get(OFFLOAD, 0.0) + seconds},
         tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
         newton_schulz_share=figures.newton_schulz_seconds / step,
     )

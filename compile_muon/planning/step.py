@@ -19,7 +19,7 @@ from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.passes.work import Category, Work
 from compile_muon.planning.eager_graph import EagerGraph
-from compile_muon.planning.lent import fetches, noting_lends
+from compile_muon.planning.offload_moves import fetches, noting_moves
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.commit import commit
@@ -32,8 +32,8 @@ from compile_muon.runtime.resident import Refresh, gathers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.step_graph import StepGraphs
-from compile_muon.runtime.survey import Survey
 
 __all__ = ["step_graphs"]
 
@@ -42,7 +42,7 @@ __all__ = ["step_graphs"]
 def step_graphs(
     optimizer: MuonZero, trained: Sequence[ShardedParam], ready: Collection[str], options: FrameOptions
 ) -> list[Played]:
-    """The survey, directions that backward has not made, the writes, and the refresh.
+    """The checks, directions that backward has not made, the writes, and the refresh.
 
     Args:
         trained: the parameters that have a gradient.
@@ -61,13 +61,13 @@ def step_graphs(
             sharded.name: torch.zeros_like(sharded.local, dtype=decode_dtype(sharded.spec.muon_settings.dtype))
             for sharded in muon
         }
-        survey, surveyed = _survey(optimizer, {name: directions[name] for name in ready})
-        found = [surveyed]
+        checks, first = _first_checks(optimizer, {name: directions[name] for name in ready})
+        found = [first]
         late = [sharded for sharded in muon if sharded.name not in ready]
         projected: dict[str, Projected] = {}
         if late:
             grads = [sharded.local_grad for sharded in late]
-            with EagerGraph() as graph, noting_lends(optimizer, graph):
+            with EagerGraph() as graph, noting_moves(optimizer, graph):
                 projected = project(optimizer.engine.step, late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
@@ -80,14 +80,14 @@ def step_graphs(
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
                 for v in step.visits
             ]
-            found.append(_check(survey, late, [directions[sharded.name] for sharded in late]))
+            found.append(_late_checks(checks, late, [directions[sharded.name] for sharded in late]))
         for sharded in trained:
             state = optimizer.state[sharded.param]
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         made = Directions({sharded.name: directions[sharded.name] for sharded in muon}, projected=projected)
-        with EagerGraph() as graph, noting_lends(optimizer, graph):
+        with EagerGraph() as graph, noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
         written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(written, fused=_fused(optimizer)))
@@ -105,7 +105,7 @@ def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = F
     return Played(gm, GraphKind.STEP, name, eager=True, counted=counted, waits=waits)
 
 
-def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:
+def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, Played]:
     sharded_params = [sharded for sharded in optimizer.engine.params if sharded.spec.muon is not None]
     rows = fingerprint([sharded.local_grad for sharded in sharded_params if sharded.name in ready]) if ready else ()
     made = {
@@ -113,21 +113,21 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
         for sharded, row in zip((a for a in sharded_params if a.name in ready), rows, strict=True)
     }
     steps = optimizer.engine.step
-    with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
+    with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
         agreed = agreement(steps) if steps.compares else None
-        survey = told(steps, agreed, made)
-        asked(steps, survey, agreed, made)
-        survey.reduce()
-    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer.engine.ledger.checks_later)
+        checks = told(steps, agreed, made)
+        asked(steps, checks, agreed, made)
+        checks.reduce()
+    return checks, _played(graph.done(), "checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
-def _check(survey: Survey, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
+def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
     """What a step asks of the directions that it has made itself."""
-    with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 1)):
+    with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 1)):
         wrong = directions_not_finite([sharded.spec for sharded in late], directions)
-        survey.add("direction", [sharded.name for sharded in late], wrong)
-        survey.reduce()
-    return _played(graph.done(), "survey", counted=False)
+        checks.add("direction", [sharded.name for sharded in late], wrong)
+        checks.reduce()
+    return _played(graph.done(), "checks", counted=False)
 
 
 def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:

@@ -24,11 +24,11 @@ from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.views import Part, View
 from compile_muon.runtime.directions import Directions
-from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lend, Lent
 from compile_muon.runtime.owner_states import states_at_owner
 from compile_muon.runtime.projected import Projected, exact_weights, over_whole_rows
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import columns_shape, local_tensor
+from compile_muon.runtime.state_provider import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
@@ -64,23 +64,25 @@ def commit(
             matrices.append(Matrices(method, own_rates, found, scale, new, projected))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
-    lender, ledger = trained.lender, trained.ledger
+    provider, ledger = trained.state_provider, trained.ledger
     # Where the device decides whether to write, no momentum has been moved for good.
-    moved = lender.moved(fetches) if found_inf is None else frozenset[ShardedParam]()
+    moved = provider.moved(fetches) if found_inf is None else frozenset[ShardedParam]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(sharded.spec.master for sharded in trained.muon)
-    with lender.writing(found_inf):
+    with provider.writing(found_inf):
         with ledger.range("step commit muon"):
-            prepared = commit_states(matrices, partial(trained.lend, moved=moved), found_inf, beside=lender.beside)
+            prepared = commit_states(
+                matrices, partial(trained.provide, moved=moved), found_inf, all_resident=provider.all_resident
+            )
             if masters and trained.summed:
-                lender.confirm()
-            if lender.beside or masters:
-                commit_weights(prepared, trained.summed, trained.group, found_inf, trained.lend if masters else None)
+                provider.confirm()
+            if provider.all_resident or masters:
+                commit_weights(prepared, trained.summed, trained.group, found_inf, trained.provide if masters else None)
         with ledger.range("step commit adamw"):
             for method, taken, own in rest:
-                for chosen, states in trained.lend(own, Lent.ALL):
+                for chosen, states in trained.provide(own, StateRequest.ALL):
                     commit_elements(method, taken, chosen, states, found_inf)
-    if not (lender.beside or masters):
+    if not (provider.all_resident or masters):
         with ledger.range("step commit muon"):
             commit_weights(prepared, trained.summed, trained.group, found_inf)
     for write in ledger.hooks.after_commit:
@@ -93,22 +95,22 @@ def _unscaled(rows: int, cols: int) -> float:
 
 def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
     """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy; some
-    rows of it where states are lent by rows."""
+    rows of it where states are provided by rows."""
     if WEIGHT in states:
         return states[WEIGHT]
-    return local_tensor(states[MASTER]) if sharded.spec.master else _lent_rows(sharded, states)
+    return local_tensor(states[MASTER]) if sharded.spec.master else _provided_rows(sharded, states)
 
 
 def _are_first(sharded: ShardedParam, states: Mapping[str, Tensor]) -> bool:
     return ROWS not in states or states[ROWS].storage_offset() == sharded.local.storage_offset()
 
 
-def _lent_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
+def _provided_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
     return states[ROWS] if ROWS in states else sharded.local.detach()
 
 
 def gradient_of(sharded: ShardedParam, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-    """The shard of ``.grad`` in the dtype of the states, or what was lent of it, or a copy."""
+    """The shard of ``.grad`` in the dtype of the states, or what was provided of it, or a copy."""
     return states.get(GRADIENT, sharded.local_grad).to(decode_dtype(sharded.spec.state_dtype))
 
 
@@ -161,14 +163,16 @@ class Prepared:
     everywhere: Mapping[ShardedParam, Mapping[str, Tensor]]
 
 
-def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | None, *, beside: bool) -> Prepared:
+def commit_states(
+    groups: Sequence[Matrices], provide: ProvideStates, found_inf: Tensor | None, *, all_resident: bool
+) -> Prepared:
     """Move momenta toward the gradients, and write further states.
 
     Args:
-        lend: gives the states.
+        provide: gives the states.
         found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
-        beside: whether all momenta are beside their parameters: :func:`commit_weights` then moves those that one launch
-            can move together with the weights.
+        all_resident: whether all momenta are resident: :func:`commit_weights` then moves those that one launch can
+            move together with the weights.
     """
     found: list[tuple[_Part, Piece, After]] = []
     parts = [
@@ -180,12 +184,14 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
     ]
     everywhere: dict[ShardedParam, Mapping[str, Tensor]] = {}
     summed: dict[ShardedParam, list[tuple[_Part, Tensor | None]]] = {}
-    for part, sums in zip(parts, _row_sums(parts, lend), strict=True):
+    for part, sums in zip(parts, _row_sums(parts, provide), strict=True):
         summed.setdefault(part.sharded, []).append((part, sums))
     for group in groups:
-        if group.joint and beside:
+        if group.joint and all_resident:
             continue
-        for sharded_params, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
+        for sharded_params, states in provide(
+            list(group.directions), StateRequest.STATES if group.plain else StateRequest.STATES_MASTERS_READ
+        ):
             of = dict(zip(sharded_params, states, strict=True))
             # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
             begun = {a: {} if ROWS in row else row for a, row in of.items() if _are_first(a, row)}
@@ -205,7 +211,7 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
                 grads = [given[a] if a in given else gradient_of(a, of[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
-    return Prepared(groups, beside, found, everywhere)
+    return Prepared(groups, all_resident, found, everywhere)
 
 
 def commit_weights(
@@ -213,7 +219,7 @@ def commit_weights(
     summed: Sequence[ShardedParam],
     everyone: dist.ProcessGroup | None,
     found_inf: Tensor | None,
-    lend: Lend | None = None,
+    provide: ProvideStates | None = None,
 ) -> None:
     """Move matrices along their directions.
 
@@ -221,7 +227,7 @@ def commit_weights(
         summed: matrices of methods with facts, with a gradient or without: on every rank the same.
         everyone: all ranks of the optimizer.
         found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
-        lend: gives the master weights of those that are rounded copies; None where none is.
+        provide: gives the master weights of those that are rounded copies; None where none is.
     """
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
     parts_of: dict[ShardedParam, list[tuple[_Part, Piece, After]]] = {}
@@ -229,7 +235,9 @@ def commit_weights(
         parts_of.setdefault(made[0].sharded, []).append(made)
     for group in prepared.groups:
         moved = list(group.directions)
-        for sharded_params, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
+        for sharded_params, states in (
+            [(moved, [{} for _ in moved])] if provide is None else provide(moved, StateRequest.MASTERS)
+        ):
             weights = {sharded: weight_of(sharded, own) for sharded, own in zip(sharded_params, states, strict=True)}
             if group.plain:
                 _commit_plain(group, weights, averaged=prepared.averaged, found_inf=found_inf)
@@ -245,7 +253,7 @@ def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mappi
     """Parameters that are rounded copies follow their master weights, which a step has written."""
     for sharded, own in zip(sharded_params, states, strict=True):
         if sharded.spec.master:
-            _lent_rows(sharded, own).copy_(local_tensor(own[MASTER]))
+            _provided_rows(sharded, own).copy_(local_tensor(own[MASTER]))
 
 
 def _commit_plain(
@@ -382,7 +390,7 @@ class _Part(NamedTuple):
         )
 
 
-def _row_sums(parts: Sequence[_Part], lend: Lend) -> list[Tensor | None]:
+def _row_sums(parts: Sequence[_Part], provide: ProvideStates) -> list[Tensor | None]:
     """The sums over rows that methods ask for where ranks have parts of the same rows, summed over these ranks; None
     where a rank has whole ones."""
     cut: dict[ShardedParam, list[_Part]] = {}
@@ -390,7 +398,7 @@ def _row_sums(parts: Sequence[_Part], lend: Lend) -> list[Tensor | None]:
         if part.sharded.spec.cut_in_columns and part.group.method.row_sums is not None:
             cut.setdefault(part.sharded, []).append(part)
     found: dict[tuple[ShardedParam, int], Tensor | None] = {}
-    for sharded, weight in exact_weights(lend, list(cut)):
+    for sharded, weight in exact_weights(provide, list(cut)):
         found |= {(sharded, part.place): part.row_sums(weight) for part in cut[sharded]}
     sums = [found.get((part.sharded, part.place)) for part in parts]
     over_whole_rows([(part.sharded, own) for part, own in zip(parts, sums, strict=True)])
@@ -583,8 +591,8 @@ def commit_elements(
 
     Args:
         sharded_params: parameters with a gradient.
-        slots: the optimizer's states of each; of all, or of none, with what :class:`~.lender.Lender` adds for the host:
-            then whoever lent it brings the weights back.
+        slots: the optimizer's states of each; of all, or of none, with what :class:`~.StateProvider` adds for the host:
+            then whoever provided it brings the weights back.
         found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
     """
     if not sharded_params:

@@ -32,7 +32,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides over a step: at first what the host of one rank knows, then what a survey has read of all ranks.
+    """What decides over a step: at first what the host of one rank knows, then what its checks read of all ranks.
 
     Args:
         wanted: names of the matrices with a gradient.

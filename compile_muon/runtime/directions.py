@@ -44,7 +44,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
     Args:
         norm: of all gradients, 0-dim fp32 on the device.
     Returns:
-        Of all matrices with a gradient; the survey is given which of those made here are not finite.
+        Of all matrices with a gradient; the checks are given which of those made here are not finite.
     """
     if decision.clip:
         _clip(trained, norm)
@@ -54,7 +54,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
         return Directions(found)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in sharded_params]
     with trained.ledger.range("step directions", payload=len(sharded_params)):
-        # Those that are away come here for as long as directions are made.
+        # Those that are offloaded come here for as long as directions are made.
         kept = {
             place: [state.to(trained.device, non_blocking=True) for state in _states(trained, sharded)]
             for place, sharded in enumerate(sharded_params)
@@ -69,7 +69,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             sharded_params, grads, kept, trained.ledger.options
         )
     wrong = directions_not_finite([sharded.now for sharded in sharded_params], results)
-    begun.survey.add("direction", [sharded.name for sharded in sharded_params], wrong)
+    begun.checks.add("direction", [sharded.name for sharded in sharded_params], wrong)
     graded = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
     found |= {sharded_params[place].name: results[place] for place in graded}
     new: dict[str, Sequence[Tensor]] = {
@@ -84,7 +84,7 @@ def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[ShardedParam, int]:
     """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
-    if trained.lender.beside:
+    if trained.state_provider.all_resident:
         return {}
     used = begun.used(decision)
     return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}

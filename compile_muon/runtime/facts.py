@@ -1,4 +1,4 @@
-"""The facts of a step: what the host knows when it begins, and the survey that asks the device for the rest."""
+"""The facts of a step: what the host knows when it begins, and the checks that ask the device for the rest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from compile_muon.passes.exchange import transfers
 from compile_muon.passes.norms import not_finite
 from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.recorded import Given
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.state_provider import StateProvider
 from compile_muon.runtime.step_agreement import Agreement, Copies
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Begun", "agreement", "asked", "begin", "measure", "read", "told"]
@@ -36,7 +36,7 @@ class Begun:
     Args:
         mode: how it goes on.
         facts: of this rank's host.
-        survey: that asks the device for the others.
+        checks: that ask the device for the others.
         agreement: what the ranks compare; None where none answers.
         muon, rest: parameters with a gradient.
         candidates: directions of backward whose momentum is what they were made with.
@@ -45,7 +45,7 @@ class Begun:
 
     mode: Mode
     facts: Facts
-    survey: Survey
+    checks: StepChecks
     agreement: Agreement | None
     muon: Sequence[ShardedParam]
     rest: Sequence[ShardedParam]
@@ -96,40 +96,40 @@ def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tenso
     Returns:
         The norm of all gradients, 0-dim fp32 on the device.
     """
-    asked(trained, begun.survey, begun.agreement, begun.ready)
-    begun.survey.reduce(None if given is None else given.facts)
-    return begun.survey.total("gradient").sqrt().float()
+    asked(trained, begun.checks, begun.agreement, begun.ready)
+    begun.checks.reduce(None if given is None else given.facts)
+    return begun.checks.total("gradient").sqrt().float()
 
 
-def read(trained: Trained, survey: Survey, known: Facts) -> Facts:
+def read(trained: Trained, checks: StepChecks, known: Facts) -> Facts:
     """Wait for the device, once; the facts of all ranks by now.
 
     Args:
         known: before.
     """
     with trained.ledger.range("step wait"):
-        survey.wait()
-    held = survey.held() if trained.ledger.speculating else frozenset[str]()
-    gradients, directions = survey.numbers("gradient"), frozenset(survey.names("direction"))
-    return replace(known, held=held, gradients=gradients, spoiled=survey.spoiled(), directions=directions)
+        checks.wait()
+    held = checks.held() if trained.ledger.speculating else frozenset[str]()
+    gradients, directions = checks.numbers("gradient"), frozenset(checks.names("direction"))
+    return replace(known, held=held, gradients=gradients, spoiled=checks.spoiled(), directions=directions)
 
 
-def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: Exception | None = None) -> Survey:
-    """The half of a survey that the host knows; with the reason why this rank refuses the step, if it does."""
-    survey = Survey(trained.group, trained.device, trained.ledger.status.step, problem)
-    survey.add_facts(
+def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: Exception | None = None) -> StepChecks:
+    """The half of a step's checks that the host knows; with the reason why this rank refuses the step, if it does."""
+    checks = StepChecks(trained.group, trained.device, trained.ledger.status.step, problem)
+    checks.add_facts(
         "missing", {sharded.name: float(sharded.grad is None) for sharded in (*trained.muon, *trained.rest)}
     )
-    survey.add_facts("ready", {sharded.name: float(sharded.name in ready) for sharded in trained.muon})
-    survey.add_rates({name: rate for name, rate in trained.rates().items() if not isinstance(rate, Tensor)})
+    checks.add_facts("ready", {sharded.name: float(sharded.name in ready) for sharded in trained.muon})
+    checks.add_rates({name: rate for name, rate in trained.rates().items() if not isinstance(rate, Tensor)})
     if agreement is not None:
-        agreement.put(survey)
-    return survey
+        agreement.put(checks)
+    return checks
 
 
-def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: Ready) -> None:
+def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, ready: Ready) -> None:
     """The other half, which is on the device."""
-    survey.add_gradients([*trained.muon, *trained.rest], ready)
+    checks.add_gradients([*trained.muon, *trained.rest], ready)
     held: dict[str, dict[ShardedParam, Tensor]] = {}  # by kind, for all groups at once: few launches
     for group in trained.optimizer.param_groups:
         for state in trained.method(group).states:
@@ -139,20 +139,20 @@ def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: 
                 own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in sharded_params}
                 held.setdefault(state.label, {}).update(own)
     for label, tensors in held.items():
-        survey.add(label, [a.name for a in tensors], _not_finite(trained.lender, label, tensors))
+        checks.add(label, [a.name for a in tensors], _not_finite(trained.state_provider, label, tensors))
     for name, rate in trained.rates().items():
         if isinstance(rate, Tensor):
-            survey.add_rate(name, rate)
+            checks.add_rate(name, rate)
     if agreement is not None:
-        agreement.measure(survey)
-    survey.add_speculations(trained.muon, ready)
+        agreement.measure(checks)
+    checks.add_speculations(trained.muon, ready)
     for add in trained.ledger.hooks.facts:
-        add(survey)
+        add(checks)
 
 
-def _not_finite(lender: Lender, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
-    """Which of these states are not finite: what is away was looked at when it was written."""
-    known = {} if lender.beside else {a: flag for a in states if (flag := lender.wrong(a, label)) is not None}
+def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
+    """Which of these states are not finite: what is offloaded was looked at when it was written."""
+    known = {} if provider.all_resident else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
     here = [a for a in states if a not in known]
     tensors = [states[a] for a in here]
     if not known:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from compile_muon.passes import GraphPass
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
+from compile_muon.runtime.state_provider import StateProvider
 
 if TYPE_CHECKING:
     from compile_muon.runtime.sharded_param import ShardedParam
-    from compile_muon.runtime.survey import Survey
+    from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["Hooks"]
 
@@ -25,7 +25,7 @@ class Hooks:
 
     Args:
         dynamo_passes: of all extensions.
-        lender: of states; by default all are beside their parameters.
+        state_provider: of states; by default all are resident.
         peers: that decide with this optimizer; by default there are none.
         unrecorded: why no step is in a CUDA graph; None if it may be.
     """
@@ -36,13 +36,13 @@ class Hooks:
     dropped: tuple[Callable[[ShardedParam], None], ...] = ()
     before_step: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
-    facts: tuple[Callable[[Survey], None], ...] = ()
+    facts: tuple[Callable[[StepChecks], None], ...] = ()
     why_not_finite: tuple[Callable[[], tuple[str, str] | None], ...] = ()
     after_commit: tuple[Callable[[Tensor | None], None], ...] = ()
     state: tuple[Callable[[ShardedParam], Mapping[str, Tensor]], ...] = ()
     loaded: tuple[Callable[[], None], ...] = ()
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
-    lender: Lender = field(default_factory=Lender)
+    state_provider: StateProvider = field(default_factory=StateProvider)
     peers: Peers = field(default_factory=Peers)
     unrecorded: str | None = None

@@ -12,9 +12,9 @@ from torch import Tensor
 from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
-from compile_muon.runtime.lender import MASTER, Lend, Lent
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.state_provider import MASTER, ProvideStates, StateRequest
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Projected", "exact_weights", "over_whole_rows", "project"]
@@ -47,13 +47,15 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, Tensor | None]]) -> None:
             x.copy_(whole.view(x.shape))
 
 
-def exact_weights(lend: Lend, sharded_params: Sequence[ShardedParam]) -> Iterator[tuple[ShardedParam, Tensor]]:
+def exact_weights(
+    provide: ProvideStates, sharded_params: Sequence[ShardedParam]
+) -> Iterator[tuple[ShardedParam, Tensor]]:
     """What a step writes of each parameter, to be read until the next is asked for: the shard, or the master weight
     that it is rounded from."""
     yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
-    away = [sharded for sharded in sharded_params if sharded.spec.master]
-    for own, states in lend(away, Lent.MASTERS_READ) if away else ():
-        yield from ((sharded, local_tensor(lent[MASTER])) for sharded, lent in zip(own, states, strict=True))
+    offloaded = [sharded for sharded in sharded_params if sharded.spec.master]
+    for own, states in provide(offloaded, StateRequest.MASTERS_READ) if offloaded else ():
+        yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(own, states, strict=True))
 
 
 def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> dict[str, Projected]:
@@ -76,15 +78,15 @@ def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Seq
         for part, piece, sums in zip(sharded.now.parts, pieces, made.sums, strict=True):
             part.of(made.gradient).copy_(hook(replace(piece, sums=sums)))
 
-    # Masters that are away take turns in buffers: no piece outlives its own.
-    for sharded, weight in exact_weights(trained.lend, list(asked)):
+    # Masters that are offloaded take turns in buffers: no piece outlives its own.
+    for sharded, weight in exact_weights(trained.provide, list(asked)):
         pieces, sums_of = _pieces(trained, sharded, asked[sharded], weight), _method(sharded).project_sums
         sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]
         found[sharded] = replace(found[sharded], sums=sums)
         if sharded not in cut:
             write(sharded, pieces)
     over_whole_rows([(sharded, sums) for sharded in cut for sums in found[sharded].sums])
-    for sharded, weight in exact_weights(trained.lend, cut):
+    for sharded, weight in exact_weights(trained.provide, cut):
         write(sharded, _pieces(trained, sharded, asked[sharded], weight))
     return {sharded.name: made for sharded, made in found.items()}
 

@@ -27,7 +27,7 @@ from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Given", "Launch", "Launched", "Recorded"]
@@ -68,12 +68,12 @@ class Launched:
     """What launches of a step find.
 
     Args:
-        survey: reduced.
+        checks: reduced.
         norm: of the gradients.
         traffic: what they send.
     """
 
-    survey: Survey
+    checks: StepChecks
     norm: Tensor
     traffic: Traffic
 
@@ -150,16 +150,18 @@ class Recorded:
         phases = [(n, m.launched) for n, m in methods.items() if isinstance(m, MatrixMethod) and m.launched]
         return "; ".join(f"{', '.join(map(repr, own))} of method {name!r}" for name, own in phases) or None
 
-    def run(self, step: Trained, launch: Launch, survey: Survey, used: Mapping[str, Speculation] | None) -> Launched:
+    def run(
+        self, step: Trained, launch: Launch, checks: StepChecks, used: Mapping[str, Speculation] | None
+    ) -> Launched:
         """Launch a step, or replay one that is like it; what it finds is sent to the host.
 
         Args:
-            survey: with what the host knows.
+            checks: with what the host knows.
             used: directions of backward that it uses; None for a step like which there will be none.
         """
         for sharded in step.ledger.sharded_params:  # a graph waits for nothing that was started outside of it
             sharded.await_refresh()
-        facts, groups = survey.facts, step.optimizer.param_groups
+        facts, groups = checks.facts, step.optimizer.param_groups
         places: dict[str, dict[str, int]] = {}
         values = list(facts)
         for group in groups:
@@ -179,8 +181,8 @@ class Recorded:
             self._missed = 0
             recording = self._recordings[kind] = self._recordings.pop(kind)  # the latest one
             recording.used = self._steps
-            found = self._replay(recording, values, survey)
-        found.survey.send()
+            found = self._replay(recording, values, checks)
+        found.checks.send()
         return found
 
     def release(self) -> None:
@@ -245,7 +247,7 @@ class Recorded:
         hypers = [sharded.hyper for sharded in step.muon]
         return _Recording(replay, given, values, launched, written, resident, [*written, *hypers], release)
 
-    def _replay(self, recording: _Recording, values: list[float], survey: Survey) -> Launched:
+    def _replay(self, recording: _Recording, values: list[float], checks: StepChecks) -> Launched:
         if values != recording.values:
             numbers = recording.given.numbers
             numbers.copy_(pinned_numbers(values, numbers.dtype, numbers.device), non_blocking=True)
@@ -256,7 +258,7 @@ class Recorded:
             sharded.refreshed_at = edits_of(sharded.param)
         found = recording.launched
         # The next replay writes what this one found; users keep norms.
-        return Launched(found.survey.again(survey.step, survey.refusal), found.norm.clone(), found.traffic)
+        return Launched(found.checks.again(checks.step, checks.refusal), found.norm.clone(), found.traffic)
 
     def _kind(self, step: Trained, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
         """What a step has to have alike with another one for one graph to do both."""

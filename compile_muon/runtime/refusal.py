@@ -15,7 +15,7 @@ from compile_muon.passes.norms import not_finite
 from compile_muon.progress import is_first_rank
 from compile_muon.runtime.ledger import Counters, Ledger
 from compile_muon.runtime.step_agreement import Agreement
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["SHOWN", "check_agreement", "refused"]
@@ -27,36 +27,36 @@ _log = logging.getLogger("compile_muon")
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 
 
-def check_agreement(trained: Trained, survey: Survey, agreement: Agreement | None) -> None:
+def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement | None) -> None:
     """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
     if trained.group is None:
         return
-    if survey.names("refused"):
-        raise survey.refusal or LedgerError(
+    if checks.names("refused"):
+        raise checks.refusal or LedgerError(
             "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
             "every rank what is done to it on one"
         )
-    missing = [name for name, count in survey.numbers("missing").items() if 0 < count < trained.group.size()]
+    missing = [name for name, count in checks.numbers("missing").items() if 0 < count < trained.group.size()]
     if missing:
-        where = survey.ranks({"missing": missing})
+        where = checks.ranks({"missing": missing})
         raise LedgerError(
             f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
-            f"step {survey.step}; every rank must use the same parameters in a step, e.g. by adding "
+            f"step {checks.step}; every rank must use the same parameters in a step, e.g. by adding "
             "0 * parameter.sum() to the loss where one is not used"
         )
     if agreement is not None:
-        agreement.check(survey, trained.group)
+        agreement.check(checks, trained.group)
     if trained.ledger.checks_later:
         # A rank on which all directions hold does not wait to hear that they do not on another.
-        some = [name for name, count in survey.numbers("ready").items() if 0 < count < trained.group.size()]
+        some = [name for name, count in checks.numbers("ready").items() if 0 < count < trained.group.size()]
         if some:
             raise LedgerError(
-                f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
-                f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
+                f"gradient of {listed(some)} was edited{checks.ranks({'ready': some})} only: nothing was updated "
+                f"in step {checks.step}; edit gradients on every rank, or set checks='in_step'"
             )
 
 
-def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
+def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
     """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
 
     Args:
@@ -68,13 +68,13 @@ def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, la
         return False
     zero, counters = trained.config.zero, trained.ledger.counters
     if wrong:
-        found = _named(trained, survey, wrong, later=later)
+        found = _named(trained, checks, wrong, later=later)
     else:
         found = f"{others} found inf or nan, and itself says where"
     for why in trained.ledger.hooks.why_not_finite:
         if (known := why()) is not None:
-            raise NonFiniteError(f"{known[0]}: nothing was updated in step {survey.step}; {known[1]}")
-    problem = f"{found}: nothing was updated in step {survey.step}"
+            raise NonFiniteError(f"{known[0]}: nothing was updated in step {checks.step}; {known[1]}")
+    problem = f"{found}: nothing was updated in step {checks.step}"
     if zero.nonfinite == "error":
         raise NonFiniteError(
             f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps out"
@@ -105,10 +105,10 @@ def _tell_number(counters: Counters) -> None:
     _log.warning(f"steps skipped for inf or nan (nonfinite='skip'): {counters.skipped}")
 
 
-def _named(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, later: bool) -> str:
+def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool) -> str:
     """What is not finite, and where; collective."""
     value, large = "inf or nan", frozenset[str]()
-    squares = survey.numbers("gradient")
+    squares = checks.numbers("gradient")
     together = trained.compares and (not later or trained.config.zero.nonfinite == "error")
     spoiled = _spoiled(trained, wrong.get("direction", ()), together)
     if any(spoiled):
@@ -129,7 +129,7 @@ def _named(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, lat
     where = ""
     if trained.compares and trained.config.zero.nonfinite == "error":
         holders = [rank for rank, names in enumerate(spoiled) if names]
-        where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else survey.ranks(wrong)
+        where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else checks.ranks(wrong)
     return "; ".join(filter(None, parts)) + where + trained.ledger.hooks.peers.here()
 
 
@@ -139,9 +139,9 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
     Args:
         together: collective; else of this rank alone.
     """
-    beside = [a for a in trained.muon if a.name in names and a.momentum.numel()]
-    wrong = not_finite([sharded.momentum for sharded in beside]).tolist() if beside else []
-    mine = {sharded.name for sharded, flag in zip(beside, wrong, strict=True) if flag}
+    resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
+    wrong = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
+    mine = {sharded.name for sharded, flag in zip(resident, wrong, strict=True) if flag}
     return _of_ranks(trained, mine, together=together and bool(names))
 
 

@@ -42,7 +42,7 @@ class ShardedParam:
         name: qualified name in the model; ``key`` is its bytes.
         param: the ``nn.Parameter`` users see (a DTensor where sharded).
         spec: static facts; ``text`` is their encoding, as markers carry it.
-        momentum: of the shard (Muon), or an empty tensor, for AdamW and where it is not beside the parameter. Every
+        momentum: of the shard (Muon), or an empty tensor, for AdamW and where it is not resident. Every
             marker takes it: it identifies the parameter to the graphs, which get the module's own tensors.
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
             itself: what users save must not carry the sharded parameter with it.
@@ -58,7 +58,7 @@ class ShardedParam:
         rates: what ``hyper`` holds behind its first number.
         owners: of each share of its matrices, where its method keeps states at them.
         now: ``spec`` as the step under way has it, where its method has several graphs.
-        fetches: how often graphs asked for the momentum, where it is not beside the parameter.
+        fetches: how often graphs asked for the momentum, where it is not resident.
         refreshed_at: edits of the parameter when its resident weight was last gathered, or is being gathered.
         refresh: what is gathering the resident weight, until it is waited for.
         accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
@@ -97,8 +97,8 @@ class ShardedParam:
     def __post_init__(self) -> None:
         self.text, self.now = self.spec.encode(), self.spec
         self.refreshed_at = edits_of(self.param)
-        beside = self.spec.muon is None or self.spec.muon.beside
-        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if beside else self.momentum
+        own_momentum = self.spec.muon is None or self.spec.muon.resident_momentum
+        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if own_momentum else self.momentum
         hold(self.momentum, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -150,8 +150,10 @@ class ShardedParam:
         self.hyper, self.rates = hyper, rates
         if spec.muon is not None:
             local = self.local.detach()
-            self.momentum = torch.zeros_like(local) if spec.muon.beside else local.new_empty(0)
-            self.momentum_buffer = like_parameter(self.param, self.momentum) if spec.muon.beside else self.momentum
+            self.momentum = torch.zeros_like(local) if spec.muon.resident_momentum else local.new_empty(0)
+            self.momentum_buffer = (
+                like_parameter(self.param, self.momentum) if spec.muon.resident_momentum else self.momentum
+            )
             hold(self.momentum, self)
 
     @property
@@ -214,7 +216,7 @@ class ShardedParam:
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
         self.fetches += 1
-        return self.ledger.hooks.lender.fetch(self, grad, out)
+        return self.ledger.hooks.state_provider.fetch(self, grad, out)
 
     def tell(self, what: str, *facts: Any) -> None:
         """See :class:`~compile_muon.passes.holder.Holder`: extensions are told."""

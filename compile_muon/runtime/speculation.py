@@ -27,7 +27,7 @@ class Speculation(NamedTuple):
         fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
         edits: of the momentum until then.
         rates: momentum and all else that it was made with (:attr:`.ShardedParam.rates`).
-        fetches: of the momentum until then, where it is not beside the parameter.
+        fetches: of the momentum until then, where it is not resident.
     """
 
     direction: Tensor

@@ -25,7 +25,7 @@ from compile_muon.runtime.refusal import check_agreement, refused
 from compile_muon.runtime.resident import start_refresh
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.step_agreement import Agreement
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Step"]
@@ -36,17 +36,17 @@ class Step(Trained):
     """The steps of one optimizer: what they share, and what the latest has found.
 
     Args:
-        fetches: which of the momenta its directions are made of, where they are not beside their parameters.
+        fetches: which of the momenta its directions are made of, where they are not resident.
         grad_norm: on the device.
         norm: the same as the host knows it, NaN before.
-        pending: survey and agreement that the host has not read yet, and names of the directions that were used.
+        pending: checks and agreement that the host has not read yet, and names of the directions that were used.
         recorded: steps as CUDA graphs; None where there are none.
     """
 
     fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
-    pending: tuple[Survey, Agreement | None, frozenset[str]] | None = None
+    pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
     recorded: Recorded | None = None
 
     def run(self) -> bool:
@@ -71,7 +71,7 @@ class Step(Trained):
             self.norm = facts.norm
             self.grad_norm = norm = torch.tensor(facts.norm, dtype=torch.float32, device=self.device)
         decision = decide(facts, begun.mode)
-        if refused(self, begun.survey, decision.wrong):
+        if refused(self, begun.checks, decision.wrong):
             return False
         made = make(self, begun, decision, norm)
         self._count(begun, decision, made.traffic)
@@ -79,7 +79,7 @@ class Step(Trained):
             facts = self._read(begun, facts)
         wrong = facts.wrong(facts.wanted)
         peers.confirm(wrong=bool(wrong))
-        if refused(self, begun.survey, wrong):
+        if refused(self, begun.checks, wrong):
             return False
         self.ledger.counters.skipped_in_a_row = 0
         note(self, begun, decision, clipped=facts.clipped)
@@ -96,11 +96,11 @@ class Step(Trained):
         self.fetches = fetches_of(self, begun, decision)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
             alike = None if begun.agreement is not None and begun.agreement.copies is not None else begun.used(decision)
-            found = self.recorded.run(self, partial(self.launch, begun, decision), begun.survey, alike)
+            found = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
         else:
             found = self.launch(begun, decision, None)
         self.grad_norm = found.norm
-        self.pending = found.survey, begun.agreement, decision.use | decision.make
+        self.pending = found.checks, begun.agreement, decision.use | decision.make
         self.count_step()
         self._count(begun, decision, found.traffic)
         note(self, begun, decision, clipped=False)
@@ -110,16 +110,16 @@ class Step(Trained):
         """All that such a step asks of the device: of the same parameters and tensors the same in every step.
 
         Args:
-            given: what differs from step to step, on the device; None for it to be copied there, and for the survey to
+            given: what differs from step to step, on the device; None for it to be copied there, and for the checks to
                 be sent to the host. Then resident weights are still on their way when this returns.
         """
-        survey = begun.survey
+        checks = begun.checks
         norm = measure(self, begun, given)
         made = make(self, begun, decision, norm)
-        survey.reduce()
+        checks.reduce()
         if given is None:
-            survey.send()
-        found_inf = survey.found_inf()
+            checks.send()
+        found_inf = checks.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if given is None else given.rates
             commit(self, made, self.fetches, found_inf if found_inf.is_cuda else None, rates)
@@ -128,7 +128,7 @@ class Step(Trained):
         if given is not None:
             for sharded in refreshed:
                 sharded.await_refresh()
-        return Launched(survey, norm, traffic)
+        return Launched(checks, norm, traffic)
 
     def check(self) -> bool | None:
         """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
@@ -142,18 +142,18 @@ class Step(Trained):
         if pending is None:
             return None
         self.count_step(-1)  # until it is known to be written
-        survey, agreement, directions = pending
-        facts = read(self, survey, Facts())
+        checks, agreement, directions = pending
+        facts = read(self, checks, Facts())
         self.norm = facts.norm
-        check_agreement(self, survey, agreement)
-        edited = sorted(survey.names("differs"))
+        check_agreement(self, checks, agreement)
+        edited = sorted(checks.names("differs"))
         if edited:
             raise LedgerError(
                 f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
-                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
+                f"backward that made its direction: nothing was updated in step {checks.step}; edit .grad itself, or "
                 "set checks='in_step' or update='step'"
             )
-        if refused(self, survey, facts.wrong(directions), later=True):
+        if refused(self, checks, facts.wrong(directions), later=True):
             return False
         self.count_step()
         self.ledger.counters.skipped_in_a_row = 0
@@ -177,8 +177,8 @@ class Step(Trained):
 
     def _read(self, begun: Begun, known: Facts) -> Facts:
         """The facts of all ranks by now, which do the same; the host waits for the device."""
-        facts = read(self, begun.survey, known)
-        check_agreement(self, begun.survey, begun.agreement)
+        facts = read(self, begun.checks, known)
+        check_agreement(self, begun.checks, begun.agreement)
         self.norm = facts.norm
         return facts
 

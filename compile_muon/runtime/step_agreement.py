@@ -23,7 +23,7 @@ from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.owner_states import method_of_matrix
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["Agreement", "Copies"]
 
@@ -100,31 +100,31 @@ class Agreement:
     log: FrameLog
     copies: Copies | None
 
-    def put(self, survey: Survey) -> None:
+    def put(self, checks: StepChecks) -> None:
         """Add what the host knows and is to be compared to the step's numbers."""
         text = repr((self.step, sorted(self.settings.items()))).encode()
         digest = hashlib.blake2b(text + self.log.digest(), digest_size=6).digest()
-        survey.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
+        checks.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
 
-    def measure(self, survey: Survey) -> None:
+    def measure(self, checks: StepChecks) -> None:
         """Add the rest, which is on the device."""
         for name, scalar in self.scalars.items():
-            survey.add_each(name, scalar.detach().float().reshape(1))
+            checks.add_each(name, scalar.detach().float().reshape(1))
         if self.copies is not None:
-            survey.add_each("copies", self.copies.numbers())
+            checks.add_each("copies", self.copies.numbers())
 
-    def check(self, survey: Survey, group: dist.ProcessGroup) -> None:
+    def check(self, checks: StepChecks, group: dist.ProcessGroup) -> None:
         """Raise on every rank if the ranks differ.
 
         Raises:
             LedgerError: naming what differs and on which ranks.
         """
-        rows = zip(*(survey.numbers(name).values() for name in self.scalars), strict=True)
+        rows = zip(*(checks.numbers(name).values() for name in self.scalars), strict=True)
         if found := differing([dict(zip(self.scalars, row, strict=True)) for row in rows]):
             raise self._error(f"on hyperparameters: {worded(found)}", _SETTINGS)
-        if len(set(survey.each("agreement"))) > 1:
+        if len(set(checks.each("agreement"))) > 1:
             raise self._explain(group)
-        if self.copies is not None and len(set(survey.each("copies"))) > 1:
+        if self.copies is not None and len(set(checks.each("copies"))) > 1:
             raise self._name_copies(group, self.copies)
 
     def _error(self, what: str, remedy: str) -> LedgerError:

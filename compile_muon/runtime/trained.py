@@ -17,10 +17,10 @@ from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
 from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor, new_state
+from compile_muon.runtime.state_provider import StateProvider, StateRequest
 from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = ["Trained"]
@@ -42,7 +42,7 @@ class Trained:
         gathered: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
     Attributes:
-        lender: of the states that are not beside their parameters.
+        state_provider: of the states that are not resident.
         sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
         summed: matrices of methods that need sums over whole ones.
     """
@@ -58,25 +58,25 @@ class Trained:
     gathered: GatheredCopies
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
-    lender: Lender = field(init=False)
+    state_provider: StateProvider = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lender = self.ledger.hooks.lender
+        self.state_provider = self.ledger.hooks.state_provider
         self.sharded_params: dict[Tensor, ShardedParam] = {}
         self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
         self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # of extensions
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
-    def lend(
-        self, sharded_params: Sequence[ShardedParam], what: Lent, *, moved: Collection[ShardedParam] = ()
+    def provide(
+        self, sharded_params: Sequence[ShardedParam], what: StateRequest, *, moved: Collection[ShardedParam] = ()
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Their states, to be read and written; all at once where they are beside the parameters.
+        """Their states, to be read and written; all at once where they are resident.
 
         Args:
             moved: whose momentum has been moved already.
         """
-        if not self.lender.beside:
-            yield from self.lender.lend(sharded_params, what, self.ledger.status.step, moved=moved)
+        if not self.state_provider.all_resident:
+            yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step, moved=moved)
         elif sharded_params:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
@@ -121,16 +121,16 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                away = self.lender.names(sharded)
-                if sharded.spec.muon is not None and sharded.spec.muon.beside:
+                kept = self.state_provider.names(sharded)
+                if sharded.spec.muon is not None and sharded.spec.muon.resident_momentum:
                     slots["momentum_buffer"] = sharded.momentum_buffer
-                own = [state for state in self.method(group).states if state.name not in away]
+                own = [state for state in self.method(group).states if state.name not in kept]
                 for state in own:
                     if state.name not in slots:
                         slots[state.name] = new_state(sharded, state)
                 self._states[param] = {state.name for state in own}
                 if self.ledger.hooks.state:
-                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *away, *self._states[param]})
+                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *kept, *self._states[param]})
 
     def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
         """What extensions keep of a parameter is there; returns its names.
@@ -205,9 +205,9 @@ class Trained:
     def own_momenta(self) -> None:
         """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
         begins anew, as in torch.optim."""
-        self.lender.own()
+        self.state_provider.own()
         for sharded in self.muon:
-            if not sharded.spec.muon_settings.beside:
+            if not sharded.spec.muon_settings.resident_momentum:
                 continue
             slots = self.optimizer.state[sharded.param]
             held = slots.get("momentum_buffer")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
+from compile_muon.files.disk import new_mode, open_plain, sync_folder
 from compile_muon.model.full_parameters import full_parameters
-from compile_muon.storage.disk import new_mode, open_plain, sync_folder
 from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
 
@@ -100,21 +100,21 @@ def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> N
     with ranks.together(doing):
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp") as beside:
-                module.save_pretrained(beside, state_dict=state)
-                _place(Path(beside), folder)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp") as staging:
+                module.save_pretrained(staging, state_dict=state)
+                _place(Path(staging), folder)
 
 
-def _place(beside: Path, folder: Path) -> None:
+def _place(staging: Path, folder: Path) -> None:
     """Give files their names once they are on the disk: weights first, then what says how to read them."""
-    files = sorted((path for path in beside.rglob("*") if path.is_file()), key=lambda path: path.suffix == ".json")
-    mode = new_mode(beside)
+    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: path.suffix == ".json")
+    mode = new_mode(staging)
     for path in files:
         os.chmod(path, mode)  # PEFT's weights are for their owner alone
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     for path in files:
-        final = folder / path.relative_to(beside)
+        final = folder / path.relative_to(staging)
         final.parent.mkdir(exist_ok=True)
         os.replace(path, final)
         sync_folder(final.parent)

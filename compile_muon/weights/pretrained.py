@@ -17,14 +17,14 @@ from torch import nn
 from compile_muon.agreement.compare import by_rank
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.experts.load import Block, boxes, origins_of
+from compile_muon.files.safetensors import TensorFacts, TensorFile, nbytes, ordered
+from compile_muon.files.tensor_folder import TensorFolder, batches, parse_size, place, split
+from compile_muon.files.tensors import Box
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.progress import underway
 from compile_muon.runtime.resident import start_refresh_by_owner
-from compile_muon.storage.boxes import Box
-from compile_muon.storage.tensor_file import TensorFacts, TensorFile, nbytes, ordered
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
-from compile_muon.weights.experts import Block, boxes, origins_of
-from compile_muon.weights.files import TensorFolder, batches, parse_size, place, split
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 
@@ -164,11 +164,11 @@ def _write_config(module: nn.Module, folder: Path) -> None:
     config.dtype = encode_dtype(getattr(module, "dtype", torch.float32))
     generation = getattr(module, "generation_config", None)
     can_generate = getattr(module, "can_generate", None)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as beside:
-        config.save_pretrained(beside)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as staging:
+        config.save_pretrained(staging)
         if generation is not None and can_generate is not None and can_generate():
-            generation.save_pretrained(beside)
-        for path in Path(beside).iterdir():
+            generation.save_pretrained(staging)
+        for path in Path(staging).iterdir():
             os.replace(path, folder / path.name)
 
 

@@ -15,7 +15,7 @@ from ..methods.method import MOMENTUM
 from ..spec import MuonSpec, decode_dtype
 from ..views import View
 
-__all__ = ["Beside", "as_matrices", "orthogonalized", "wire_dtype"]
+__all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
@@ -38,7 +38,7 @@ _LEAST_NORM = 1e-12
 
 
 @dataclass(eq=False)
-class Beside:
+class MethodInputs:
     """What a method sees of one parameter beside its matrices, at whoever has these.
 
     Args:
@@ -90,7 +90,7 @@ def orthogonalized(
     matrices: Sequence[Tensor],
     settings: MuonSpec,
     views: Sequence[View | None],
-    beside: Sequence[Beside],
+    inputs: Sequence[MethodInputs],
     *,
     fresh: bool = False,
 ) -> list[Tensor]:
@@ -99,7 +99,7 @@ def orthogonalized(
 
     Args:
         views: what of each is a matrix by itself.
-        beside: of the parameter of each.
+        inputs: of the parameter of each.
         fresh: whether this graph makes the matrices where they are: what makes them then tells the norms of their rows,
             and Triton's kernels need not read them for it.
     """
@@ -110,7 +110,7 @@ def orthogonalized(
     flat = [part for several in parts for part in several]
     norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
-        columns = [each.row_norms(x) for each, x in zip(beside, matrices, strict=True)]
+        columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]
         norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
@@ -119,7 +119,7 @@ def orthogonalized(
     if whole is None:
         made = iter(run(flat))
     else:
-        whose = [each for each, several in zip(beside, parts, strict=True) for _ in several]
+        whose = [each for each, several in zip(inputs, parts, strict=True) for _ in several]
         seen = [each.seen(part) for each, part in zip(whose, flat, strict=True)]
         results = zip(whose, whole(flat, run, seen), seen, strict=True)
         made = iter([each.direction(found, own) for each, found, own in results])

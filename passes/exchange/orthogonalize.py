@@ -25,14 +25,14 @@ from ..methods import matrix_method
 from ..momentum import Updated, takes, updates_of
 from ..spec import ParamSpec, decode_dtype
 from .local import local
-from .matrices import Beside, wire_dtype
+from .matrices import MethodInputs, wire_dtype
 from .owner import owner
 
 __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 
-_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[Beside]], list[Tensor]]
+_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[MethodInputs]], list[Tensor]]
 
-#: what ``MuonSpec.exchange`` names: (updates, specs, owners, beside) -> directions
+#: what ``MuonSpec.exchange`` names: (updates, specs, owners, inputs) -> directions
 STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
@@ -94,12 +94,12 @@ def orthogonalize_group(
         updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
     if updated is not None:
         updated += [made.get(i) for i in range(len(grads))]
-    beside = [
-        Beside(hyper, spec.muon_settings, own, made[i].norms if i in made else None)
+    inputs = [
+        MethodInputs(hyper, spec.muon_settings, own, made[i].norms if i in made else None)
         for i, (hyper, spec, own) in enumerate(zip(hypers, specs, states or [()] * len(specs), strict=True))
     ]
-    directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, beside)
-    return [*directions, *(new for each in beside for new in each.made)]
+    directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
+    return [*directions, *(new for each in inputs for new in each.made)]
 
 
 def _by_operator(

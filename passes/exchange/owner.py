@@ -13,7 +13,7 @@ from torch import Tensor
 from ..costs import Costs, owned_work
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
-from .matrices import Beside, orthogonalized
+from .matrices import MethodInputs, orthogonalized
 from .packing import pack, unpack
 from .shares import Share, by_parameter, shares
 from .transfers import all_to_all, hand_round
@@ -44,11 +44,11 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     for number, spec in enumerate(specs):
         layout = spec.layout
         for share in shares(spec):
-            kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.home)
+            kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.whole_at)
             if kind not in found:
                 count = layout.owner_group.size * layout.replica_group.size
                 ranks = tuple(map(layout.owner_ranks, range(count)))
-                found[kind] = _Places(layout.owner_group.size, ranks, share.home)
+                found[kind] = _Places(layout.owner_group.size, ranks, share.whole_at)
             tasks.append(_Task(owned_work(spec.muon_settings, costs, share.matrices), found[kind]))
             parameter_of.append(number)
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
@@ -71,16 +71,16 @@ class _Places:
     Args:
         width: how many of them are one company.
         ranks: that each is, one or (for experts) several.
-        home: the only one of each company that it may be; None for any.
+        whole_at: the only one of each company that it may be, as that has all of it; None for any.
     """
 
     width: int
     ranks: tuple[tuple[int, ...], ...]
-    home: int | None
+    whole_at: int | None
 
     def may(self, owner: int) -> bool:
         """Whether the owner may be there."""
-        return self.home is None or owner % self.width == self.home
+        return self.whole_at is None or owner % self.width == self.whole_at
 
 
 class _Task(NamedTuple):
@@ -124,7 +124,7 @@ def _dealt(
 
 
 def owner(
-    updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int], beside: Sequence[Beside]
+    updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int], inputs: Sequence[MethodInputs]
 ) -> list[Tensor]:
     """Directions through the owners of the matrices.
 
@@ -136,7 +136,7 @@ def owner(
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
         owners: of each share, parameter by parameter.
-        beside: of each parameter.
+        inputs: of each parameter.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
@@ -145,7 +145,7 @@ def owner(
     dealt = [share for spec in specs for share in shares(spec)]
     pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
-    whose = [own for own, spec in zip(beside, specs, strict=True) for _ in shares(spec)]
+    whose = [own for own, spec in zip(inputs, specs, strict=True) for _ in shares(spec)]
     places, there = [owners[i] % width for i in mine], [whose[i] for i in mine]
     made = _among([pieces[i] for i in mine], [dealt[i] for i in mine], places, there)
     if not layout.replica_group.alone:
@@ -165,13 +165,13 @@ def owner(
 
 
 def _among(
-    pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int], beside: Sequence[Beside]
+    pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int], inputs: Sequence[MethodInputs]
 ) -> list[Tensor]:
     """All-to-all pieces to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
 
     Args:
         owners: places along ``layout.owner_group``.
-        beside: of the parameter of each.
+        inputs: of the parameter of each.
     Returns:
         Flat, like ``pieces``.
     """
@@ -181,7 +181,7 @@ def _among(
     axis = dealt[0].spec.layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
         whole = [share.join([piece.reshape(-1)]) for piece, share in zip(pieces, dealt, strict=True)]
-        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt], beside)]
+        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt], inputs)]
     ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[axis.index]
@@ -199,7 +199,7 @@ def _among(
         sizes = [numels[i, r] for r in ranks for i in mine]
         arrived = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
         whole = [dealt[i].join(arrived[k :: len(mine)]) for k, i in enumerate(mine)]
-    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine], [beside[i] for i in mine])
+    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine], [inputs[i] for i in mine])
     dtype = decode_dtype(settings.dtype)
     if mine:
         cut = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]

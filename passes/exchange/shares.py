@@ -33,13 +33,13 @@ class Share:
         spec: of the parameter.
         matrices: ``(count, rows, cols)`` of them.
         span: rows of the parameter, or columns where its view cuts these; None for all of it.
-        home: the place along ``layout.owner_group`` that has all of it; None where no place has.
+        whole_at: the place along ``layout.owner_group`` that has all of it; None where no place has.
     """
 
     spec: ParamSpec
     matrices: tuple[tuple[int, int, int], ...]
     span: tuple[int, int] | None = None
-    home: int | None = None
+    whole_at: int | None = None
 
     @property
     def view(self) -> View | None:
@@ -111,7 +111,7 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
     for block, (count, rows, cols) in zip(view.blocks, view.shapes(muon.rows, muon.cols), strict=True):
         first, size = block.runs[0][0], block.size
 
-        def home(number: int, first: int = first, size: int = size) -> int:
+        def whole_at(number: int, first: int = first, size: int = size) -> int:
             """The place that has all of a matrix; -1 for none."""
             start = first + number * size
             for place in places:
@@ -120,7 +120,7 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
                     return place
             return -1
 
-        for place, numbers in groupby(range(count), home):
+        for place, numbers in groupby(range(count), whole_at):
             run = list(numbers)
             owners = layout.replica_group.size * (1 if place >= 0 else len(places))
             parts = min(len(run), owners)

@@ -42,7 +42,7 @@ def _begun(gram: Tensor) -> Tensor:
     """Eigenvectors, those of the largest eigenvalues first."""
     if not gram.numel():
         return gram
-    # A library that is given NaN raises, on one rank; what is not finite must show in the survey of all.
+    # A library that is given NaN raises, on one rank; what is not finite must show in the checks of all.
     usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     # Of torch.eye, decomposed, eager code has no kernel from 256 rows on (torch 2.13: an arange of uint16).
     one = torch.ones_like(gram[..., 0, :]).diag_embed()

@@ -26,8 +26,8 @@ def _attention(module: Any) -> None:
     torch._C._set_cudnn_enabled(False)
 
 
-def _survey(module: Any) -> None:
-    script(module.Survey)
+def _checks(module: Any) -> None:
+    script(module.StepChecks)
 
 
 def _gathered_copies(module: Any) -> None:
@@ -62,7 +62,7 @@ def _trusted(module: Any) -> None:
 
 _CHANGED: dict[str, Callable[[ModuleType], None]] = {
     "torch.backends.cuda": _attention,
-    "compile_muon.runtime.survey": _survey,
+    "compile_muon.runtime.step_checks": _checks,
     "compile_muon.runtime.gathered_copies": _gathered_copies,
     "orthogonalizers": _right,
     "yardsticks": _trusted,

@@ -93,8 +93,8 @@ def training(folder: str) -> None:
     before = of_the_process("RssShmem")  # where buffers are
     optimizer = trained_within(folder, allowed)
     assert optimizer is not None
-    states: Any = optimizer.engine.lender
-    assert states.bytes_away == STATE and states.bytes_in_buffers == 2 * MB  # no state of one parameter fits
+    states: Any = optimizer.engine.state_provider
+    assert states.bytes_off_device == STATE and states.bytes_in_buffers == 2 * MB  # no state of one parameter fits
     assert 0 < of_the_process("RssShmem") - before <= states.bytes_in_buffers
 
 

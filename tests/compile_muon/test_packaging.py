@@ -354,8 +354,9 @@ def test_the_check_of_private_names_can_fail(source: str, found: list[str]) -> N
 
 #: what loops over extensions and names none: all of engine/, and by name
 CORE = ("backend", "optimizer", *(f"runtime/{name}" for name in (
-    "commit", "decision", "directions", "facts", "frame", "hooks", "ledger", "lender", "peers", "recorded", "refusal",
-    "sharded_param", "speculation", "step", "step_agreement", "step_graph", "survey", "trained",
+    "commit", "decision", "directions", "facts", "frame", "hooks", "ledger", "peers", "recorded", "refusal",
+    "sharded_param", "speculation", "state_provider", "step", "step_agreement", "step_graph",
+    "step_checks", "trained",
 )))  # fmt: skip
 _FEATURES = {"qk", "muonclip", "logit", "logits", "attention", "attentions", "heads"}  # MuonClip
 _FEATURES |= {"pipeline", "stages", "pipelinestages", "sequence", "sequences", "sharedsequences", "sequenceplan"}

@@ -22,9 +22,9 @@ class AsGraphs(Recorded):
     def address(self, tensor: torch.Tensor) -> int:
         return 0  # a CPU graph would not hold gradients in place
 
-    def run(self, step: Any, launch: Any, survey: Any, used: Any) -> Any:
+    def run(self, step: Any, launch: Any, checks: Any, used: Any) -> Any:
         self.launch = launch
-        return super().run(step, launch, survey, used)
+        return super().run(step, launch, checks, used)
 
     def _record(self, step: Any, launch: Any, given: Any, values: Any) -> Any:
         self.recordings += 1
@@ -44,7 +44,7 @@ class AsGraphs(Recorded):
             for group, own in zip(groups, now, strict=True):
                 group.update(own)
             launched.norm.copy_(found.norm)
-            for (_, vector), (_, own) in zip(launched.survey._reduced, found.survey._reduced, strict=True):
+            for (_, vector), (_, own) in zip(launched.checks._reduced, found.checks._reduced, strict=True):
                 vector.copy_(own)
 
         return self.recording(step, replay, given, values, launched, lambda: None)

@@ -284,7 +284,7 @@ def test_a_loader_that_fails_on_one_rank_changes_nothing_on_any(ranks: Callable[
 
 def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[int], str]:
     from compile_muon.checkpoint import checkpointer as module
-    from compile_muon.storage import boxes
+    from compile_muon.files import tensors
 
     run = Run(3)
     checkpointer = Checkpointer(folder, asynchronous=asynchronous)
@@ -292,7 +292,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     checkpointer.wait()
     run.train(1)
     failing = dist.get_rank() == 1
-    write, describe = boxes._Writer.write_data, module.describe_file
+    write, describe = tensors._Writer.write_data, module.describe_file
 
     def full_disk(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -300,7 +300,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     extra = {"thing": object() if failing and how == "value" else 1}
     step = 3 if failing and how == "step" else 2
     if failing and how == "tensors":
-        boxes._Writer.write_data = full_disk  # type: ignore[method-assign]
+        tensors._Writer.write_data = full_disk  # type: ignore[method-assign]
     if failing and how == "read back":
         module.describe_file = full_disk
     try:
@@ -308,7 +308,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
         if message == "no error":
             message = error_of(checkpointer.save, 2, run.model, run.optimizer)
     finally:
-        boxes._Writer.write_data, module.describe_file = write, describe  # type: ignore[method-assign]
+        tensors._Writer.write_data, module.describe_file = write, describe  # type: ignore[method-assign]
     there = checkpointer.steps()
     dist.barrier()
     checkpointer.save(4, run.model, run.optimizer)

@@ -23,7 +23,7 @@ from traced import Trace, trace
 
 import compile_muon
 from compile_muon.passes.formulas import bytes_by_axis
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 EXPERTS = 4
 FLOAT = 4  # bytes
@@ -136,7 +136,7 @@ def count_fake(rank: int, world: int, **settings: Any) -> dict[str, Any]:
         # What the fake collectives return is whatever the memory held, NaN included.
         unchecked = patch.object(compile_muon.MuonZero, "_refused", lambda *args: False)
         # ... and the other ranks say nothing about their directions.
-        trusting = patch.object(Survey, "held", lambda survey, world: survey.names("ready"))
+        trusting = patch.object(StepChecks, "held", lambda checks, world: checks.names("ready"))
         # one set of Newton-Schulz settings, and every rank owns a matrix: the fake all-to-all cannot take empty inputs
         with unchecked, trusting:
             return count(GPT(12, 64), rank, world, 1, micro=1, ns_method="standard", **settings)

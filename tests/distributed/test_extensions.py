@@ -18,7 +18,7 @@ import compile_muon
 from compile_muon import Checkpointer, Extension, NonFiniteError
 from compile_muon.passes.norms import not_finite
 from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 DECAY = 0.75
 
@@ -35,10 +35,10 @@ class Averages(Extension):
         """Begins with the weights."""
         return {"average": sharded.local.detach().to(torch.float32, copy=True)}
 
-    def facts(self, survey: Survey) -> None:
+    def facts(self, checks: StepChecks) -> None:
         """An average that is not finite stops the step."""
         sharded_params = self.engine.step.sharded_params.values()
-        survey.add_wrong(
+        checks.add_wrong(
             "average", [a.name for a in sharded_params], not_finite([self.kept(a, "average") for a in sharded_params])
         )
 

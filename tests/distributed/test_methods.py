@@ -334,7 +334,7 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
         loss(model, data(0, 0, 0)).backward()
         before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
         steps, flag = optimizer.engine.step, torch.tensor(found_inf)
-        states = commit_states(_parts(optimizer), steps.lend, flag, beside=True)
+        states = commit_states(_parts(optimizer), steps.provide, flag, all_resident=True)
         commit_weights(states, steps.summed, None, flag)
         for group in optimizer.param_groups:
             if isinstance(method := optimizer.engine.step.method(group), ElementMethod) and not method.withholds:

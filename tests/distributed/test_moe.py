@@ -71,7 +71,7 @@ def expert_mesh(size: int) -> DeviceMesh:
 
 
 def shared(model: nn.Module, size: int, capacity_factor: float | None = None) -> Any:
-    from compile_muon.model.moe import plan_experts
+    from compile_muon.experts.plan import plan_experts
 
     plan_experts(model, size, capacity_factor=capacity_factor).apply(expert_mesh(size))
     return model
@@ -300,7 +300,7 @@ def dropped_by_hand(index: Tensor, weights: Tensor, capacity: int) -> Tensor:
 
 
 def drop(capacity_factor: float) -> int:
-    from compile_muon.model.moe import plan_experts
+    from compile_muon.experts.plan import plan_experts
 
     world, rank = world_and_rank()
     tokens, slots, experts = 12, 2, 8
@@ -464,7 +464,7 @@ def test_half_precision(ranks: Callable[[int], Ranks]) -> None:
 
 
 def switch() -> None:
-    from compile_muon.model.moe import plan_experts
+    from compile_muon.experts.plan import plan_experts
 
     world, rank = world_and_rank()
     model = tiny("GptOss")
@@ -524,7 +524,7 @@ def test_a_stack_without_memory_stays_without(ranks: Callable[[int], Ranks]) -> 
 
 
 def refused() -> list[str]:
-    from compile_muon.model.moe import plan_experts
+    from compile_muon.experts.plan import plan_experts
 
     world, _ = world_and_rank()
     mesh = expert_mesh(world)

@@ -44,7 +44,7 @@ def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any
 
 
 class Tall(Odd):
-    """Two parameters of several pages, so that their states are lent by rows; the last rows are fewer."""
+    """Two parameters of several pages, so that their states are provided by rows; the last rows are fewer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
         if place is not None and given.get("tall"):
-            states: Any = pair[1].engine.lender
+            states: Any = pair[1].engine.state_provider
             assert (len(states._layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
             momenta = what["momentum"] and not what["masters"] and ratio == 1.0
             assert (len(states._layout.chunks_of.get("tall.weight", [])) > 1) == momenta
@@ -141,18 +141,18 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
 def test_gradients_that_are_clipped_beside_masters_are_rounded_once_more() -> None:
     """So says the page: the weights are those of a resident run whose clipped gradients are rounded."""
     limit, found, norms = 0.05, [], list[float]()
-    for away in (True, False):
+    for offloaded in (True, False):
         torch._dynamo.reset()
-        clipping = {"gradient_clipping": limit, **offload("cpu", "", masters=True)} if away else {}
+        clipping = {"gradient_clipping": limit, **offload("cpu", "", masters=True)} if offloaded else {}
         model, optimizer = made(stage=0, update="step", param_dtype=torch.bfloat16, **clipping)
         for step in range(3):
             loss(model, placed(data(step, 0, 0))).backward()
-            if not away:
+            if not offloaded:
                 factor = (torch.tensor(limit) / (torch.tensor(norms[step]) + 1e-6)).clamp(max=1.0)
                 for param in model.parameters():
                     param.grad.copy_((param.grad * factor).bfloat16())
             optimizer.step()
-            if away:
+            if offloaded:
                 norms.append(optimizer.metrics()["grad_norm"])
             optimizer.zero_grad()
         found.append(everything(model, optimizer))
@@ -328,8 +328,10 @@ def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("where", ["nvme", pytest.param("cpu", marks=pytest.mark.full)])
 def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Path, where: str) -> None:
-    resident, away = (ranks(2).run(written_by_users, where=place, folder=str(tmp_path))[0] for place in (None, where))
-    assert not differing(resident, away)
+    resident, offloaded = (
+        ranks(2).run(written_by_users, where=place, folder=str(tmp_path))[0] for place in (None, where)
+    )
+    assert not differing(resident, offloaded)
 
 
 def with_averages(where: str | None, folder: str) -> dict[str, Tensor]:
@@ -382,8 +384,10 @@ def test_the_host_steps_weights_in_any_memory_format() -> None:
 
 
 def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    resident, away = (ranks(2).run(with_averages, where=place, folder=str(tmp_path))[0] for place in (None, "nvme"))
-    assert not differing(resident, away)
+    resident, offloaded = (
+        ranks(2).run(with_averages, where=place, folder=str(tmp_path))[0] for place in (None, "nvme")
+    )
+    assert not differing(resident, offloaded)
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -410,12 +414,12 @@ def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, 
 def _through_a_fault(
     folder: str, what: str, after: int, number: int, rank: int, adamw_on: str = "device", **given: Any
 ) -> dict[str, Any]:
-    away = offload("nvme", folder, buffer_count=2, masters=True, adamw_on=adamw_on)
-    model, optimizer = made(stage=2, update="step", **given, **away)
+    offloaded = offload("nvme", folder, buffer_count=2, masters=True, adamw_on=adamw_on)
+    model, optimizer = made(stage=2, update="step", **given, **offloaded)
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    kept: Any = optimizer.engine.lender
+    kept: Any = optimizer.engine.state_provider
     stores = kept._buffers.stores
     disk = CuFile if what.startswith("raw") else next(type(x) for x in stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)

@@ -133,22 +133,22 @@ def everywhere(way: str, folder: str) -> dict[str, dict[str, float]]:
     torch._dynamo.reset()
     for checks in ("in_step", "next_step"):
         found[checks] = errors(way, spoiled=True, stage=2, update="step", nonfinite="skip", checks=checks)
-    found["away"] = errors(way, stage=3, update="step", offload="cpu")
+    found["offloaded"] = errors(way, stage=3, update="step", offload="cpu")
     found["in a file"] = errors(way, stage=1, update="step", offload={"device": "nvme", "nvme_path": folder})
     world, looks = world_and_rank()[0], matrix_method(way).project is not None  # at weights, ahead of Newton-Schulz
     if not looks and world < 4:
         return found
     rounded = {"update": "step", "param_dtype": torch.bfloat16}  # which every gradient here fits
-    away = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": folder}}
+    offloaded = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": folder}}
     for stage, where in ((1, "cpu"), (3, "nvme")):
-        masters = {"offload": {**away[where], "masters": True, "buffer_bytes": 1}}
-        found[f"masters away, stage {stage}"] = errors(way, stage=stage, **rounded, **masters)
+        masters = {"offload": {**offloaded[where], "masters": True, "buffer_bytes": 1}}
+        found[f"offloaded masters, stage {stage}"] = errors(way, stage=stage, **rounded, **masters)
     if world > 1:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         for over in ("shard", "all"):
             on = {"mesh": mesh, "shard_state_over": over}
             found[f"replicas {over}"] = errors(way, stage=3, update="step", **on)
-            found[f"replicas {over}, masters away"] = errors(way, stage=2, **rounded, **masters, **on)
+            found[f"replicas {over}, offloaded masters"] = errors(way, stage=2, **rounded, **masters, **on)
             if world == 4:
                 found[f"replicas {over}, compiled"] = errors(way, compiled=True, stage=3, **on)
                 torch._dynamo.reset()
@@ -211,13 +211,13 @@ class Sliced(Exact):
 def on_slices(way: str) -> dict[str, dict[str, float]]:
     found, world = {}, world_and_rank()[0]
     sizes = (world // 2, 2)
-    away: dict[str, Any] = {"param_dtype": torch.bfloat16, "offload": {"device": "cpu", "masters": True}}
-    for stage, where in ((0, {}), (3, {}), (3, away)):
+    offloaded: dict[str, Any] = {"param_dtype": torch.bfloat16, "offload": {"device": "cpu", "masters": True}}
+    for stage, where in ((0, {}), (3, {}), (3, offloaded)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
         model = Sliced(mesh["tensor"])
         _, optimizer = made(way, model, mesh=mesh, stage=stage, update="step", **where)
         weights = train(model, optimizer, range(STEPS), sharing=2)
-        own, case = by_the_book(way), f"stage {stage}{', masters away' if where else ''}"
+        own, case = by_the_book(way), f"stage {stage}{', offloaded masters' if where else ''}"
         found[case] = {name: relative_error(weights[name], weight) for name, weight in own.items()}
     return found
 

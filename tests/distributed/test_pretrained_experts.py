@@ -60,7 +60,7 @@ def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def counted() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """What this rank reads: names and shapes."""
-    from compile_muon.storage.boxes import Reader
+    from compile_muon.files.tensors import Reader
 
     found: list[tuple[str, tuple[int, ...]]] = []
     own = Reader._read

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs on several ranks: survey, gathers of resident weights and sums of micro-batches."""
+"""Steps as CUDA graphs on several ranks: checks, gathers of resident weights and sums of micro-batches."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from zoo import Uneven
 
 import compile_muon
 from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError, full_parameters
-from compile_muon.weights.files import parse_size
+from compile_muon.files.tensor_folder import parse_size
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -200,7 +200,7 @@ import os, sys
 import torch
 from torch import nn
 import compile_muon
-from compile_muon.weights import files
+from compile_muon.files import tensor_folder
 
 def model(seed):
     torch.manual_seed(seed)

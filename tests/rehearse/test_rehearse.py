@@ -127,9 +127,9 @@ def test_bytes_of_collectives_are_those_of_rings(module) -> None:
 
 def test_numbers_are_made_up_in_what_a_program_imports() -> None:
     code = (
-        "import orthogonalizers, yardsticks; from compile_muon.runtime.survey import Survey;"
+        "import orthogonalizers, yardsticks; from compile_muon.runtime.step_checks import StepChecks;"
         "assert orthogonalizers.worst_block(None, None) == 0.0;"
-        "assert Survey.wait.__module__ == Survey.each.__module__ == 'scripted'"
+        "assert StepChecks.wait.__module__ == StepChecks.each.__module__ == 'scripted'"
     )
     path = os.pathsep.join([str(FOLDER / "programs"), str(FOLDER.parent / "benchmarks")])
     ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
@@ -137,7 +137,7 @@ def test_numbers_are_made_up_in_what_a_program_imports() -> None:
 
 
 def test_all_ranks_say_what_this_one_says(module) -> None:
-    class Survey:
+    class StepChecks:
         group = SimpleNamespace(size=lambda: 4)
 
         def __init__(self) -> None:
@@ -148,10 +148,10 @@ def test_all_ranks_say_what_this_one_says(module) -> None:
         def found_inf(self) -> torch.Tensor:
             return torch.full((), 0.5)
 
-    module("scripted").script(Survey)
-    survey: Any = Survey()
-    survey.add_facts("ready", {"a": 2.0})
-    survey.wait()
-    assert survey._read == {"gradient": {"norm": 0.25}, "ready": {"a": 8.0}, "held": {"b": 0.0}}
-    assert survey.each("digest") == [(0.0,)] * 4
-    assert survey.found_inf() == 0
+    module("scripted").script(StepChecks)
+    checks: Any = StepChecks()
+    checks.add_facts("ready", {"a": 2.0})
+    checks.wait()
+    assert checks._read == {"gradient": {"norm": 0.25}, "ready": {"a": 8.0}, "held": {"b": 0.0}}
+    assert checks.each("digest") == [(0.0,)] * 4
+    assert checks.found_inf() == 0

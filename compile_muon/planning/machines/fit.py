@@ -57,9 +57,9 @@ def fit(measured: Measured, name: str) -> Machine:
         late_seconds=_late([s for s in seen if isinstance(s, LateSample)], measured.cores),
         collectives=kinds,
         cores=measured.cores,
-        host_bandwidth=_away("host", seen),
-        host_memory_bandwidth=_away("adamw", seen),
-        disk_bandwidth=_away("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
+        host_bandwidth=_bandwidth("host", seen),
+        host_memory_bandwidth=_bandwidth("adamw", seen),
+        disk_bandwidth=_bandwidth("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
     functions = [sample for sample in seen if isinstance(sample, FunctionSample)]
@@ -92,7 +92,7 @@ def completed(machine: Machine, base: Machine) -> Machine:
     return replace(machine, **kept, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"})
 
 
-def _away(way: str, samples: Sequence[Sample]) -> float:
+def _bandwidth(way: str, samples: Sequence[Sample]) -> float:
     """Bytes/s of a rank; 0 where it was not measured."""
     return max((s.served / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
 
@@ -104,8 +104,8 @@ def _operations(sample: ProductSample) -> float:
 def _start(products: Sequence[ProductSample], least: float) -> float:
     """What a product takes beside its operations: the median of those of which that is most; else the least kernel."""
     best = max(_operations(s) / s.seconds for s in products)
-    beside = [(s.seconds - _operations(s) / best, s.seconds) for s in products]
-    return statistics.median([rest for rest, seconds in beside if rest > 0.75 * seconds] or [least])
+    starts = [(s.seconds - _operations(s) / best, s.seconds) for s in products]
+    return statistics.median([rest for rest, seconds in starts if rest > 0.75 * seconds] or [least])
 
 
 def _rates(products: Sequence[ProductSample], start: float) -> Table:

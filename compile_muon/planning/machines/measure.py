@@ -105,22 +105,28 @@ def _halves(low: int, high: int) -> tuple[int, ...]:
 def plan_for(device: str, quick: bool) -> Plan:
     """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
     if quick:
-        few, away = _powers(12, 18, 2), (2**22, 2**20)
+        few, offloads = _powers(12, 18, 2), (2**22, 2**20)
         on_cpu = device == "cpu"  # where steps are timed, and how late ranks come
         layers, stretch = ((1,), 1e-3) if on_cpu else ((), 0.0)
-        return Plan((32, 64), (48,), (32, 64), layers, few, few, away, stretch, rounds=3, passes=1, round_seconds=1e-3)
-    away = (2**28, 2**26)
+        return Plan(
+            (32, 64), (48,), (32, 64), layers, few, few, offloads, stretch, rounds=3, passes=1, round_seconds=1e-3
+        )
+    offloads = (2**28, 2**26)
     if device == "cuda":
         sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
         sequences = _halves(9, 13)
         # Kernels do not wait for the host. For less than half a second a GPU runs at clocks that it does not keep.
         sizes_between = (96, 384, 1536, 6144)
-        return Plan(sizes, sizes_between, sequences, (), moved, sent, away, 0, rounds=1, passes=1, round_seconds=0.5)
+        return Plan(
+            sizes, sizes_between, sequences, (), moved, sent, offloads, 0, rounds=1, passes=1, round_seconds=0.5
+        )
     between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
     moved, sent = _halves(12, 26), _powers(10, 24)
     # Behind a quarter of it ranks come less late, behind twice as much no later.
     stretch, sizes = 8e-3, _powers(4, 9)
-    return Plan(sizes, between, sequences, (2, 8), moved, sent, away, stretch, rounds=7, passes=3, round_seconds=3e-3)
+    return Plan(
+        sizes, between, sequences, (2, 8), moved, sent, offloads, stretch, rounds=7, passes=3, round_seconds=3e-3
+    )
 
 
 def cores() -> int:
@@ -384,7 +390,7 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
     step()
     before = sent()
     step()
-    # The survey of a step is one more, which is not among them.
+    # The checks of a step are one more, which is not among them.
     return step, len(list(model.parameters())), sent() - before + several
 
 

@@ -1,8 +1,8 @@
 """One training step of one rank, played from its lowered graphs: how long it takes, and what it holds.
 
-``fusion`` says which nodes run as one kernel, ``cost`` how long a kernel takes, ``memory`` what is live, ``lending``
-when offloaded state is there, and ``engine`` puts kernels on one stream and collectives on others; ``together`` plays
-several ranks that wait for one another.
+``fusion`` says which nodes run as one kernel, ``cost`` how long a kernel takes, ``memory`` what is live,
+``offload_transfers`` when offloaded state is there, and ``engine`` puts kernels on one stream and collectives on
+others; ``together`` plays several ranks that wait for one another.
 docs/reference/machines.md is the same for users.
 """
 

@@ -216,7 +216,7 @@ def newton_schulz_beside(node: Node, machine: Machine) -> float:
         return machine.processors / (machine.processors - machine.collective_processors)
     alone = sum(launched.seconds(machine.tiles, machine.processors) for launched in listed)
     held = machine.collective_processors
-    return max(1.0, sum(each.beside(machine.tiles, machine.processors, held) for each in listed) / alone)
+    return max(1.0, sum(each.seconds_when_held(machine.tiles, machine.processors, held) for each in listed) / alone)
 
 
 def _tensors(node: Node) -> Iterator[tuple[int, int, int, int, bool]]:

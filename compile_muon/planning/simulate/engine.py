@@ -8,7 +8,7 @@ Collectives of several groups at a time share a link: their hops go on side by s
 same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
 for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
 
-What opens a bucket of offloaded state waits for it (:mod:`.lending`).
+What opens a bucket of offloaded state waits for it (:mod:`.offload_transfers`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 from compile_muon.planning.simulate.gpu_kernels import Kernel, fused_step, gpu_kernels
-from compile_muon.planning.simulate.lending import Lending, Move, Moves, OnHost
 from compile_muon.planning.simulate.memory import Held, Memory
+from compile_muon.planning.simulate.offload_transfers import Move, Moves, OffloadTransfers, OnHost
 
-__all__ = ["COMPUTE", "HOST", "LENT", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 
 #: names of the compute stream and of what the host does beside it; other streams have those of their groups
 COMPUTE, HOST = "compute", "host"
 #: why a rank waits for offloaded state, and the first word of the streams of that
-LENT = "offload"
+OFFLOAD = "offload"
 #: why a rank waits for collectives that no pass inserted
 _MODEL = "model"
 
@@ -119,7 +119,7 @@ class Timeline:
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
         issued: by a group's ranks, its collectives in order: what all of these call each, and when it was issued.
-        lent: of ``exposed``, what waits for offloaded state, by where: "backward", "step".
+        offload_waits: of ``exposed``, what waits for offloaded state, by where: "backward", "step".
         moved: bytes of offloaded state that come to the device, and go back.
     """
 
@@ -130,7 +130,7 @@ class Timeline:
     traffic: Traffic
     peak: Held
     issued: Mapping[tuple[int, ...], tuple[tuple[str, float], ...]]
-    lent: Mapping[str, float] = field(default_factory=dict)
+    offload_waits: Mapping[str, float] = field(default_factory=dict)
     moved: tuple[int, int] = (0, 0)
 
 
@@ -143,7 +143,7 @@ def simulate(
     resident: Mapping[str, int] | None = None,
     codegen: str = "inductor",
     others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
-    lending: Lending | None = None,
+    transfers: OffloadTransfers | None = None,
 ) -> Timeline:
     """Play ``graphs`` one behind the other, as a step among others like it.
 
@@ -157,10 +157,10 @@ def simulate(
         codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
         others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
             before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
-        lending: plays what moves of offloaded state the graphs have.
+        transfers: plays what moves of offloaded state the graphs have.
     """
     machine = machine.shared_by(ranks)
-    player = _Player(machine, groups, others or {}, lending)
+    player = _Player(machine, groups, others or {}, transfers)
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
@@ -174,9 +174,17 @@ def simulate(
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
     issued = {group: tuple(times) for group, times in player.issued.items()}
-    moved = (0, 0) if lending is None else (lending.bytes_in, lending.bytes_out)
+    moved = (0, 0) if transfers is None else (transfers.bytes_in, transfers.bytes_out)
     return Timeline(
-        player.now, player.busy, dict(player.exposed), events, traffic, memory.peak, issued, dict(player.lent), moved
+        player.now,
+        player.busy,
+        dict(player.exposed),
+        events,
+        traffic,
+        memory.peak,
+        issued,
+        dict(player.offload_waits),
+        moved,
     )
 
 
@@ -270,7 +278,7 @@ class _Player:
         machine: Machine,
         groups: Mapping[Axis, Sequence[int]],
         others: Mapping[tuple[int, ...], Sequence[float]],
-        lending: Lending | None,
+        transfers: OffloadTransfers | None,
     ) -> None:
         self.machine = machine
         self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
@@ -285,9 +293,9 @@ class _Player:
         self._launches = self._starts = False
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
-        self.lending = lending
-        self._ways = lending or Lending((), buffers=1, host=machine.host_bandwidth, disk=0.0)
-        self.lent: dict[str, float] = defaultdict(float)
+        self.transfers = transfers
+        self._ways = transfers or OffloadTransfers((), buffers=1, host=machine.host_bandwidth, disk=0.0)
+        self.offload_waits: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
         self._events: list[Event] = []
         self._sent: list[_Sent] = []
@@ -362,7 +370,7 @@ class _Player:
         """Do what reads these copies."""
         if (end := max(until)) > self.now:
             self._wires.advance(end)
-            self.exposed[LENT] += end - self.now
+            self.exposed[OFFLOAD] += end - self.now
             self.now = end
         act()
 
@@ -437,12 +445,12 @@ class _Player:
             self.now = end
 
     def _move(self, move: Move, bucket: Bucket | OnHost | None, kind: GraphKind) -> None:
-        if self.lending is None:
+        if self.transfers is None:
             return
-        ready = self.lending.play(move, bucket, self.now)
+        ready = self.transfers.play(move, bucket, self.now)
         if ready > self.now:
-            self.exposed[LENT] += ready - self.now
-            self.lent[kind.value] += ready - self.now
+            self.exposed[OFFLOAD] += ready - self.now
+            self.offload_waits[kind.value] += ready - self.now
             self.now = ready
 
     def _link(self, ranks: Sequence[int]) -> int:
@@ -458,7 +466,7 @@ class _Player:
         for sent in self._sent:
             self._events.append(Event(sent.name, _cause(work_of(sent.node)), sent.stream, sent.start, sent.end))
         for way, start, end in self._ways.travels:
-            self._events.append(Event(f"{LENT} {way}", LENT, f"{LENT} {way}", max(start, 0.0), end))
+            self._events.append(Event(f"{OFFLOAD} {way}", OFFLOAD, f"{OFFLOAD} {way}", max(start, 0.0), end))
         return self._events
 
 

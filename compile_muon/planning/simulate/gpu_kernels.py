@@ -192,8 +192,8 @@ def _joins(space: _Space, reads: set[Node], given: int, group: _Group) -> bool:
         return not reads.isdisjoint(group.reads | written)
     rows = space.entries // space.columns if space.columns else 0
     large = space.entries >= _MIXED_ENTRIES and rows >= max(_MIXED_ROWS, 2 * space.columns)
-    beside = group.rows and large and group.space == _Space(space.entries) and reads.isdisjoint(written)
-    return beside and not reads.isdisjoint(group.reads)
+    mixed = group.rows and large and group.space == _Space(space.entries) and reads.isdisjoint(written)
+    return mixed and not reads.isdisjoint(group.reads)
 
 
 def _read(node: Node, inlined: set[Node]) -> Iterator[Node]:

@@ -58,7 +58,7 @@ class Launched:
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         return launch_seconds(tile, table.device, self.results, processors, **how)
 
-    def beside(self, table: Table, processors: int, held: int) -> float:
+    def seconds_when_held(self, table: Table, processors: int, held: int) -> float:
         """While collectives with other ranks hold ``held`` multiprocessors."""
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         tiles = sum(b * programs(tile, rows, cols, triangle=self.triangle) for b, rows, cols, _ in self.results)

@@ -32,7 +32,7 @@ _OF_WORK = {
     Category.REFRESH: GATHERED,
     Category.REDUCE: GRADIENTS,
     Category.EXCHANGE: EXCHANGE,
-    Category.SURVEY: STEP,
+    Category.CHECKS: STEP,
 }
 
 

@@ -27,10 +27,10 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
-from compile_muon.planning.simulate.lending import Move
+from compile_muon.planning.simulate.offload_transfers import Move
 from compile_muon.runtime import frame
 from compile_muon.runtime import step as runtime_step
-from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.step_checks import StepChecks
 
 LAYERS, WORLD = 4, 4
 GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
@@ -68,10 +68,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
     found = captured(stage)
     assert [g.kind for g in found.graphs[:2]] == [GraphKind.FORWARD, GraphKind.BACKWARD]
-    assert [g.frame for g in found.graphs[2:]] == ["survey", "commit", "refresh"]
+    assert [g.frame for g in found.graphs[2:]] == ["checks", "commit", "refresh"]
     timeline = found.simulated(SLOW)
     assert timeline.traffic.matrices > 0
-    causes = {"reduce", "exchange", "survey"} | ({"gather"} if stage == 3 else {"refresh"} if stage else set())
+    causes = {"reduce", "exchange", "checks"} | ({"gather"} if stage == 3 else {"refresh"} if stage else set())
     assert {event.category for event in timeline.events} >= causes
     assert ("gather" in timeline.exposed) == (stage == 3)
     assert timeline.seconds == pytest.approx(timeline.busy + sum(timeline.exposed.values()))
@@ -88,7 +88,7 @@ def test_micro_batches_come_one_behind_the_other() -> None:
 def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
     found = captured(1, update="step")
     frames = [g.frame for g in found.graphs[2:]]
-    assert frames == ["survey", "step0", "survey", "commit", "refresh"]
+    assert frames == ["checks", "step0", "checks", "commit", "refresh"]
     assert found.simulated(SLOW).traffic.matrices == captured(1).simulated(SLOW).traffic.matrices
 
 
@@ -142,7 +142,7 @@ def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pyte
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(stage, backend="nccl", options=FrameOptions(codegen="eager")).simulated(SLOW).traffic
     monkeypatch.setattr(runtime_step, "refused", lambda *args: False)
-    monkeypatch.setattr(Survey, "held", lambda survey: frozenset(survey.names("ready")))
+    monkeypatch.setattr(StepChecks, "held", lambda checks: frozenset(checks.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):
         model = GPT()
@@ -191,8 +191,8 @@ def test_weights_in_host_memory_are_not_on_a_gpu_and_come_over_its_link() -> Non
 
 
 def test_what_the_host_computes_is_no_work_of_the_device() -> None:
-    away = {"device": "cpu", "momentum": False}
-    device, host = (step(1, offload={**away, "adamw_on": place}) for place in ("device", "cpu"))
+    offloaded = {"device": "cpu", "momentum": False}
+    device, host = (step(1, offload={**offloaded, "adamw_on": place}) for place in ("device", "cpu"))
     for found, computes in ((device, False), (host, True)):
         commit = next(graph for graph in found.graphs if graph.frame == "commit")
         called = [str(node.target) for node in commit.gm.graph.nodes]
@@ -204,8 +204,8 @@ def test_what_the_host_computes_is_no_work_of_the_device() -> None:
 
 
 def test_projected_gradients_are_live_until_the_commit_and_masters_come_for_them() -> None:
-    away = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
-    found = step(1, method="muown", **away)
+    offloaded = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
+    found = step(1, method="muown", **offloaded)
     frames = [graph.frame for graph in found.graphs]
     projection, directions = (found.graphs[frames.index(frame)] for frame in ("projection", "step0"))
     matrices = sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2) // WORLD

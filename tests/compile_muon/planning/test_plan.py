@@ -480,17 +480,17 @@ def on_a_gpu(**more: float) -> plans.Machine:
 
 
 @pytest.mark.parametrize(
-    ("share", "momentum", "away", "left"), [(1.0, True, 30, 4), (0.5, True, 15, 4), (1.0, False, 20, 2)]
+    ("share", "momentum", "moved_out", "left"), [(1.0, True, 30, 4), (0.5, True, 15, 4), (1.0, False, 20, 2)]
 )
 def test_offload_takes_state_away_but_for_buckets_as_large_as_one_momentum(
-    share: float, momentum: bool, away: int, left: int
+    share: float, momentum: bool, moved_out: int, left: int
 ) -> None:
     offload = plans.OffloadConfig(ratio=share, momentum=momentum, buffer_count=2, buffer_bytes=GB)
     before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB})
     found = plans.with_offload(before, offload, STATES, on_a_gpu())
-    assert found.peak_bytes == (120 - away + left) * GB
-    assert found.memory == {"optimizer": (35 - away) * GB, "offload buffers": left * GB}
-    assert found.fits == (120 - away + left <= 100)
+    assert found.peak_bytes == (120 - moved_out + left) * GB
+    assert found.memory == {"optimizer": (35 - moved_out) * GB, "offload buffers": left * GB}
+    assert found.fits == (120 - moved_out + left <= 100)
     assert plans.with_offload(before, None, {}, on_a_gpu()) is before
 
 
@@ -541,7 +541,7 @@ def test_a_plan_plays_what_its_config_offloads(device: str) -> None:
     came, went = found.offload_moved
     momenta = 2 * 12 * 48**2 * 4 // 2  # 12 matrices of 48 x 48 a block, in float32 on two ranks
     moments = found.offloaded_bytes - momenta
-    # Beside memory a momentum is fetched, and lent to the step; pages are filled up.
+    # Beside memory a momentum is fetched, and provided to the step; pages are filled up.
     assert came >= went >= momenta + moments
     assert (came - went >= momenta) == (device == "cpu")
     assert any("offload exposed" in warning for warning in found.warnings)

@@ -159,11 +159,11 @@ def test_copies_from_host_memory_come_one_after_the_other_beside_compute(compute
 
 def test_a_host_that_waits_has_nothing_queued_behind() -> None:
     draw = Drawing()
-    survey = draw.done(draw.neg(draw.input(5)))
+    checks = draw.done(draw.neg(draw.input(5)))
     draw = Drawing()
     commit = draw.done(draw.neg(draw.input(5)))
     for waits, exposed in ((False, 3), (True, 3 + 3)):
-        found = play(Played(survey, GraphKind.STEP, waits=waits), Played(commit, GraphKind.STEP), machine=GPU)
+        found = play(Played(checks, GraphKind.STEP, waits=waits), Played(commit, GraphKind.STEP), machine=GPU)
         assert found.exposed == {"host": exposed} and found.seconds == 10 + exposed
 
 

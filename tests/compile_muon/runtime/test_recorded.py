@@ -185,7 +185,7 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again(monkeypatch):
     [
         ({"checks": "in_step"}, "checks='in_step'"),
         ({"gradient_clipping": 1.0}, "set update='step'"),
-        ({"momentum_dtype": "bfloat16"}, "states are not beside"),
+        ({"momentum_dtype": "bfloat16"}, "states are not resident"),
         ({"lr": torch.tensor(0.02)}, "are tensors"),
     ],
 )

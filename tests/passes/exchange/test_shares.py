@@ -69,14 +69,14 @@ def test_shares_are_every_matrix_once_and_pieces_are_joined_again(case):
         parts = [matrix[None]] if share.view is None else share.view.cut(matrix)
         assert [tuple(part.shape) for part in parts] == [(number, *shape)]
         found += list(torch.cat(parts))
-        if share.home is not None:
-            assert share.numel(share.home) == matrix.numel()
+        if share.whole_at is not None:
+            assert share.numel(share.whole_at) == matrix.numel()
         for place in range(count):
             assert torch.equal(share.cut(matrix, place).reshape(-1), pieces[place].reshape(-1))
     assert all(torch.equal(a, b) for a, b in zip(found, (m for part in view.cut(whole) for m in part), strict=True))
     owners = assign_owners([own], Costs())
     assert len(owners) == len(shares(own)) and all(0 <= owner < width for owner in owners)
-    assert all(s.home in (None, owner % count) for s, owner in zip(shares(own), owners, strict=True))
+    assert all(s.whole_at in (None, owner % count) for s, owner in zip(shares(own), owners, strict=True))
 
 
 VIEWS = {
@@ -110,7 +110,7 @@ def test_directions_are_a_loop_over_the_matrices(case, stage, threads):
 def test_what_lies_whole_on_a_rank_stays_there_and_the_rest_is_dealt():
     """18 rows on 4 ranks, 5 each and 3: heads of 3 rows straddle where 5, 10 and 15 are inside of one."""
     found = shares(spec(18, 4, View.of(18, heads=6), 4))
-    assert [(share.span, share.home) for share in found] == [
+    assert [(share.span, share.whole_at) for share in found] == [
         ((0, 3), 0), ((3, 6), None), ((6, 9), 1), ((9, 12), None), ((12, 15), 2), ((15, 18), 3),
     ]  # fmt: skip
 

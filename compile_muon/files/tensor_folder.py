@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compile_muon.errors import CheckpointError, config_error
-from compile_muon.storage.boxes import Box, Reader, read_boxes
-from compile_muon.storage.disk import open_plain, sync_folder, write_bytes
-from compile_muon.storage.tensor_file import TensorFacts, nbytes
+from compile_muon.files.disk import open_plain, sync_folder, write_bytes
+from compile_muon.files.safetensors import TensorFacts, nbytes
+from compile_muon.files.tensors import Box, Reader, read_boxes
 
 __all__ = [
     "FILE",

@@ -2,7 +2,7 @@
 
 Everything goes into one vector, which is summed over the ranks by one all-reduce. So all ranks decide alike, and
 nothing is written before everything that will be is known to be finite: to the host, which waits for the vector once,
-or to the device alone (:meth:`Survey.found_inf`), and then the host reads the vector one step later.
+or to the device alone (:meth:`StepChecks.found_inf`), and then the host reads the vector one step later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.speculation import Speculation
 
-__all__ = ["Survey"]
+__all__ = ["StepChecks"]
 
 # What speaks against a step if it is not zero, beside states of methods, and if it is so for some ranks only; all else
 # must be finite.
@@ -40,7 +40,7 @@ _Spans = tuple[tuple[str, int], ...]
 
 
 @dataclass
-class Survey:
+class StepChecks:
     """Named numbers of this rank, then of all ranks.
 
     Args:
@@ -197,7 +197,7 @@ class Survey:
         """What :meth:`add_facts` was given since the last time, in its order."""
         return [number for _, _, number in self._facts]
 
-    def again(self, step: int, refusal: Exception | None) -> Survey:
+    def again(self, step: int, refusal: Exception | None) -> StepChecks:
         """The same numbers of a later step, which a graph has written anew; none is read yet."""
         later = copy.copy(self)
         later.step, later.refusal, later._copy, later._read = step, refusal, None, {}
@@ -249,7 +249,7 @@ class Survey:
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
             wrong, of_all, first = masks = _masks(spans, speaking, each, self._world, self.device)
-            self._masks.append(masks)  # a graph reads them for as long as this survey is kept
+            self._masks.append(masks)  # a graph reads them for as long as these checks are kept
             # inf and NaN stay what they are when multiplied by zero.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
             if self._each:

@@ -14,11 +14,11 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.passes.holder import FETCH
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.planning.eager_graph import EagerGraph
-from compile_muon.planning.simulate.lending import Move, Moves, OnHost
-from compile_muon.runtime.lender import Lender, Lent
+from compile_muon.planning.simulate.offload_transfers import Move, Moves, OnHost
 from compile_muon.runtime.sharded_param import ShardedParam
+from compile_muon.runtime.state_provider import StateProvider, StateRequest
 
-__all__ = ["fetches", "noting_lends"]
+__all__ = ["fetches", "noting_moves"]
 
 
 def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> dict[Node, Moves]:
@@ -27,8 +27,8 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     Args:
         states: name of the parameter by the position of its state among the inputs.
     """
-    lender = optimizer.engine.lender
-    if not isinstance(lender, OffloadedStates):
+    provider = optimizer.engine.state_provider
+    if not isinstance(provider, OffloadedStates):
         return {}
     done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
     sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
@@ -36,23 +36,23 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         sharded = sharded_params[states[inputs[node.args[0]]]]
-        if moves := [move for bucket in lender.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
+        if moves := [move for bucket in provider.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
             found[node] = moves
     return found
 
 
 @contextmanager
-def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
-    """What the commit in this block is lent is noted in ``graph``."""
+def noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
+    """What the commit in this block is provided with is noted in ``graph``."""
     steps = optimizer.engine.step
-    lender = steps.lender
-    if isinstance(lender, OffloadedStates):
+    provider = steps.state_provider
+    if isinstance(provider, OffloadedStates):
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and lender.fetched(a))
-        steps.lender = cast("Lender", _Noted(lender, graph, fetched, on_disk=_writes(optimizer)))
+        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and provider.fetched(a))
+        steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
     yield
-    steps.lender = lender
+    steps.state_provider = provider
 
 
 def _writes(optimizer: MuonZero) -> bool:
@@ -75,7 +75,7 @@ def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
 
 
 class _Noted:
-    """Lends what ``lender`` does to a commit that ``graph`` records.
+    """Provides what ``provider`` does to a commit that ``graph`` records.
 
     Args:
         fetched: whose momentum was written when it was fetched.
@@ -83,24 +83,29 @@ class _Noted:
     """
 
     def __init__(
-        self, lender: OffloadedStates, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool
+        self, provider: OffloadedStates, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool
     ) -> None:
         self._on_disk = on_disk
-        self._lender, self._graph, self._fetched = lender, graph, fetched
+        self._provider, self._graph, self._fetched = provider, graph, fetched
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
         return self._fetched
 
-    def lend(
-        self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
+    def provide(
+        self,
+        sharded_params: Sequence[ShardedParam],
+        what: StateRequest,
+        step: int,
+        *,
+        moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
-        for own, states in self._lender.lend(sharded_params, what, step, moved=moved):
-            buckets, read_only = self._lender.lent
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        for own, states in self._provider.provide(sharded_params, what, step, moved=moved):
+            buckets, read_only = self._provider.provided
             computed: Moves = ()
-            # Until the next are lent: what the host writes is looked at and sent back there, which COMPUTE has.
-            self._graph.elsewhere = self._lender.computes(own[0])
+            # Until the next are provided: what the host writes is looked at and sent back there, which COMPUTE has.
+            self._graph.elsewhere = self._provider.computes(own[0])
             if self._graph.elsewhere:
                 # States of a file cross no link, and count as if they did.
                 buckets, computed = buckets if self._on_disk else [], [(Move.COMPUTE, _on_host(own))]
@@ -111,10 +116,10 @@ class _Noted:
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
-        """See :class:`~compile_muon.runtime.lender.Lender`."""
-        with self._lender.writing(found_inf):
+        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        with self._provider.writing(found_inf):
             yield
         self._graph.move([(Move.COMMIT, None)])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lender, name)
+        return getattr(self._provider, name)

@@ -25,7 +25,7 @@ from compile_muon.passes.costs import Link
 from compile_muon.planning import capture_step
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate
-from compile_muon.planning.simulate.lending import Lending, Move, OnHost
+from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
 
 PAGE = 4096
 OPEN, LEAVE, CLOSE, COMMIT, COMPUTE = Move
@@ -43,15 +43,15 @@ def waited(script, *, buffers: int = 8, host: float = 1.0, disk: float = 0.0, me
         host, disk, memory: pages/s.
     """
     moves = [one for one in script if isinstance(one, tuple)]
-    lending = Lending(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE, memory=memory * PAGE)
+    transfers = OffloadTransfers(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE, memory=memory * PAGE)
     found = []
     for _ in range(16):
         now = waits = 0.0
         for one in script:
-            ready = now if isinstance(one, (int, float)) else lending.play(*one, now)
+            ready = now if isinstance(one, (int, float)) else transfers.play(*one, now)
             waits += ready - now
             now = ready + (one if isinstance(one, (int, float)) else 0)
-        lending.next_step(now)
+        transfers.next_step(now)
         found.append(waits)
     return sum(found[-12:]) / 12
 
@@ -160,9 +160,11 @@ def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:
         name="round", device="cpu", memory_bytes=1, memory_bandwidth=8.0, kernel_seconds=0.0,
         rates={"float32": ((1.0, 1.0),)}, links=(Link(None, 1.0, 0.0),),
     )  # fmt: skip
-    lending = Lending([move for several in moves.values() for move in several], buffers=2, host=PAGE, disk=0.0)
-    found = simulate([played], machine, groups={}, ranks=1, codegen="eager", lending=lending)
-    assert (found.seconds, found.exposed, found.lent) == (3 + 2, {"offload": 3}, {"backward": 3})
+    transfers = OffloadTransfers(
+        [move for several in moves.values() for move in several], buffers=2, host=PAGE, disk=0.0
+    )
+    found = simulate([played], machine, groups={}, ranks=1, codegen="eager", transfers=transfers)
+    assert (found.seconds, found.exposed, found.offload_waits) == (3 + 2, {"offload": 3}, {"backward": 3})
     assert found.moved == (one.nbytes, one.nbytes)
     travels = [(e.stream, e.start, e.end) for e in found.events if e.category == "offload"]
     assert travels == [("offload in", 0, 3), ("offload out", 3, 6), ("offload in", 6, 9)]
@@ -235,4 +237,4 @@ def test_what_a_slow_disk_costs_is_about_what_was_measured(monkeypatch: pytest.M
     step = offloaded.simulated(slow)
     assert sum(step.moved) == measured["bytes_a_step"]
     assert step.seconds / resident + 0.04 == pytest.approx(measured["of_resident"]["offloaded"], abs=0.015)
-    assert dict(step.lent) == pytest.approx({"step": 0.019}, rel=0.1)
+    assert dict(step.offload_waits) == pytest.approx({"step": 0.019}, rel=0.1)

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from compile_muon.errors import CheckpointError, MuonZeroError, listed
+from compile_muon.files.disk import open_plain, open_within
+from compile_muon.files.safetensors import TensorFacts, write_whole
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.storage.disk import open_plain, open_within
-from compile_muon.storage.tensor_file import TensorFacts, write_whole
 
 __all__ = ["Box", "Reader", "converted", "read_boxes", "read_tensors", "write_tensors"]
 
@@ -381,9 +381,9 @@ def _without(boxes: Iterable[tuple[range, ...]], cut: tuple[range, ...]) -> Iter
             yield box
             continue
         for dim, (part, inner) in enumerate(zip(box, both, strict=True)):
-            for beside in (range(part.start, inner.start), range(inner.stop, part.stop)):
-                if len(beside):
-                    yield (*both[:dim], beside, *box[dim + 1 :])
+            for rest in (range(part.start, inner.start), range(inner.stop, part.stop)):
+                if len(rest):
+                    yield (*both[:dim], rest, *box[dim + 1 :])
 
 
 # ------------------------------------------------------------------------------------------ other dtypes

@@ -19,7 +19,7 @@ from enum import Enum
 
 from compile_muon.offload.store import Bucket
 
-__all__ = ["Lending", "Move", "Moves", "OnHost"]
+__all__ = ["OffloadTransfers", "Move", "Moves", "OnHost"]
 
 
 class Move(Enum):
@@ -57,7 +57,7 @@ class OnHost:
 Moves = Sequence[tuple[Move, Bucket | OnHost | None]]
 
 
-class Lending:
+class OffloadTransfers:
     """Plays the moves of one step after the other; each step is the same.
 
     Args:

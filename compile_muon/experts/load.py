@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_muon.errors import listed
-from compile_muon.storage.boxes import Box
-from compile_muon.storage.tensor_file import TensorFacts
+from compile_muon.files.safetensors import TensorFacts
+from compile_muon.files.tensors import Box
 
 __all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from compile_muon.errors import CheckpointError
+from compile_muon.files.disk import new_file
 from compile_muon.passes.spec import decode_dtype, encode_dtype
-from compile_muon.storage.disk import new_file
 
 __all__ = ["TensorFacts", "TensorFile", "nbytes", "ordered", "write_whole"]
 

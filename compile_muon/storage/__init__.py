@@ -1,1 +1,0 @@
-"""Tensors in files; checkpoints and weights are the use."""
