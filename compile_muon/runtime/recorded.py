@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,9 @@ class Recorded:
     Args:
         gave_up: why none is recorded any more.
     """
+
+    #: where a tensor is; asked of six tensors a parameter in every step
+    address: ClassVar[staticmethod[[Tensor], int]] = staticmethod(Tensor.data_ptr)
 
     gave_up: str | None = None
     _recordings: dict[tuple[Any, ...], _Recording] = field(default_factory=dict)
@@ -279,10 +282,6 @@ class Recorded:
             if sharded.resident is not None:
                 kind.append(address(sharded.resident))
         return tuple(kind)
-
-    def address(self, tensor: Tensor) -> int:
-        """Where it is."""
-        return tensor.data_ptr()
 
 
 def _states(step: Trained, sharded: ShardedParam) -> list[Tensor]:
