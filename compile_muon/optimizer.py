@@ -69,17 +69,15 @@ class MuonZero(Optimizer):
         method, auxiliary, rates, groups, muon_params, muon_views, per_head_muon, split_fused, machine: which parameter
             gets what, fields of :class:`compile_muon.Config`. docs/reference/configuration.md has a table of all.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
-            order (docs/how-to/meshes.md); None for all ranks of the default process group. Errors: other dimensions or
-            another order; several processes without a process group.
-        norm_group: of pipeline stages (docs/how-to/pipeline.md), each a MuonZero over its part of the model: a group
-            (or 1-D ``DeviceMesh``) of one rank of each stage, this rank included. The gradient norm, and whether a step
-            is clipped, refused or left out, are then decided over all stages.
+            order (docs/how-to/meshes.md); None for all ranks of the default process group.
+        norm_group: group (or 1-D ``DeviceMesh``) of one rank of each pipeline stage (docs/how-to/pipeline.md), this
+            rank included: gradient norm, clipping, errors and skipped steps are then of all stages.
         extensions: features (docs/how-to/write-an-extension.md) of your own, objects of
-            :class:`compile_muon.Extension`. One that belongs to another optimizer is an error.
+            :class:`compile_muon.Extension`.
         weights: a folder of whole weights (docs/how-to/weights.md), loaded once the model is sharded; a model on the
-            meta device needs this or ``init``. Errors: no weights in it; names or shapes that do not fit.
-        init: ``init(module)`` gives the parameters of one module their values, for a model on the meta device, see
-            :func:`compile_muon.initialize`. A model that has values already is an error.
+            meta device needs this or ``init``.
+        init: ``init(module)`` gives one module of a model on the meta device
+            (docs/how-to/weights.md#from-the-meta-device) its values. A model that has values already is an error.
     Attributes:
         scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.
     Raises:

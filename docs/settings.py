@@ -139,14 +139,12 @@ PLACES = {
 }
 
 
-def places(page: str) -> list[Row]:
-    """Keys of a config that are arguments."""
+def places() -> list[Row]:
+    """Keys of a config that are arguments, whose rows have the values."""
     found = []
     for key, argument in PLACES.items():
         owner, field = ARGUMENTS[argument]
-        made = owner.__dataclass_fields__[field]
-        values = markdown(made.metadata["values"](), page, {})
-        found.append((key, as_json(made.default), values, f"the argument `{argument}`"))
+        found.append((key, as_json(owner.__dataclass_fields__[field].default), "", f"`{argument}`"))
     return found
 
 
@@ -177,7 +175,7 @@ def tables(page: str) -> dict[str, tuple[str, list[Row]]]:
         "Newton-Schulz": ("argument", arguments(page, NSConfig)),
         "sharding and the step": ("argument", arguments(page, ZeroConfig)),
         "objects": ("argument", arguments(page, more=objects)),
-        "keys of arguments": ("key", places(page)),
+        "keys of arguments": ("key", places()),
         "keys of sections": (
             "key",
             keys(

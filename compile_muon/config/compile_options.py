@@ -29,23 +29,18 @@ class CompileOptions(Checked):
     """The options by the names their users write; those of the passes keep the defaults they have there.
 
     Attributes:
-        codegen: "inductor", or "eager" to run the rewritten graphs without Inductor (debugging, fast tests).
-        dump: folder that receives every graph before and after each pass, or None.
-        nvtx: ranges for profilers (docs/how-to/profiling.md), NVTX and torch.profiler, around collectives,
-            Newton-Schulz and ``step()``. An error where a tool listens for NVTX and ``compile_muon[profile]`` is not
-            installed.
-        bucket_mb: size limit of fused collectives, in MiB. Two of that size may be under way or in use; below it the
-            cost model chooses (docs/reference/machines.md#what-it-decides).
-        exchange_mb: what exchanges of Muon under way may hold on a rank, in MiB. Where the next would not fit, the
-            oldest is finished first.
-        cuda_graphs: record forward and backward as CUDA graphs, collectives and Newton-Schulz in them, and replay them;
-            ``mode="reduce-overhead"`` says the same. With ``checks`` "next_step" also ``step()``
-            (docs/reference/host-time.md#the-whole-step-as-a-cuda-graph). Declare ``gradient_accumulation_steps`` if
-            there are several. Costs a copy of the resident weights in each forward at stages 1 and 2.
-        reshard_after_forward: stage 3: drop gathered weights after forward and gather again for backward. False keeps
+        codegen: "eager" runs the rewritten graphs without Inductor (debugging, fast tests).
+        dump: folder that receives every graph before and after each pass.
+        nvtx: ranges for profilers (docs/how-to/profiling.md), NVTX and torch.profiler.
+        bucket_mb: size limit of fused collectives, in MiB, of which two may be in memory; below it the cost model
+            chooses (docs/reference/machines.md#what-it-decides).
+        exchange_mb: MiB that exchanges of Muon under way may hold on a rank.
+        cuda_graphs: record forward and backward as CUDA graphs and replay them, with ``checks`` "next_step" also
+            ``step()`` (docs/reference/host-time.md#the-whole-step-as-a-cuda-graph). Costs a copy of the resident
+            weights in each forward at stages 1 and 2.
+        reshard_after_forward: at stage 3 drop gathered weights after forward and gather again for backward. False keeps
             them: one all-gather instead of two, for the memory of all weights. At stage 0 and on one rank with
-            ``param_dtype``, False keeps the cast weights: two bytes an element of memory save six bytes of traffic.
-            DeepSpeed keeps by default what is used again within ``stage3_max_reuse_distance`` elements.
+            ``param_dtype``, False keeps the cast weights.
     """
 
     codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))

@@ -71,13 +71,11 @@ class ScheduleConfig(Checked):
     """How learning rates change from step to step; each subclass is one schedule of DeepSpeed, by its name.
 
     Attributes:
-        rate_key: DeepSpeed's name of the rates (docs/reference/configuration.md#rates-in-a-schedule) of both halves,
-            one number or a list of Muon's and AdamW's; one number where the halves have two rates is an error; "" where
-            a schedule has none.
+        rate_key: both halves' rates (docs/reference/configuration.md#rates-in-a-schedule).
         rate_default: what DeepSpeed takes where it is absent, or None for the rates of the optimizer.
     """
 
-    rate_key: ClassVar[str] = ""
+    rate_key: ClassVar[str] = ""  # of a schedule that takes the optimizer's rates alone
     rate_default: ClassVar[float | None] = None
 
     def rate(self, step: int, own: float, muon: bool) -> float:
@@ -221,9 +219,8 @@ class OneCycle(ScheduleConfig):
         cycle_second_step_size: steps down; None for as many as up.
         cycle_first_stair_count: stairs up; 0 for none.
         cycle_second_stair_count: stairs down; 0 for none, None for as many as up.
-        decay_lr_rate: after the cycle the rate is divided by 1 + ``decay_lr_rate`` times the steps since then, counted
-            in ``decay_step_size``.
-        decay_step_size: how many steps count as one of that decay; 0 for no decay.
+        decay_lr_rate: decay of the rate after the cycle, as above.
+        decay_step_size: steps that count as one of that decay; 0 for no decay.
         cycle_momentum: True is DeepSpeed's default. Has to be False: AdamW's betas stay as they are.
     """
 

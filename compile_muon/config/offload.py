@@ -38,20 +38,16 @@ class OffloadConfig(Checked):
 
     Attributes:
         device: "cpu" for host memory, "nvme" for a file; in a config also "none".
-        nvme_path: folder on the disk; the file in it has no name and disappears with the process. "nvme" without it is
-            an error.
+        nvme_path: folder on the disk; the file in it disappears with the process. "nvme" needs it.
         pin_memory: pinned host memory, from which a GPU copies without the CPU.
         buffer_count: how many buckets of state may be on the device, and in host memory for a disk.
-        buffer_bytes: state in a bucket. Muon, AdamW and Lion split larger state of one parameter by rows; other matrix
-            methods, masters of matrices, ``momentum_dtype`` and ``adamw_on`` need one larger bucket.
-        ratio: share of the state that moves, by bytes; what costs least to move for each byte that it saves goes first.
-        momentum: whether momenta move too, or only what methods keep beside them; DeepSpeed calls False
-            ``save_muon_momentum_buffer_in_memory``.
-        masters: whether float32 weights move too, where the model computes in a lower dtype; parameters and gradients
-            then have the lower dtype. Muown reads them once more in a step.
-        adamw_on: "device", or "cpu" for AdamW to be computed by the host, on the moments in host memory
-            (docs/how-to/offload.md#adamw-on-the-host): gradients come to it and weights go back, in place of moments
-            that come and go.
+        buffer_bytes: bytes of state in a bucket. Muon, AdamW and Lion split larger state of one parameter by rows;
+            other matrix methods, masters of matrices, ``momentum_dtype`` and ``adamw_on`` need one larger bucket.
+        ratio: share of the state that moves, by bytes.
+        momentum: whether momenta move too; DeepSpeed calls False ``save_muon_momentum_buffer_in_memory``.
+        masters: whether float32 weights move too, where the model computes in a lower dtype.
+        adamw_on: where AdamW is computed; "cpu" takes moments in host memory
+            (docs/how-to/offload.md#adamw-on-the-host).
     """
 
     device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))

@@ -121,26 +121,22 @@ class NSConfig(Checked):
     """Newton-Schulz orthogonalization.
 
     Attributes:
-        steps: iterations; None for as many as ``coefficients`` has: 10 for "deepseek_v4", the number of triples given,
-            else 5. Fewer cut a set, more repeat its last triple; "deepseek_v4" and triples per step are taken whole or
-            not at all.
-        coefficients: a set by its name (:data:`compile_muon.kernels.COEFFICIENTS` gives the sources), one triple (a, b,
-            c) of finite numbers for every step, or one triple per step. "cans" in bfloat16, where it diverges, is an
-            error.
+        steps: iterations; None for 10 with "deepseek_v4", one for each triple of a list, else 5. Another number is an
+            error for these two; other sets are cut, or repeat their last triple.
+        coefficients: one triple (a, b, c) is for every step; :data:`compile_muon.kernels.COEFFICIENTS` gives the
+            sources of the named sets. "cans" is an error in bfloat16, where it diverges.
         method: "standard" iterates on the matrix, "gram" on its Gram matrix; "auto" takes the cheaper one where both
             are about equally accurate (docs/reference/kernels.md#accuracy). "gram" where it is unstable in the dtype is
             an error.
-        dtype: compute dtype; "auto" is float16 on CUDA (float32 for coefficients that are unstable in it), else
-            float32. Matrices of float16 travel in bfloat16 (docs/reference/kernels.md#accuracy). "bfloat16", with
-            ``method`` "standard", has torch.optim.Muon's bits.
-        eps: least Frobenius norm that a matrix is divided by: a gradient with a smaller norm gets a shorter direction,
-            as in torch.optim.Muon; 0 for directions that do not depend on scale.
-        backend: "aten" (cuBLAS on GPUs), "triton", "quack" (the library of that name), or "auto" for whichever is
-            expected to be fastest (docs/reference/kernels.md#what-runs-where). "triton" and "quack" are errors where
-            they are not there, and in other dtypes than float16 and bfloat16.
-        memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; it splits its list to keep
-            within them, and always takes one matrix. "auto" is what backward has freed by then, so that no peak rises,
-            and at least 1 GiB (1073741824).
+        dtype: compute dtype (docs/reference/kernels.md#accuracy); "auto" is float16 on CUDA (float32 for coefficients
+            that are unstable in it), else float32. "bfloat16" with ``method`` "standard" has torch.optim.Muon's bits.
+        eps: least Frobenius norm that a matrix is divided by, as in torch.optim.Muon: gradients with a smaller norm get
+            shorter directions.
+        backend: "aten" is cuBLAS on GPUs; "auto" takes what is expected to be fastest
+            (docs/reference/kernels.md#what-runs-where). "triton" and "quack" are errors where they are not installed,
+            and in other dtypes than float16 and bfloat16.
+        memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; longer lists of matrices are
+            split, down to one. "auto" is what backward has freed, at least 1 GiB.
     """
 
     steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
@@ -173,14 +169,13 @@ class MuonConfig(Checked):
         momentum: factor of Muon's moving average of gradients.
         nesterov: look one momentum step ahead.
         weight_decay: decoupled decay of Muon's matrices, times ``lr`` before ``adjust_lr``.
-        adjust_lr: scale of ``lr`` for a matrix of rows and columns: "original" √max(1, rows/cols), "match_rms_adamw"
-            0.2·√max(rows, cols), "spectral" √(rows/cols); a number replaces that 0.2, the root mean square of an update
-            over ``lr`` (DeepSeek-V4: 0.18). None is "match_rms_adamw" for AdaMuon, else "original".
-        momentum_dtype: the dtype of momenta (docs/how-to/offload.md#momenta-in-fewer-bits): "bfloat16" (rounded by
-            chance), "8bit", or None for as master weights. An error where masters are in half precision; "8bit" also
-            for slices along columns.
-        qk_clip: MuonClip (docs/how-to/methods.md#muonclip): heads whose largest logit in a step is over it are scaled
-            down to it; None for any logit. An error for a model that is not compiled, or has a norm behind its queries.
+        adjust_lr: scale of ``lr`` by shape: "original" √max(1, rows/cols), "match_rms_adamw" 0.2·√max(rows, cols),
+            "spectral" √(rows/cols); a number replaces that 0.2, an update's root mean square over ``lr``. None is
+            "match_rms_adamw" for AdaMuon, else "original".
+        momentum_dtype: dtype of momenta (docs/how-to/offload.md#momenta-in-fewer-bits); None for that of master
+            weights. An error where these are in half precision; "8bit" also for slices along columns.
+        qk_clip: largest attention logit that MuonClip (docs/how-to/methods.md#muonclip) leaves to a head; None for any.
+            The model has to be compiled.
         qk_clip_alpha: queries' power of that scaling; keys take the rest.
         ns: how the direction is orthogonalized.
     """
@@ -210,8 +205,8 @@ class AdamWConfig(Checked):
         betas: as in torch.optim.AdamW.
         eps: as in torch.optim.AdamW.
         weight_decay: decoupled decay of all but Muon's matrices.
-        decay_vectors: vectors (norms, biases) decay too, as every parameter does in torch and DeepSpeed; else they are
-            in a group of their own. Parameters with ``param._no_weight_decay = True`` never do.
+        decay_vectors: whether vectors (norms, biases) decay too, as in torch and DeepSpeed. Parameters with
+            ``param._no_weight_decay = True`` never do.
     """
 
     lr: float | torch.Tensor = setting(3e-4, check_rate)
@@ -234,42 +229,31 @@ class ZeroConfig(Checked):
 
     Attributes:
         stage: ZeRO stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        update: when directions are made; never changes results. "step": in ``optimizer.step()``. "backward": in the
-            compiled backward, as speculations (docs/why/ledger.md): ``step()`` uses one only if ``.grad`` still is the
-            gradient it was made from. "auto": in backward, until several steps in a row discard them.
-        gradient_accumulation_steps: backwards per ``step()``; None when only the loop knows: as many as the last step
-            had are expected. The loss is never rescaled: divide it in the loop.
-        gradient_clipping: largest global gradient norm; None for no clipping. In a config 0 is off too.
+        update: when directions are made; never changes results. "step": in ``step()``. "backward": in the compiled
+            backward, as speculations (docs/why/ledger.md), which ``step()`` discards where ``.grad`` has changed since.
+            "auto": in backward, until several steps in a row discard them.
+        gradient_accumulation_steps: backwards per ``step()``; None expects as many as the last step had. Divide the
+            loss in the loop.
+        gradient_clipping: largest global gradient norm; None, in a config also 0, for no clipping.
         nonfinite: on an inf or NaN gradient: "error" raises NonFiniteError and names the parameter, "skip" leaves the
-            step out on every rank; rank 0 logs (logger ``compile_muon``) the first five skipped steps, and their number
-            at the end.
-        max_skipped_steps: steps in a row that ``nonfinite`` "skip" may leave out before NonFiniteError is raised.
+            step out on every rank; rank 0 logs the first five skipped steps, and their number at the end.
+        max_skipped_steps: steps in a row that "skip" may leave out before NonFiniteError is raised.
         checks: when the host reads what a step's checks found: "in_step", which waits for the device, or "next_step",
-            without a wait (docs/reference/host-time.md#no-wait-in-a-step): until then the device writes only what they
-            allow, and errors come with the next step. None is "next_step" where ``nonfinite`` is "skip", else
-            "in_step". A step whose own course depends on what was found waits for it either way: ``gradient_clipping``
-            of directions made in backward, edited gradients, pipelines.
-        check_replicas: every how many steps ranks compare copies: weights at stages 0 to 2, at 0 optimizer state too;
-            None for never. A difference is a LedgerError that names parameter and ranks. An error at stage 3, which
-            holds no copies.
-        param_dtype: dtype weights are gathered and used in; None keeps each parameter's own. Master weights keep
-            theirs.
+            without a wait (docs/reference/host-time.md#no-wait-in-a-step), so that errors come with the next step. None
+            is "next_step" where ``nonfinite`` is "skip", else "in_step".
+        check_replicas: every how many steps ranks compare their copies of weights, at stage 0 of optimizer state too;
+            None for never. A difference is a LedgerError that names parameter and ranks. An error at stage 3.
+        param_dtype: dtype weights are gathered and used in; None for each parameter's own.
         reduce_dtype: dtype gradients travel in; None is the one weights are used in.
         master_dtype: dtype of trained parameters, gradients and optimizer state; None is float32 for a model in half
-            precision, else what the model is in. "bfloat16" halves memory and rounds small updates away, with a
-            warning.
-        shard_state_over: with replicas, what masters, gradients and optimizer state are cut over: "shard" (HSDP), so
-            that each replica holds all of them, or "all", over ``replicate`` too, HFSDP
-            (docs/how-to/meshes.md#state-over-all-ranks). No effect without replicas, or with ``shard`` 1.
-        communicators: whether gathers, reductions and exchanges have communicators of their own, so that none waits
-            behind another: "separate", "shared" (takes less memory), or "auto": separate on NCCL. Optimizers on one
-            mesh share them; ``totals()["communicators"]`` counts them.
-        offload: where optimizer state is between steps (docs/how-to/offload.md): "cpu", ``{"device": "nvme",
-            "nvme_path": ...}``, or an :class:`OffloadConfig`; None for on the device. Errors: no room on the disk;
-            ``masters`` with micro-batches, ``qk_clip`` or another ``reduce_dtype``; ``adamw_on`` without offloaded
-            moments of AdamW.
-        offload_param: "cpu": stage 3 gathers from shards of weights in host memory (docs/how-to/offload.md#weights);
-            None: on the device. An error at another stage, with ``shard_state_over`` "all", and with CUDA graphs.
+            precision, else the model's. "bfloat16" halves memory and rounds small updates away, with a warning.
+        shard_state_over: what masters, gradients and optimizer state are cut over: "shard" (HSDP), or "all", over
+            ``replicate`` too, HFSDP (docs/how-to/meshes.md#state-over-all-ranks).
+        communicators: whether gathers, reductions and exchanges have "separate" communicators, so that none waits
+            behind another, or one that is "shared" and takes less memory; "auto" is "separate" on NCCL.
+        offload: where optimizer state is between steps (docs/how-to/offload.md); None for on the device.
+        offload_param: "cpu" keeps the shards of weights of stage 3 in host memory (docs/how-to/offload.md#weights);
+            None: on the device.
     """
 
     stage: int = setting(2, check_integer, low=0, high=3)
@@ -323,8 +307,7 @@ class MeshConfig(Checked):
     """How many ranks there are along each axis; -1, of one axis, for the rest.
 
     Attributes:
-        replicate: groups of ranks that hold the same shards (HSDP); gradients are averaged over them too; -1 for as
-            many as there are.
+        replicate: groups of ranks that hold the same shards (HSDP); -1 for as many as there are.
         shard: ranks in each of them, over which the stage cuts; -1 for all the rest.
         tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cut them, and the same batch.
     """
@@ -348,8 +331,8 @@ class ExpertParallelConfig(Checked):
     Attributes:
         size: ranks that share the experts of a Transformers mixture (docs/how-to/meshes.md#experts), taken from
             ``shard``; divides it, and the experts.
-        capacity_factor: None computes every token; else an expert takes at most this many times the mean of a rank's
-            tokens, the most probable ones.
+        capacity_factor: most tokens of a rank that an expert takes, as a multiple of their mean over experts; None
+            computes every token.
     """
 
     size: int = setting(1, check_integer, low=1)
@@ -376,12 +359,10 @@ class SequenceParallelConfig(Checked):
             loss.
         check: whether the first step compares (docs/how-to/sequence.md#a-check-of-the-model) ranks' joint result with
             each rank's own.
-        attention: "heads" where ranks exchange positions for heads; where there are more ranks than heads
-            (docs/how-to/sequence.md#more-ranks-than-heads) "ring", keys and values go around, or "both", as many ranks
-            as divide the heads exchange these, and keys and values go around the others.
-        inputs: "whole" where every rank is given all positions of the batch; "sharded" where loaders cut
-            (docs/how-to/sequence.md#loaders-that-cut) sequences themselves: each rank is given its own positions, and
-            has logits of them.
+        attention: what ranks exchange: positions for "heads", or with more ranks than heads
+            (docs/how-to/sequence.md#more-ranks-than-heads) keys and values around a "ring", or "both".
+        inputs: "whole" where every rank is given all positions of the batch, "sharded" where loaders cut
+            (docs/how-to/sequence.md#loaders-that-cut) sequences themselves.
     """
 
     size: int = setting(1, check_integer, low=1)
@@ -409,7 +390,7 @@ class CompileConfig(CompileOptions):
     """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
 
     Attributes:
-        enabled: compile at all. An object as ``compile`` of a config says true, unless it has ``"enabled": false``.
+        enabled: whether to compile at all.
         fullgraph: passed on to torch.compile.
         dynamic: passed on to torch.compile.
     """
@@ -428,26 +409,23 @@ class Config(Checked):
         adamw: the half of all else.
         zero: what is sharded, and how a step is made.
         compile: whether and how the model is compiled.
-        muon_params: which matrices get Muon: a tuple of name patterns (``["blocks.*.weight"]``) or a predicate
-            ``f(name, param)``; None for the rules (docs/reference/configuration.md#who-gets-muon). A pattern that
-            matches no trainable matrix is an error, as is a model without a Muon matrix.
+        muon_params: which matrices get Muon: ``["blocks.*.weight"]``, or ``f(name, param)``; None for the rules
+            (docs/reference/configuration.md#who-gets-muon). A pattern that matches no trainable matrix is an error.
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
         mesh: sizes of the axes, None for one axis of all ranks. Not with a ``mesh`` given beside.
         expert_parallel: whether experts of a Transformers model are spread over ranks.
         sequence_parallel: whether ranks share sequences.
-        machine: the machine (docs/reference/machines.md) that the cost model decides for, by name or a file of
-            ``calibrate``, the same on every rank; None for "h100" on GPUs and "cpu" on CPUs.
+        machine: the machine (docs/reference/machines.md) that the cost model decides for, the same on every rank; None
+            for "h100" on GPUs, "cpu" on CPUs.
         method: the method (docs/how-to/methods.md) that trains the matrices.
         auxiliary: the method that trains all else.
         rates: rates of methods that have no argument here, for all groups: ``{"beta2": 0.95, "cautious_decay": True}``.
         groups: groups (docs/how-to/methods.md#groups) of parameters with a method or rates of their own: ``{pattern:
-            {"method": ..., "lr": ...}}``, or a list of mappings with ``params`` (patterns, a predicate, or parameters
-            as torch.optim takes them; all trained ones must then be in one). Errors: overlapping patterns; a pattern
-            without a trained parameter; a rate that the method lacks.
-        muon_views: views (docs/how-to/methods.md#views) by pattern, what of a parameter is a matrix by itself:
-            ``{"heads": 8}``, ``{"split": [8, 2, 2]}`` of its rows, with ``"dim": 1`` of its columns;
-            ``param.muon_view`` says the same. Errors: sizes that do not fit; a pattern that matches no matrix.
+            {"method": ..., "lr": ...}}``. Errors: overlapping patterns; a pattern without a trained parameter; a rate
+            that the method lacks.
+        muon_views: views (docs/how-to/methods.md#views) by pattern, which parts of a parameter are matrices of their
+            own: ``{"heads": 8}``. Errors: sizes that do not fit; a pattern that matches no matrix.
         per_head_muon: orthogonalize each head of the model's attention modules by itself; heads that do not divide are
             an error.
         split_fused: the same for fused queries, keys and values, and for fused gates.
