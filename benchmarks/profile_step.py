@@ -3,7 +3,7 @@
     python benchmarks/profile_step.py --json profile.json --trace trace.json
     nsys profile --trace cuda,nvtx python benchmarks/profile_step.py     # the same ranges in Nsight Systems
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/profile_step.py --preset small --stage 3 --bucket-mb 4 \
-        --picture docs/profile_cpu.png                                   # two ranks on CPU, one picture
+        --picture docs/profile_cpu.svg                                   # two ranks on CPU, one picture
 
 On a GPU if there is one.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import PRESETS, fresh, read_corpus, sample_batch, shape_of
+from pictures import write_svg
 
 import compile_muon
 from compile_muon.passes.ranges import COLORS, DOMAIN
@@ -78,7 +79,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
     def colour(kind: str, level: int = 1) -> str:
         return f"#{COLORS[kind] & 0xFFFFFF:06x}" if kind else (_PLAIN, _PART)[level > 0]
 
-    figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.6 * len(rows)), dpi=110)
+    figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.6 * len(rows)))
     seen: set[str] = set()
     for number, (row, bars) in enumerate(rows.items()):
         base = len(rows) - 1 - number
@@ -108,7 +109,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
     figure.subplots_adjust(
         left=0.08, right=0.99, top=1 - 0.4 / figure.get_figheight(), bottom=0.9 / figure.get_figheight()
     )
-    figure.savefig(path)
+    write_svg(figure, path)
 
 
 def main() -> int:
@@ -119,7 +120,7 @@ def main() -> int:
     parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--json", type=Path, help="names and kernels of rank 0")
     parser.add_argument("--trace", type=Path, help="a Chrome trace of rank 0")
-    parser.add_argument("--picture", type=Path, help="a timeline of all ranks, as PNG")
+    parser.add_argument("--picture", type=Path, help="a timeline of all ranks, as SVG")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
