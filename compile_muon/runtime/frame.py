@@ -165,8 +165,9 @@ class ForwardGraph:
                     before(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
+            for gathered in dict.fromkeys(sharded.gathered for sharded in sharded_params):
+                gathered.check()
             for sharded in sharded_params:
-                sharded.gathered.check()
                 keep_fresh(sharded)
                 sharded.ledger.options = self._options
             for sharded in trained:

@@ -255,9 +255,10 @@ class ShardedParam:
     def watch(self) -> None:
         """Have autograd say when it writes ``.grad``: at stage 1, where a step must know of edits without asking the
         device, or where a replay would overwrite it. The hooks hold the sharded parameter weakly."""
-        watched = self.spec.layout.accumulates or (self.ledger.checks_later and self.spec.muon is not None)
-        watched |= self.ledger.replays_between
-        if self._watched or not watched or not self.param.requires_grad:
+        if self._watched or not self.param.requires_grad:
+            return
+        later = self.ledger.checks_later and self.spec.muon is not None
+        if not (self.spec.layout.accumulates or later or self.ledger.replays_between):
             return
         self._watched = True
         reference = weakref.ref(self)
