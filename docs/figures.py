@@ -99,8 +99,9 @@ def readme() -> Made:
     compiled = {row["stage"]: row for row in result("train_step_full_turns")["rows"] if row["contender"] == "ours-muon"}
     first = [f"{compiled[1][name]:.0f}" for name in ("compile_cold_s", "compile_warm_s")]
     yield "({} s and {} s for a GPT of 12 layers", first
-    tokens = [row["tokens"] for row in result("convergence_small")["rows"]]
-    yield "Muon needs {} of AdamW's tokens", [f"{max(tokens):.2f}"]
+    seen = result("convergence_small")
+    yield "A GPT of {} M parameters on a CPU", [f"{seen['parameters'] / 1e6:.1f}"]
+    yield "Muon needs {} of AdamW's tokens", [f"{max(row['tokens'] for row in seen['rows']):.2f}"]
     muon, adamw = h100("ours-muon")["step_s"], h100("ours-adamw")["step_s"]
     yield "**{} %** ({} ms)", [f"{100 * (muon / adamw - 1):+.0f}", f"{1000 * (muon - adamw):.0f}"]
     one = price("1B", 1, 8192)
