@@ -335,6 +335,15 @@ class MuonTrainer(Trainer):
 
     # ------------------------------------------------------------------ saving and loading
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """On every rank; before Transformers 5.20 the Trainer's own asks the first one alone."""
+        if self.optimizer is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Whole weights, written by all ranks together; the rest by one."""
         if self.optimizer is None:  # nothing is sharded yet

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -541,6 +542,21 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         trainer.create_optimizer()
         with pytest.raises(compile_muon.ConfigError, match="has no optimizer state of MuonZero"):
             trainer._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
+
+
+def test_every_rank_saves_whichever_the_trainer_would_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Transformers 5.20 it asks the first one alone, which would wait for the others."""
+    from transformers import Trainer
+
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    saved: list[str | None] = []
+    monkeypatch.setattr(Trainer, "save_model", lambda *_: pytest.fail("was asked"))
+    monkeypatch.setattr(MuonTrainer, "_save", lambda self, folder=None, state_dict=None: saved.append(folder))
+    trainer = object.__new__(MuonTrainer)
+    trainer.optimizer, trainer.args = object(), SimpleNamespace(push_to_hub=False, should_save=False)
+    trainer.save_model("weights")
+    assert saved == ["weights"]
 
 
 def test_the_package_does_not_import_transformers() -> None:
