@@ -612,7 +612,8 @@ def commit_elements(
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
     written = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
-    cautious = rates.get("cautious_decay", False)
+    decay = rates.get("weight_decay", 0.0) if rates.get("cautious_decay", False) else 0.0
+    cautious = isinstance(decay, Tensor) or decay != 0  # a graph holds a decay that may become another one
     with _unless(found_inf if written else None, written):
         before = [param.clone() for param in params] if cautious else []
         given = {**rates, "weight_decay": 0.0} if cautious else rates
@@ -620,7 +621,7 @@ def commit_elements(
         step(params, grads, states, given, found_inf)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
-            lost = (rates["lr"] * rates["weight_decay"]) * old.to(torch.promote_types(old.dtype, torch.float32))
+            lost = (rates["lr"] * decay) * old.to(torch.promote_types(old.dtype, torch.float32))
             param.sub_(lost * ((old - param) * old >= 0))
     if not on_host:
         round_masters(sharded_params, slots)
