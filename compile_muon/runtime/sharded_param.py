@@ -97,9 +97,7 @@ class ShardedParam:
     def __post_init__(self) -> None:
         self.text, self.now = self.spec.encode(), self.spec
         self.refreshed_at = edits_of(self.param)
-        own_momentum = self.spec.muon is None or self.spec.muon.resident_momentum
-        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if own_momentum else self.momentum
-        hold(self.momentum, self)
+        self._hold_momentum()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         """The parameter of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
@@ -151,10 +149,13 @@ class ShardedParam:
         if spec.muon is not None:
             local = self.local.detach()
             self.momentum = torch.zeros_like(local) if spec.muon.resident_momentum else local.new_empty(0)
-            self.momentum_buffer = (
-                like_parameter(self.param, self.momentum) if spec.muon.resident_momentum else self.momentum
-            )
-            hold(self.momentum, self)
+            self._hold_momentum()
+
+    def _hold_momentum(self) -> None:
+        """Be found by :attr:`momentum`, and have the tensor that users see of it."""
+        own = self.spec.muon is None or self.spec.muon.resident_momentum
+        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if own else self.momentum
+        hold(self.momentum, self)
 
     @property
     def factor(self) -> float:
