@@ -61,8 +61,8 @@ class Clock:
 
     def watch_ours(self) -> None:
         from compile_muon import backend
+        from compile_muon.engine import frame
         from compile_muon.passes import ahead
-        from compile_muon.runtime import frame
 
         for module in (backend, frame):
             module.run_passes = self.timed("our passes", module.run_passes)  # type: ignore[attr-defined]

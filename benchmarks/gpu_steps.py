@@ -218,7 +218,7 @@ STEPS = (
     _one_billion("step-8k-tuned", 110, "the step with them", ("ours-muon-auto", "ours-adamw"), part=4, tuned=True),
     Step("training", 480, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
          ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
-          "tests/passes/exchange/test_partial_attention.py",
+          "tests/passes/sequence/test_partial_attention.py",
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
          environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),

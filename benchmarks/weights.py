@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import compile_muon
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.engine.dtensors import local_tensor
 
 
 def _status(key: str) -> float:

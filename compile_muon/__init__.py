@@ -34,8 +34,8 @@ from compile_muon.summary import Summary
 
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
+    from compile_muon.model.clip_grad_norm import clip_grad_norm_
     from compile_muon.model.norms import parameter_norms
-    from compile_muon.runtime.clipping import clip_grad_norm_
     from compile_muon.sequence import check_sequence
     from compile_muon.weights import (
         full_state_dict,
@@ -79,7 +79,7 @@ __version__ = "0.1.0"
 _LATE = {
     "Checkpointer": "compile_muon.checkpoint",
     "check_sequence": "compile_muon.sequence",
-    "clip_grad_norm_": "compile_muon.runtime.clipping",
+    "clip_grad_norm_": "compile_muon.model.clip_grad_norm",
     "full_state_dict": "compile_muon.weights",
     "load_full_state_dict": "compile_muon.weights",
     "load_pretrained": "compile_muon.weights",

@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import Config
+from compile_muon.engine.dtensors import new_hyper
 from compile_muon.engine.extension import Extension, check_extensions, hooks_of
+from compile_muon.engine.ledger import Ledger
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
@@ -29,9 +32,6 @@ from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import offloaded_states, with_fetches
 from compile_muon.passes.methods import MatrixMethod
-from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import new_hyper
 from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
 from compile_muon.weights.own_saving import saves_whole
@@ -49,7 +49,7 @@ class Assembled:
         ledger: with each sharded parameter.
         ownership: of the model's parameters.
         assignments: why each parameter is trained as it is; ``groups`` of those that are.
-        hyper: ``[2]`` fp32, see :class:`~compile_muon.runtime.sharded_param.ShardedParam`.
+        hyper: ``[2]`` fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`.
         compares: whether there are other ranks to compare anything with.
     """
 

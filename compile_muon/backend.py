@@ -22,11 +22,17 @@ from torch.fx import GraphModule, Node
 from compile_muon import passes
 from compile_muon.agreement.status import holder_of_all
 from compile_muon.config import FrameOptions, read_options
+from compile_muon.engine.direct_reads import read_whole
+from compile_muon.engine.dtensors import edits_of, local_tensor
+from compile_muon.engine.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
+from compile_muon.engine.gathered_copies import written_in_forward
+from compile_muon.engine.other_holders import refuse_replaced
+from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.errors import ConfigError, warn_user
 from compile_muon.passes import DYNAMO_PASSES, JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
 from compile_muon.passes.costs import Costs
-from compile_muon.passes.local_inputs import taking_shards
-from compile_muon.passes.markers import UNSHARD, ReduceGrad
+from compile_muon.passes.dynamo.local_inputs import taking_shards
+from compile_muon.passes.language.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
     Partitioner,
@@ -37,12 +43,6 @@ from compile_muon.passes.torch_private import (
     order_saved_values,
 )
 from compile_muon.progress import underway
-from compile_muon.runtime.direct_reads import read_whole
-from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
-from compile_muon.runtime.gathered_copies import written_in_forward
-from compile_muon.runtime.other_holders import refuse_replaced
-from compile_muon.runtime.sharded_param import sharded_param_of
-from compile_muon.runtime.shards import edits_of, local_tensor
 
 __all__ = ["compile_frame", "muon_zero"]
 

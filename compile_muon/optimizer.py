@@ -1,6 +1,6 @@
 """``MuonZero``: Muon for hidden matrices, AdamW for the rest, over ZeRO-sharded parameters.
 
-A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``step_checks``
+A façade: parameter groups, state, and the order of a step. What a step does stands in ``engine/``: ``step_checks``
 (norms, finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``resident`` (the
 refresh).
 """
@@ -34,6 +34,13 @@ from compile_muon.config import (
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
 from compile_muon.engine import Engine, Extension
+from compile_muon.engine.dtensor_parameter import part_of
+from compile_muon.engine.dtensors import ordinary_tensors
+from compile_muon.engine.other_holders import refuse_shared
+from compile_muon.engine.recorded import Recorded
+from compile_muon.engine.resident import start_refresh
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.step import Step
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
@@ -42,13 +49,6 @@ from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
-from compile_muon.runtime.other_holders import refuse_shared
-from compile_muon.runtime.parameter import part_of
-from compile_muon.runtime.recorded import Recorded
-from compile_muon.runtime.resident import start_refresh
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import ordinary_tensors
-from compile_muon.runtime.step import Step
 from compile_muon.summary import Summary, summarize
 
 __all__ = ["MuonZero"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-__all__ = ["former", "warn_renamed"]
+__all__ = ["former", "moved", "warn_renamed"]
 
 
 def warn_renamed(old: str, new: str, *, calls: int = 1) -> None:
@@ -29,5 +31,24 @@ def former(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warn_renamed(f"{module}.{name}", f"{module}.{names[name]}")
         return getattr(sys.modules[module], names[name])
+
+    return getter
+
+
+def moved(module: str, now: str, names: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], object]:
+    """The ``__getattr__`` of a module that is another one now.
+
+    Args:
+        module: its ``__name__``.
+        now: that of the module which has what it had.
+        names: the new name of each one that is called otherwise there.
+    """
+
+    def getter(name: str) -> object:
+        there = importlib.import_module(now)
+        if name.startswith("__") or not hasattr(there, names.get(name, name)):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_renamed(f"{module}.{name}", f"{now}.{names.get(name, name)}")
+        return getattr(there, names.get(name, name))
 
     return getter

@@ -11,10 +11,11 @@ if __name__ != "compile_muon.passes":
 
 from compile_muon.kernels.renamed import former
 
+from .dynamo.local_inputs import TAKE_SHARDS
 from .errors import MuonZeroError
 from .joint.deduplicate import DEDUPLICATE
 from .joint.recompute import RECOMPUTE
-from .local_inputs import TAKE_SHARDS
+from .language.request import BackwardRequest, Purpose, ReducedGrad
 from .lowering.annotate import ANNOTATE
 from .lowering.gradients import reduced_grads
 from .lowering.insert_orthogonalize import INSERT_ORTHOGONALIZE
@@ -24,7 +25,6 @@ from .lowering.room import ROOM, saved_by
 from .lowering.schedule import SCHEDULE
 from .lowering.verify import VERIFY
 from .pipeline import GraphKind, GraphPass, PassContext, PassOptions, run_passes
-from .request import BackwardRequest, Purpose, ReducedGrad
 
 __all__ = [
     "DYNAMO_PASSES",

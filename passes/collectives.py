@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .layout import Axis
+from .language.layout import Axis
+from .language.work import Category, work_of
 from .pipeline import tensor_value
 from .torch_private import expected_size, group_named
-from .work import Category, work_of
 
 __all__ = [
     "Traffic",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import formulas
-from .layout import Layout
-from .spec import MuonSpec
+from .language.layout import Layout
+from .language.spec import MuonSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,9 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .collectives import Traffic, measure_traffic
 from .exchange import transfers
-from .spec import ParamSpec, decode_dtype
+from .language.spec import ParamSpec, decode_dtype
+from .language.work import Category, Work, note_work
 from .torch_private import unobserved
-from .work import Category, Work, note_work
 
 __all__ = ["traffic_of_gather", "traffic_of_reduction"]
 

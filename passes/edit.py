@@ -8,10 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .language.work import Work, note_work
 from .pipeline import tensor_value
 from .share import share_values
 from .torch_private import decomposition_table, fake_mode_of
-from .work import Work, note_work
 
 __all__ = ["append_inputs", "inline", "insert_outputs", "outputs", "replace"]
 

@@ -26,8 +26,8 @@ from compile_muon.kernels.dispatch import triton_kernels
 from compile_muon.kernels.momentum import muon_momentum
 
 from .fingerprint import FORMULA, LEAST_ROW, row_sums
+from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .methods import matrix_method
-from .spec import ParamSpec, decode_dtype, encode_dtype
 
 __all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "takes", "updates_of"]
 

@@ -20,7 +20,7 @@ from compile_muon.kernels.renamed import warn_renamed
 
 from .costs import Costs
 from .errors import PassContractError
-from .request import BackwardRequest
+from .language.request import BackwardRequest
 from .torch_private import trace_artifact
 
 __all__ = ["LOWERED", "PASS_KEY", "GraphPass", "GraphKind", "PassContext", "PassOptions", "run_passes", "tensor_value"]

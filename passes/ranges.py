@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from .language.work import Category
 from .torch_private import profiler_enabled, unrecorded_op
-from .work import Category
 
 __all__ = ["COLORS", "DOMAIN", "NEWTON_SCHULZ", "RANGE_POP", "RANGE_PUSH", "nvtx_installed", "ranged"]
 

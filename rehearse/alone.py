@@ -53,7 +53,7 @@ class Alone:
         return self._touches or contextlib.nullcontext()
 
     def _checks(self) -> None:
-        from compile_muon.runtime.step_checks import StepChecks
+        from compile_muon.engine.step_checks import StepChecks
 
         script(StepChecks)
 
@@ -82,7 +82,7 @@ class Alone:
     def _graphs(self) -> None:
         """A mode around torch.compile would turn it off, so each graph enters it."""
         from compile_muon import backend
-        from compile_muon.runtime import frame, step_graph
+        from compile_muon.engine import frame, step_graph
 
         lower_and_compile = frame.lower_and_compile
 

@@ -87,7 +87,7 @@ def _memory(tensor: Any) -> Tensor:
 @contextmanager
 def _skipped() -> Iterator[None]:
     """Inside this block the device finds in every step something that is not finite."""
-    from compile_muon.runtime.step_checks import StepChecks
+    from compile_muon.engine.step_checks import StepChecks
 
     before = StepChecks.found_inf
 

@@ -102,7 +102,7 @@ FAULTS = (
 def compile_slowly(seconds: float) -> None:
     """Have the first graph of this process take so much longer."""
     from compile_muon import backend
-    from compile_muon.runtime import frame, step_graph
+    from compile_muon.engine import frame, step_graph
 
     left = [seconds]
     for module in (frame, backend, step_graph):

@@ -15,7 +15,7 @@ _ADDED = ("ready", "missing", "refused", "rate")
 
 
 def script(checks: Any) -> None:
-    """Have the class ``compile_muon.runtime.step_checks.StepChecks`` read such numbers."""
+    """Have the class ``compile_muon.engine.step_checks.StepChecks`` read such numbers."""
     add_facts, wait, found_inf = checks.add_facts, checks.wait, checks.found_inf
     said: dict[Any, dict[tuple[str, str], float]] = {}
 

@@ -31,12 +31,12 @@ from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, DamagedError, warn_user
 from compile_muon.files.tensors import read_tensors, write_tensors
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.progress import underway
-from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["Checkpointer"]
 

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.manifest import Manifest
+from compile_muon.engine.dtensors import like_parameter, local_tensor
+from compile_muon.engine.owner_states import each_matrix, every_shape, states_kept
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import MASTER
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import memory_in_file
 from compile_muon.files.safetensors import TensorFacts
 from compile_muon.model.groups import values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.passes.methods import State
-from compile_muon.passes.spec import encode_dtype
-from compile_muon.runtime.owner_states import each_matrix, every_shape, states_kept
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import like_parameter, local_tensor
-from compile_muon.runtime.state_provider import MASTER
 from compile_muon.weights.named_tensors import named_state
 
 __all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]

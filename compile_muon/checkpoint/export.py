@@ -15,7 +15,7 @@ from compile_muon.errors import CheckpointError
 from compile_muon.files.safetensors import TensorFile, nbytes, ordered
 from compile_muon.files.tensor_folder import FILE, batches
 from compile_muon.files.tensors import read_tensors
-from compile_muon.passes.spec import decode_dtype
+from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["export"]
 

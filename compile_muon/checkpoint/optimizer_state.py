@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.together import Ranks
+from compile_muon.engine.owner_states import each_matrix, every_shape, matrices_here, states_kept
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.owner_states import each_matrix, every_shape, matrices_here, states_kept
 from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
 

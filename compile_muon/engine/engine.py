@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
 from compile_muon.engine.extension import Extension
-from compile_muon.model.assignment import Assignment
-from compile_muon.model.mesh import Mesh
-from compile_muon.model.ownership import Ownership
-from compile_muon.runtime.hooks import Hooks
-from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.state_provider import StateProvider
-from compile_muon.runtime.step import Step
+from compile_muon.engine.hooks import Hooks
+from compile_muon.engine.ledger import Ledger
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import StateProvider
+from compile_muon.engine.step import Step
 
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
+    from compile_muon.model.assignment import Assignment
+    from compile_muon.model.mesh import Mesh
+    from compile_muon.model.ownership import Ownership
 
 __all__ = ["Engine"]
 

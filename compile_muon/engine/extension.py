@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.hooks import Hooks
+from compile_muon.engine.peers import Peers
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import StateProvider
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.errors import config_error, warn_user
 from compile_muon.passes import GraphPass
-from compile_muon.runtime.hooks import Hooks
-from compile_muon.runtime.peers import Peers
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.state_provider import StateProvider
-from compile_muon.runtime.step_checks import StepChecks
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
@@ -40,9 +40,9 @@ class Extension:
         dynamo_passes: for Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
         state_provider: keeps states that are not resident, see
-            :class:`~compile_muon.runtime.state_provider.StateProvider`. One extension at most has one, and one has
+            :class:`~compile_muon.engine.state_provider.StateProvider`. One extension at most has one, and one has
             ``peers``.
-        peers: other optimizers that decide with this one, see :class:`~compile_muon.runtime.peers.Peers`.
+        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.Peers`.
         unrecorded: why a step is in no CUDA graph; None where :meth:`facts` and :meth:`after_commit` do nothing but
             launch, on tensors that stay where they are: a graph that is replayed calls no Python.
     """
@@ -71,7 +71,7 @@ class Extension:
         """An op that a pass has put into a graph has something to say of a parameter.
 
         Args:
-            what: that the op and its extension agree on, see :meth:`~compile_muon.passes.holder.Holder.tell`.
+            what: that the op and its extension agree on, see :meth:`~compile_muon.passes.language.holder.Holder.tell`.
         """
 
     def dropped(self, sharded: ShardedParam) -> None:

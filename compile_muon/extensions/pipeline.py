@@ -1,6 +1,6 @@
 """Pipeline stages decide as one: the gradient norm is over all of them, and what one refuses or leaves out, all do.
 
-Each stage has an optimizer of its own, whose ranks have agreed before, in :mod:`compile_muon.runtime.step_checks`. Then
+Each stage has an optimizer of its own, whose ranks have agreed before, in :mod:`compile_muon.engine.step_checks`. Then
 one rank of each stage gathers a few numbers from one of each other.
 
 How many gathers a step has must not hang on what one stage has: its matrices may all have a direction from backward
@@ -27,10 +27,10 @@ from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
 from compile_muon.engine import Extension
+from compile_muon.engine.decision import Decision, Facts, Mode, decide, over
+from compile_muon.engine.peers import Peers
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
-from compile_muon.runtime.decision import Decision, Facts, Mode, decide, over
-from compile_muon.runtime.peers import Peers
 
 __all__ = ["PipelineStages"]
 
@@ -147,7 +147,7 @@ class PipelineStages(Peers, Extension):
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """See :class:`~compile_muon.runtime.peers.Peers`."""
+        """See :class:`~compile_muon.engine.peers.Peers`."""
         self._status.step, self._owes, self.wrong = number, True, []
         try:
             yield
@@ -159,7 +159,7 @@ class PipelineStages(Peers, Extension):
             raise
 
     def confer(self, facts: Facts) -> Facts:
-        """The step's first gather, see :class:`~compile_muon.runtime.peers.Peers`. The norm is bit for bit the same on
+        """The step's first gather, see :class:`~compile_muon.engine.peers.Peers`. The norm is bit for bit the same on
         every rank of every stage."""
         # What follows here if the norm of all is under the limit, and if it is over it.
         under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.TOGETHER)) for norm in (0.0, math.inf))

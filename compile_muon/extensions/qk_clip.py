@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compile_muon.engine import Extension
+from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes import GraphKind, GraphPass, PassContext
-from compile_muon.passes.attention import LOGITS, UnknownAttention, note_attention
-from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
+from compile_muon.passes.dynamo.logits import LOGITS, UnknownAttention, note_attention
+from compile_muon.passes.language.spec import ParamSpec
 
 __all__ = ["MuonClip"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compile_muon.errors import CheckpointError
 from compile_muon.files.disk import new_file
-from compile_muon.passes.spec import decode_dtype, encode_dtype
+from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 
 __all__ = ["TensorFacts", "TensorFile", "nbytes", "ordered", "write_whole"]
 

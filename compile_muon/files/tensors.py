@@ -39,7 +39,7 @@ from torch.futures import Future
 from compile_muon.errors import CheckpointError, MuonZeroError, listed
 from compile_muon.files.disk import open_plain, open_within
 from compile_muon.files.safetensors import TensorFacts, write_whole
-from compile_muon.passes.spec import encode_dtype
+from compile_muon.passes.language.spec import encode_dtype
 
 __all__ = ["Box", "Reader", "converted", "read_boxes", "read_tensors", "write_tensors"]
 

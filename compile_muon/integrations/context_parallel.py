@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.exchange.sequence import from_heads, to_heads
+from compile_muon.passes.sequence.exchange_heads import from_heads, to_heads
+from compile_muon.passes.sequence.place import Place
 
 __all__ = ["exchange_heads", "problem_of"]
 

@@ -48,12 +48,12 @@ from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_f
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.engine import Extension
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, listed, raise_all
 from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.shards import local_tensor
 from compile_muon.sequence.plan import SequencePlan, plan_of, plan_sequence
 from compile_muon.weights import full_state_dict, load_full_state_dict
 

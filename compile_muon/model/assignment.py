@@ -37,8 +37,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
+from compile_muon.passes.language.views import View
 from compile_muon.passes.methods import MatrixMethod, Method
-from compile_muon.passes.views import View
 
 __all__ = ["Assignment", "MuonParams", "assign", "lr_scale"]
 

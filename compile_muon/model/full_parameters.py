@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_muon.engine.dtensors import local_tensor, ordinary_tensors, user_attributes
+from compile_muon.engine.resident import buckets, start_refresh_by_owner
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import original_class, sharded_param_key, sharded_params_of
 from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.passes.spec import decode_dtype
-from compile_muon.runtime.resident import buckets, start_refresh_by_owner
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import local_tensor, ordinary_tensors, user_attributes
+from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
 

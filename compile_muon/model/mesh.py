@@ -18,8 +18,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.layout import Axis, Layout
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 
 __all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "data_places", "resolve_mesh", "target_device"]

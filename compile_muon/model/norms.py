@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.norms import norms
-from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["parameter_norms"]
 

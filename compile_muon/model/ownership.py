@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.model.readers import check_kind, sharded_param_key, sharded_params_of
 from compile_muon.model.support import wrapper_types
-from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Ownership"]
 

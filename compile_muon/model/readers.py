@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.status import READING
+from compile_muon.engine.dtensor_parameter import of_frozen
+from compile_muon.engine.dtensors import like_parameter, ordinary_tensors, user_attributes
+from compile_muon.engine.gathered_copies import in_forward
+from compile_muon.engine.local import local_of, of_trained
+from compile_muon.engine.resident import keep_fresh
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
-from compile_muon.passes.markers import UNSHARD
-from compile_muon.passes.spec import decode_dtype, encode_dtype
+from compile_muon.passes.language.markers import UNSHARD
+from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
-from compile_muon.runtime.gathered_copies import in_forward
-from compile_muon.runtime.local import local_of, of_trained
-from compile_muon.runtime.parameter import of_frozen
-from compile_muon.runtime.resident import keep_fresh
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import like_parameter, ordinary_tensors, user_attributes
 
 __all__ = ["sharded_params_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 

@@ -22,7 +22,7 @@ from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.model.mesh import Mesh
 from compile_muon.passes.costs import Costs
-from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.language.spec import ParamSpec
 
 __all__ = ["agree"]
 

@@ -18,23 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
+from compile_muon.engine.dtensor_parameter import ShardedParameter, sharded_parameter
+from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_tensor, user_attributes
+from compile_muon.engine.gathered_copies import GatheredCopies
+from compile_muon.engine.ledger import Ledger
+from compile_muon.engine.other_holders import replace
+from compile_muon.engine.owner_states import owners_of
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import StateProvider
 from compile_muon.errors import listed, warn_user
 from compile_muon.model.assignment import Assignment
+from compile_muon.model.host_weights import on_host
 from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
-from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
-from compile_muon.runtime.gathered_copies import GatheredCopies
-from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.other_holders import replace
-from compile_muon.runtime.owner_states import owners_of
-from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
-from compile_muon.runtime.pinned import on_host
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
-from compile_muon.runtime.state_provider import StateProvider
 
 if TYPE_CHECKING:
     from compile_muon.experts.plan import ExpertPlan

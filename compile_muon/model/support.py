@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from compile_muon.engine.dtensors import has_memory, local_tensor
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.runtime.shards import has_memory, local_tensor
 
 __all__ = ["check_is_module", "check_modules", "check_supported", "wrapper_types"]
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
+from compile_muon.engine.dtensors import new_hyper
+from compile_muon.engine.owner_states import deal_owners
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
@@ -19,9 +22,6 @@ from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
 from compile_muon.passes.methods import method_of
-from compile_muon.runtime.owner_states import deal_owners
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import new_hyper
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 

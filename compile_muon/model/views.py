@@ -14,7 +14,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.fused import halves_meet, rows_of
-from compile_muon.passes.views import View
+from compile_muon.passes.language.views import View
 
 __all__ = ["with_views"]
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from compile_muon.config import Config
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
 from compile_muon.offload.state import OffloadedStates
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_method
-from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["offloaded_states", "with_fetches"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compile_muon.errors import config_error
-from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 
 __all__ = ["CODECS", "MOMENTUM", "Codec", "Kept"]
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compile_muon.passes.spec import decode_dtype
-from compile_muon.runtime.commit import weight_of
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.state_provider import GRADIENT, WEIGHT
+from compile_muon.engine.commit import weight_of
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import GRADIENT, WEIGHT
+from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["HostStep"]
 

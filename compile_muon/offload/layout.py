@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from compile_muon.config import OffloadConfig
+from compile_muon.engine.dtensors import row_state_shape
+from compile_muon.engine.state_provider import MASTER, StateRequest
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import MOMENTUM, Codec
 from compile_muon.offload.store import ALIGNED, Bucket, Slot
 from compile_muon.passes.exchange.owned import owned, state_shape
+from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
-from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.shards import row_state_shape
-from compile_muon.runtime.state_provider import MASTER, StateRequest
 
 __all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "keeps_momentum_alone"]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from compile_muon.config import Config
+from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import MASTER
 from compile_muon.errors import config_error
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
-from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import edits_of
-from compile_muon.runtime.state_provider import MASTER
+from compile_muon.passes.language.spec import ParamSpec
 
 __all__ = ["Masters", "check_master"]
 

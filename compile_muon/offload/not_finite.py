@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes.norms import not_finite
-from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["NotFinite"]
 

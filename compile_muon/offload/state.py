@@ -15,6 +15,11 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config, OffloadConfig
 from compile_muon.engine import Engine, Extension
+from compile_muon.engine.commit import advance, round_masters
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import GRADIENT, ROWS, StateProvider, StateRequest
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
@@ -26,14 +31,9 @@ from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
 from compile_muon.offload.transaction import Transaction
+from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.passes.norms import not_finite
-from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.commit import advance, round_masters
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.state_provider import GRADIENT, ROWS, StateProvider, StateRequest
-from compile_muon.runtime.step_checks import StepChecks
 
 __all__ = ["OffloadedStates"]
 
@@ -83,7 +83,7 @@ class OffloadedStates(StateProvider, Extension):
         self._optimizer: Optimizer
 
     def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`.
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`.
 
         Raises:
             ConfigError: of a parameter no rounded copy can be kept alone.
@@ -175,7 +175,7 @@ class OffloadedStates(StateProvider, Extension):
         return out
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         found = self._flags.kept(fetches)
         self._step.written = [bucket for sharded in found for bucket in self._layout.momenta_of(sharded.name)]
         return frozenset(found)
@@ -197,7 +197,7 @@ class OffloadedStates(StateProvider, Extension):
         *,
         moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`; by the bucket."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`; by the bucket."""
         resident = [sharded for sharded in sharded_params if sharded.name not in self._kept]
         if resident:
             self._note(resident, what)
@@ -294,7 +294,7 @@ class OffloadedStates(StateProvider, Extension):
         return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:
@@ -305,7 +305,7 @@ class OffloadedStates(StateProvider, Extension):
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`.
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`.
 
         Raises:
             OffloadError: on every rank, if a disk of one failed.
@@ -324,7 +324,7 @@ class OffloadedStates(StateProvider, Extension):
         self._ahead.next_step()
 
     def confirm(self) -> None:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         with self._step.agreeing(_NOT_KEPT, meets=self._buffers.on_disk):
             self._buffers.finish()
 
@@ -374,7 +374,7 @@ class OffloadedStates(StateProvider, Extension):
                 torch.autograd.graph.increment_version(sharded.momentum)
 
     def folder_of(self, name: str, state: str) -> Path | None:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         slot = self._kept[name].slots.get(state) if name in self._kept else None
         store = None if slot is None else self._buffers.keeper(slot)
         return store.folder if isinstance(store, FileStore) else None

@@ -25,27 +25,27 @@ from torch.utils._pytree import tree_leaves
 
 from compile_muon.backend import compile_frame
 from compile_muon.config import Config, FrameOptions, OffloadConfig
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.owner_states import states_kept
+from compile_muon.engine.resident import gathers
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.offload import keeps_momentum_alone
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives
-from compile_muon.passes.layout import Axis
+from compile_muon.passes.language.layout import Axis
+from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.language.work import Category
 from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.methods import matrix_method
-from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
-from compile_muon.passes.work import Category
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.offload_moves import fetches
 from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
 from compile_muon.planning.step import step_graphs
-from compile_muon.runtime.owner_states import states_kept
-from compile_muon.runtime.resident import gathers
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import local_tensor
 
 __all__ = [
     "Captured",

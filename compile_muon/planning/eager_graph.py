@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from compile_muon.passes.work import Work, note_work
+from compile_muon.passes.language.work import Work, note_work
 from compile_muon.planning.simulate.offload_transfers import Moves
 
 __all__ = ["EagerGraph"]

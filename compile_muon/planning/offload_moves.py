@@ -9,14 +9,14 @@ from typing import Any, cast
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import StateProvider, StateRequest
 from compile_muon.offload.state import OffloadedStates
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes.holder import FETCH
-from compile_muon.passes.spec import decode_dtype
+from compile_muon.passes.language.holder import FETCH
+from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.planning.eager_graph import EagerGraph
 from compile_muon.planning.simulate.offload_transfers import Move, Moves, OnHost
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.state_provider import StateProvider, StateRequest
 
 __all__ = ["fetches", "noting_moves"]
 
@@ -89,7 +89,7 @@ class _Noted:
         self._provider, self._graph, self._fetched = provider, graph, fetched
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         return self._fetched
 
     def provide(
@@ -100,7 +100,7 @@ class _Noted:
         *,
         moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         for own, states in self._provider.provide(sharded_params, what, step, moved=moved):
             buckets, read_only = self._provider.provided
             computed: Moves = ()
@@ -116,7 +116,7 @@ class _Noted:
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
-        """See :class:`~compile_muon.runtime.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         with self._provider.writing(found_inf):
             yield
         self._graph.move([(Move.COMMIT, None)])

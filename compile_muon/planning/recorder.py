@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compile_muon.engine.frame import Lowered, lower
+from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.passes import PassContext
 from compile_muon.passes.torch_private import expected_size
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.frame import Lowered, lower
-from compile_muon.runtime.sharded_param import sharded_param_of
 
 __all__ = ["Recorder", "Visit"]
 
@@ -40,7 +40,7 @@ class Visit:
 
 @dataclass
 class Recorder:
-    """A :data:`~compile_muon.runtime.frame.Lowering` that compiles nothing.
+    """A :data:`~compile_muon.engine.frame.Lowering` that compiles nothing.
 
     Args:
         tensors: a context in which results are made: that of a fake mode makes fake ones.

@@ -10,30 +10,30 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compile_muon.config import FrameOptions
+from compile_muon.engine.commit import commit
+from compile_muon.engine.directions import Directions
+from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.facts import agreement, asked, told
+from compile_muon.engine.finite import directions_not_finite
+from compile_muon.engine.owner_states import states_at_owner
+from compile_muon.engine.projected import Projected, project
+from compile_muon.engine.resident import Refresh, gathers
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.speculation import Speculation
+from compile_muon.engine.step_checks import StepChecks
+from compile_muon.engine.step_graph import StepGraphs
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import GraphKind
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.language.work import Category, Work
 from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
-from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
-from compile_muon.passes.work import Category, Work
 from compile_muon.planning.eager_graph import EagerGraph
 from compile_muon.planning.offload_moves import fetches, noting_moves
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.commit import commit
-from compile_muon.runtime.directions import Directions
-from compile_muon.runtime.facts import agreement, asked, told
-from compile_muon.runtime.finite import directions_not_finite
-from compile_muon.runtime.owner_states import states_at_owner
-from compile_muon.runtime.projected import Projected, project
-from compile_muon.runtime.resident import Refresh, gathers
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import edits_of
-from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.step_checks import StepChecks
-from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = ["step_graphs"]
 

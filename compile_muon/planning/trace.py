@@ -19,16 +19,17 @@ from torch import nn
 from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import LOWERING_PASSES, BackwardRequest, Purpose, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.exchange.shares import by_parameter, shares
+from compile_muon.passes.language.markers import ReduceGrad, Unshard
+from compile_muon.passes.language.spec import ParamSpec
 from compile_muon.passes.lowering.buckets import bucket_matrices
-from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.candidates import with_sharing
 from compile_muon.planning.capture import (
@@ -41,7 +42,6 @@ from compile_muon.planning.capture import (
 )
 from compile_muon.planning.recorder import Visit
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Target", "Trace", "trace_step"]
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.exchange.sequence import from_heads, heads_of, mean_over, over_ring, to_heads
+from compile_muon.passes.sequence.exchange_heads import from_heads, heads_of, mean_over, over_ring, to_heads
+from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
 from compile_muon.sequence.running import FIELD, Running
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.exchange.sequence import join
+from compile_muon.passes.sequence.exchange_heads import join
+from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.running import FIELD, Batch
 

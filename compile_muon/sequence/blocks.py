@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compile_muon.errors import config_error
-from compile_muon.passes.attend import SEQUENCE
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.exchange.sequence import attention, join
+from compile_muon.passes.dynamo.attend import SEQUENCE
+from compile_muon.passes.sequence.exchange_heads import attention, join
+from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.engine import Extension
-from compile_muon.passes.attend import ATTEND, LOOK_UP_OWN
-from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.dynamo.attend import ATTEND, LOOK_UP_OWN
+from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.batch import check_shapes
 from compile_muon.sequence.check import check_first
 from compile_muon.sequence.plan import SequencePlan

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.place import Place
-from compile_muon.passes.exchange.sequence import join
+from compile_muon.passes.sequence.exchange_heads import join
+from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["add_own_positions", "collect", "deal", "deal_patches", "grid_towers", "vision_parts"]

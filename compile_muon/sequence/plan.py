@@ -25,7 +25,7 @@ from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.config import SequenceParallelConfig
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import config_error, listed
-from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
 from compile_muon.sequence.batch import note_batch

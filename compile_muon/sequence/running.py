@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.sequence.place import Place
 
 __all__ = ["FIELD", "Batch", "Running"]
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.together import Ranks
+from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
-from compile_muon.runtime.resident import start_refresh_by_owner
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 

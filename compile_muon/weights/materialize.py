@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile_muon.engine.resident import start_refresh_by_owner
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.files.tensor_folder import TensorFolder
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.runtime.resident import start_refresh_by_owner
-from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Wire

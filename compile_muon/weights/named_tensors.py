@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.agreement.status import RankStatus
 from compile_muon.agreement.together import Ranks
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.passes.spec import ParamSpec, encode_dtype
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.passes.language.spec import ParamSpec, encode_dtype
 
 __all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_params", "weights_of"]
 

@@ -16,14 +16,14 @@ from torch import nn
 
 from compile_muon.agreement.compare import by_rank
 from compile_muon.agreement.together import Ranks
+from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.experts.load import Block, boxes, origins_of
 from compile_muon.files.safetensors import TensorFacts, TensorFile, nbytes, ordered
 from compile_muon.files.tensor_folder import TensorFolder, batches, parse_size, place, split
 from compile_muon.files.tensors import Box
-from compile_muon.passes.spec import encode_dtype
+from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
-from compile_muon.runtime.resident import start_refresh_by_owner
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire

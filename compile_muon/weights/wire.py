@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.passes.layout import Layout
+from compile_muon.passes.language.layout import Layout
 from compile_muon.weights.named_tensors import Entry
 
 __all__ = ["Wire"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import ParamSpec, decode_dtype
-from ..work import Category
+from ..language.spec import ParamSpec, decode_dtype
+from ..language.work import Category
 from .matrices import MethodInputs, as_matrices, orthogonalized
 from .transfers import hand_round
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from compile_muon.kernels.dispatch import symmetric_kernels
 
+from ..language.spec import MuonSpec, decode_dtype
+from ..language.views import View
 from ..methods import Made, Seen, matrix_method
 from ..methods.method import MOMENTUM
-from ..spec import MuonSpec, decode_dtype
-from ..views import View
 
 __all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
 

@@ -20,10 +20,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..holder import FETCH
+from ..language.holder import FETCH
+from ..language.spec import ParamSpec, decode_dtype
 from ..methods import matrix_method
 from ..momentum import Updated, takes, updates_of
-from ..spec import ParamSpec, decode_dtype
 from .local import local
 from .matrices import MethodInputs, wire_dtype
 from .owner import owner

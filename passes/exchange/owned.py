@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..language.spec import ParamSpec
+from ..language.work import Category
 from ..methods import State
-from ..spec import ParamSpec
-from ..work import Category
 from .shares import shares
 
 __all__ = ["Owned", "matrix_shapes", "owned", "parts_of_state", "state_shape"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..costs import Costs, owned_work
-from ..spec import ParamSpec, decode_dtype
-from ..work import Category
+from ..language.spec import ParamSpec, decode_dtype
+from ..language.work import Category
 from .matrices import MethodInputs, orthogonalized
 from .packing import pack, unpack
 from .shares import Share, by_parameter, shares

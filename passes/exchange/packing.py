@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..spec import decode_dtype
+from ..language.spec import decode_dtype
 from .lift import land
 
 __all__ = ["pack", "unpack", "unpack_into"]

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..spec import ParamSpec
-from ..views import Block, View
+from ..language.spec import ParamSpec
+from ..language.views import Block, View
 from .matrices import as_matrices
 
 __all__ = ["Share", "by_parameter", "shares"]

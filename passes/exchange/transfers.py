@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import Axis
-from ..spec import ParamSpec, decode_dtype
-from ..work import Category
+from ..language.layout import Axis
+from ..language.spec import ParamSpec, decode_dtype
+from ..language.work import Category
 from .lift import LIFT
 from .packing import pack, unpack
 

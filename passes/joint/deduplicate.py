@@ -8,9 +8,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..edit import replace
-from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
+from ..language.markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
+from ..language.spec import ParamSpec
 from ..pipeline import GraphPass, PassContext, tensor_value
-from ..spec import ParamSpec
 
 __all__ = ["DEDUPLICATE"]
 

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import bytes_sent, collectives, is_wait, matrices
 from ..edit import inline
+from ..language.work import Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
-from ..work import Work, work_of
 
 __all__ = ["ANNOTATE"]
 

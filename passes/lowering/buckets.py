@@ -11,7 +11,7 @@ from ..exchange.matrices import wire_dtype
 from ..exchange.orthogonalize import route
 from ..exchange.shares import shares
 from ..formulas import bucket_bytes
-from ..spec import ParamSpec, decode_dtype
+from ..language.spec import ParamSpec, decode_dtype
 
 __all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
 

@@ -7,11 +7,11 @@ from torch.fx import GraphModule, Node
 
 from ..edit import append_inputs, inline, insert_outputs, replace
 from ..exchange import transfers
-from ..markers import ReduceGrad
+from ..language.markers import ReduceGrad
+from ..language.request import BackwardRequest, Purpose, ReducedGrad
+from ..language.spec import decode_dtype
+from ..language.work import Category, Work
 from ..pipeline import PassContext, tensor_value
-from ..request import BackwardRequest, Purpose, ReducedGrad
-from ..spec import decode_dtype
-from ..work import Category, Work
 from .buckets import group_neighbours
 
 __all__ = ["lower_gradients", "reduced_grads"]

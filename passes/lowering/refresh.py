@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..holder import holder_of
+from ..language.holder import holder_of
 from ..pipeline import GraphKind, GraphPass, PassContext
 
 __all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]

@@ -41,9 +41,9 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
 from ..exchange.lift import LIFT
-from ..holder import FETCH
+from ..language.holder import FETCH
+from ..language.work import Category, Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
-from ..work import Category, Work, work_of
 from .buckets import largest_bucket
 
 __all__ = ["SCHEDULE"]

@@ -8,9 +8,9 @@ from torch.fx import GraphModule, Node
 from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
 from ..joint.recompute import is_view_or_cast
-from ..markers import MARKERS
+from ..language.markers import MARKERS
+from ..language.work import Category, work_of
 from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
-from ..work import Category, work_of
 
 __all__ = ["VERIFY"]
 

@@ -8,9 +8,9 @@ from torch.fx import GraphModule, Node
 from ..edit import inline, replace
 from ..exchange import transfers
 from ..joint.recompute import is_view_or_cast
-from ..markers import Unshard
+from ..language.markers import Unshard
+from ..language.work import Category, Work
 from ..pipeline import PassContext
-from ..work import Category, Work
 from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident
 

@@ -62,8 +62,8 @@ def _trusted(module: Any) -> None:
 
 _CHANGED: dict[str, Callable[[ModuleType], None]] = {
     "torch.backends.cuda": _attention,
-    "compile_muon.runtime.step_checks": _checks,
-    "compile_muon.runtime.gathered_copies": _gathered_copies,
+    "compile_muon.engine.step_checks": _checks,
+    "compile_muon.engine.gathered_copies": _gathered_copies,
     "orthogonalizers": _right,
     "yardsticks": _trusted,
 }

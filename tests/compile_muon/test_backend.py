@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
+from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.kernels import newton_schulz
-from compile_muon.passes.markers import UNSHARD
-from compile_muon.runtime.sharded_param import sharded_param_of
+from compile_muon.passes.language.markers import UNSHARD
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
-from compile_muon.runtime.refusal import SHOWN
-from compile_muon.runtime.sharded_param import sharded_param_of
+from compile_muon.engine.refusal import SHOWN
+from compile_muon.engine.sharded_param import sharded_param_of
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import compile_muon
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.engine.dtensors import local_tensor
 
 MB = 1 << 20
 MATRICES, TABLES = 12, 8  # of 2 MB each, the momentum of one and the moments of the other

@@ -15,10 +15,10 @@ from torch.optim import lr_scheduler
 
 from compile_muon import MuonZero
 from compile_muon.config import Config, config_from_kwargs
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes import methods
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, Rate, State
 from compile_muon.passes.methods.method import DECAY, LR
-from compile_muon.runtime.shards import local_tensor
 
 
 class Model(nn.Module):

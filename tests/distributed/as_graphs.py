@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compile_muon import backend
+from compile_muon.engine.recorded import Recorded
 from compile_muon.passes import GraphKind
-from compile_muon.runtime.recorded import Recorded
 
 
 class AsGraphs(Recorded):

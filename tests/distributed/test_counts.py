@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from traced import Trace, trace
 
 import compile_muon
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.passes.formulas import bytes_by_axis
-from compile_muon.runtime.step_checks import StepChecks
 
 EXPERTS = 4
 FLOAT = 4  # bytes

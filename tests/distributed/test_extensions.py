@@ -16,9 +16,9 @@ from zoo import Uneven
 
 import compile_muon
 from compile_muon import Checkpointer, Extension, NonFiniteError
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.passes.norms import not_finite
-from compile_muon.runtime.sharded_param import ShardedParam
-from compile_muon.runtime.step_checks import StepChecks
 
 DECAY = 0.75
 

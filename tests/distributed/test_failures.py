@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import compile_muon
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.engine.dtensors import local_tensor
 
 WIDTH = 10
 

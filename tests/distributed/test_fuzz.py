@@ -617,7 +617,7 @@ def test_random_loops_on_three_ranks(ranks: Callable[[int], Ranks], kind, stage)
 
 def test_the_loops_would_notice(monkeypatch):
     """A step that trusts every direction must fail."""
-    from compile_muon.runtime.step_checks import StepChecks
+    from compile_muon.engine.step_checks import StepChecks
 
     monkeypatch.setattr(StepChecks, "held", lambda self: frozenset(self.names("ready")))
     with pytest.raises(AssertionError, match="seed plain-"):

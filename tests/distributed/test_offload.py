@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
+from compile_muon.engine import step as engine_step
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.passes.methods import adamw
-from compile_muon.runtime import step as runtime_step
-from compile_muon.runtime.shards import local_tensor
 
 SMALL = {"buffer_bytes": 1}  # so that there are many buckets
 
@@ -426,13 +426,13 @@ def _through_a_fault(
     if world_and_rank()[1] == rank:
         call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))
     error = ""
-    commit = runtime_step.commit
+    commit = engine_step.commit
 
     def failing_commit(*args: Any) -> Any:  # a read ahead of that fails amid an exchange, which others wait in
         with mock.patch.object(disk, what, call):
             return commit(*args)
 
-    with mock.patch.object(runtime_step, "commit", failing_commit):
+    with mock.patch.object(engine_step, "commit", failing_commit):
         try:
             optimizer.step()
         except OffloadError as found:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import compile_muon
-from compile_muon.runtime.other_holders import watched
+from compile_muon.engine.other_holders import watched
 
 X = torch.ones(2, 6)
 

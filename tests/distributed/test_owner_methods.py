@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes.methods import matrix_method
-from compile_muon.runtime.shards import local_tensor
 
 SHAPES = {"wide": (6, 12), "tall": (13, 6), "square": (8, 8), "stack": (3, 6, 8), "vector": (5,)}
 STEPS = 8

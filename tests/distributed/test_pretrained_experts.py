@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import compile_muon
 from compile_muon import CheckpointError
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.engine.dtensors import local_tensor
 
 KINDS = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss")
 MATRIX = 16 * 32  # elements of one matrix of one expert

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import compile_muon
 from compile_muon import UnsupportedModelError
 from compile_muon.config import SequenceParallelConfig, config_from_kwargs
-from compile_muon.passes import attention
-from compile_muon.passes.attention import largest_logits
-from compile_muon.runtime.sharded_param import ShardedParam
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.passes.dynamo import logits as logits_pass
+from compile_muon.passes.dynamo.logits import largest_logits
 
 WIDTH, SIZE = 12, 4
 
@@ -377,7 +377,7 @@ def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(insi
 
 def test_blocks_of_rows_see_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(2, 4, 11, 3), torch.randn(2, 2, 7, 3)
-    monkeypatch.setattr(attention, "_BLOCK", 4)
+    monkeypatch.setattr(logits_pass, "_BLOCK", 4)
     mask = torch.randn(2, 1, 11, 7)
     logits = 0.3 * q @ k.repeat_interleave(2, 1).mT
     for causal, given, expected in (

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import compile_muon
+from compile_muon.engine import resident
 from compile_muon.model.mesh import Mesh
-from compile_muon.runtime import resident
 
 RESIDENT = pytest.mark.parametrize("stage", [1, 2])
 

@@ -12,7 +12,7 @@ from compile_muon.passes import GraphKind, Purpose, formulas, reduced_grads
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.exchange.owner import assign_owners
-from compile_muon.passes.layout import Axis
+from compile_muon.passes.language.layout import Axis
 
 _c10d = torch.ops._c10d_functional
 

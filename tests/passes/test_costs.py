@@ -14,8 +14,8 @@ from compile_muon.config.machine import load_costs
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.kernels.operations import gram_flops, standard_flops
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, gather_start, owned_work, reduce_start
-from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.spec import MuonSpec
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.spec import MuonSpec
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
 NODES = Costs(

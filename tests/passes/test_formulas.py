@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compile_muon
 from compile_muon.passes import formulas
-from compile_muon.passes.layout import Axis, Layout
+from compile_muon.passes.language.layout import Axis, Layout
 
 
 def over_all_axes(by_axis, name, rows, cols, *, world, replicas=1, itemsize):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import compile_muon
+from compile_muon.engine import frame
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes import momentum
 from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS
 from compile_muon.passes.pipeline import GraphKind, GraphPass, PassContext
-from compile_muon.runtime import frame
-from compile_muon.runtime.shards import local_tensor
 
 
 class Model(nn.Module):

@@ -127,7 +127,7 @@ def test_bytes_of_collectives_are_those_of_rings(module) -> None:
 
 def test_numbers_are_made_up_in_what_a_program_imports() -> None:
     code = (
-        "import orthogonalizers, yardsticks; from compile_muon.runtime.step_checks import StepChecks;"
+        "import orthogonalizers, yardsticks; from compile_muon.engine.step_checks import StepChecks;"
         "assert orthogonalizers.worst_block(None, None) == 0.0;"
         "assert StepChecks.wait.__module__ == StepChecks.each.__module__ == 'scripted'"
     )

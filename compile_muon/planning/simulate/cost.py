@@ -20,8 +20,8 @@ from compile_muon.kernels.gpu.model import Result
 from compile_muon.kernels.gpu.model import seconds as launch_seconds
 from compile_muon.kernels.gpu.tiles import Table as Tiles
 from compile_muon.kernels.iterations import FORMS
+from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.passes.spec import encode_dtype
 from compile_muon.passes.torch_private import flop_formula
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.fusion import function_entries, moved_bytes

@@ -11,8 +11,8 @@ from compile_muon.config import Config, config_from_kwargs
 from compile_muon.kernels.call_plan import AUTO_LIMIT
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.param_spec import muon_spec
-from compile_muon.passes.layout import Layout
-from compile_muon.passes.spec import MuonSpec
+from compile_muon.passes.language.layout import Layout
+from compile_muon.passes.language.spec import MuonSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

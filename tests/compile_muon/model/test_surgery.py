@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from compile_muon import MuonZero, UnsupportedModelError, full_parameters
+from compile_muon.engine.gathered_copies import GatheredCopies, fingerprint
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.runtime.gathered_copies import GatheredCopies, fingerprint
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -339,7 +339,7 @@ def test_reads_in_forwards_are_fingerprinted_at_first_alone(
     def never(tensors: object) -> None:
         raise AssertionError("fingerprinted")
 
-    monkeypatch.setattr("compile_muon.runtime.gathered_copies.fingerprint", never)
+    monkeypatch.setattr("compile_muon.engine.gathered_copies.fingerprint", never)
     model(X).sum().backward()
     with pytest.raises(AssertionError, match="fingerprinted"):
         model.down.weight  # noqa: B018

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from compile_muon import MuonZero
 from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.engine import frame
+from compile_muon.engine import step as engine_step
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import LOWERING_PASSES, GraphKind
 from compile_muon.passes.collectives import Traffic
@@ -28,9 +31,6 @@ from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.planning.simulate.offload_transfers import Move
-from compile_muon.runtime import frame
-from compile_muon.runtime import step as runtime_step
-from compile_muon.runtime.step_checks import StepChecks
 
 LAYERS, WORLD = 4, 4
 GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
@@ -141,7 +141,7 @@ def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pyte
     """
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(stage, backend="nccl", options=FrameOptions(codegen="eager")).simulated(SLOW).traffic
-    monkeypatch.setattr(runtime_step, "refused", lambda *args: False)
+    monkeypatch.setattr(engine_step, "refused", lambda *args: False)
     monkeypatch.setattr(StepChecks, "held", lambda checks: frozenset(checks.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):

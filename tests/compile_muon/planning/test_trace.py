@@ -12,6 +12,7 @@ from tiny_gpt import GPT
 from torch._subclasses import FakeTensor
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes.costs import Link
 from compile_muon.passes.lowering import buckets
 from compile_muon.planning import capture_step
@@ -21,7 +22,6 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
-from compile_muon.runtime.shards import local_tensor
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 AXES = ({"shard": 4}, {"replicate": 2, "shard": 2})

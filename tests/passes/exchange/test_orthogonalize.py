@@ -15,9 +15,9 @@ from compile_muon.kernels import newton_schulz
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.exchange.orthogonalize import STRATEGIES, orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
-from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.spec import MuonSpec, ParamSpec
-from compile_muon.passes.views import View
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec
+from compile_muon.passes.language.views import View
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5
 HYPER = torch.tensor([0.05, 0.95])

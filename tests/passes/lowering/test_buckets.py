@@ -16,9 +16,9 @@ from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes.costs import Costs, Link, exchange_start, gather_start, reduce_start
 from compile_muon.passes.formulas import bucket_bytes
-from compile_muon.passes.layout import Axis, Layout
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 from compile_muon.passes.lowering.buckets import bucket_matrices, group_neighbours, largest_bucket
-from compile_muon.passes.spec import MuonSpec, ParamSpec
 from compile_muon.planning.machine import load_machine
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from torch import nn
 
 from compile_muon import MuonZero
 from compile_muon.passes import LOWERING_PASSES, GraphKind
-from compile_muon.passes.holder import hold, holder_of
+from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.ranges import RANGE_POP, RANGE_PUSH
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import compile_muon
+from compile_muon.engine import frame
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.passes.lowering import room
 from compile_muon.passes.pipeline import GraphKind, GraphPass, PassContext
-from compile_muon.runtime import frame
 
 WIDTH, ROWS, LAYERS = 8, 2**12, 3
 SAVED = ROWS * WIDTH * 4 * LAYERS  # what each layer's ReLU leaves

@@ -12,10 +12,10 @@ from compile_muon.passes import LOWERING_PASSES, GraphKind, Purpose
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.exchange.lift import LIFT
-from compile_muon.passes.holder import FETCH
+from compile_muon.passes.language.holder import FETCH
+from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering import buckets, schedule
 from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
-from compile_muon.passes.work import Category, work_of
 
 LAYERS = 6
 BUCKET = 2 * 4 * 48 * 48  # two matrices

@@ -21,9 +21,9 @@ from compile_muon.passes import (
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import PassContractError, RequestError
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, Orthogonalize, ReduceGrad
-from compile_muon.passes.spec import MuonSpec, ParamSpec
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.markers import ORTHOGONALIZE, REDUCE_GRAD, Orthogonalize, ReduceGrad
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 
 ACCUMULATE, REDUCE, SPECULATE = Purpose
 JORDAN = (3.4445, -4.7750, 2.0315) * 5

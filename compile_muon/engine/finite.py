@@ -1,0 +1,42 @@
+"""Which directions of a step are not finite, by as little of them as tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compile_muon.passes.language.spec import ParamSpec
+from compile_muon.passes.methods import matrix_method
+from compile_muon.passes.norms import not_finite
+
+__all__ = ["directions_not_finite"]
+
+
+def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tensor]) -> Tensor:
+    """1.0 for each direction with an inf or NaN, else 0.0; ``[len(directions)]`` fp32. Nothing waits for the device.
+
+    What Newton-Schulz alone makes of a matrix is finite in all entries or in none, on every rank that has some of them:
+    one entry of each matrix tells. All is read where a method has more around it, or coefficients may diverge.
+
+    Args:
+        specs: of the parameters.
+        directions: at least one, each of its spec's ``layout.local_shape``.
+    """
+    corners = [_corners(spec, direction) for spec, direction in zip(specs, directions, strict=True)]
+    sizes = [0 if parts is None else sum(part.numel() for part in parts) for parts in corners]
+    entries = [part for parts in corners if parts is not None for part in parts]
+    flat = torch.cat(entries) if entries else directions[0].new_empty(0)
+    if set(sizes) == {1}:
+        return (~torch.isfinite(flat)).float()
+    pairs = zip(corners, directions, flat.split(sizes), strict=True)
+    return not_finite([direction if parts is None else seen for parts, direction, seen in pairs])
+
+
+def _corners(spec: ParamSpec, direction: Tensor) -> list[Tensor] | None:
+    """One entry of each matrix, None where that does not tell."""
+    muon = spec.muon_settings
+    if matrix_method(muon.method).whole is not None or not muon.all_or_nothing:
+        return None
+    return [part.corners(direction) for part in spec.parts]

@@ -1,0 +1,295 @@
+"""One compiled frame: the callables AOTAutograd runs for its forward and backward graphs.
+
+They are plain boxed callables around generated code. Forward notes the visit and keeps resident weights fresh; backward
+asks the ledger of each parameter what to do with its gradient. Each lowering is compiled when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compile_muon.agreement.status import TRAINING
+from compile_muon.config import FrameOptions
+from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.ledger import Ledger
+from compile_muon.engine.resident import keep_fresh
+from compile_muon.engine.sharded_param import ShardedParam, receiving, sharded_param_of
+from compile_muon.engine.speculation import Speculation
+from compile_muon.errors import MuonZeroError
+from compile_muon.passes import (
+    LOWERING_PASSES,
+    BackwardRequest,
+    GraphKind,
+    PassContext,
+    PassOptions,
+    Purpose,
+    ReducedGrad,
+    reduced_grads,
+    run_passes,
+)
+from compile_muon.passes.ahead import kernels_ahead
+from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
+from compile_muon.passes.language.markers import Orthogonalize, OrthogonalizeWith, ReduceGrad, Unshard
+from compile_muon.passes.ranges import ranged
+from compile_muon.passes.torch_private import (
+    SavedContext,
+    below_autograd,
+    compiled_autograd_active,
+    compiling_alone,
+    current_backward,
+)
+
+__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "eager_codegen", "lower", "lower_and_compile"]
+
+#: (graph, example inputs) -> boxed callable
+Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+#: boxed callable, and what one run sends
+Lowered = tuple[Callable[[list[Any]], Any], Traffic]
+#: (graph with markers, example inputs, what passes know) -> what they become
+Lowering = Callable[[GraphModule, Sequence[Any], PassContext], Lowered]
+
+#: lowerings of one backward graph that may speculate; a loop that asks for ever new ones gets gradients only
+_MAX_SPECULATING = 8
+
+
+def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
+    """Run the lowering passes; also count what one run sends."""
+    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
+    axes = {axis for marker in markers for axis in marker.spec.layout.axes}
+    gm = run_passes(gm, LOWERING_PASSES, ctx)
+    return gm, measure_traffic(gm, axes)
+
+
+def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen) -> Lowered:
+    """:func:`lower`, and generate code; backward and step graphs are, while another thread may compile its model."""
+    with compiling_alone():
+        gm, traffic = lower(gm, ctx)
+        appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
+        with contextlib.nullcontext() if codegen is eager_codegen else kernels_ahead(gm):
+            return below_autograd(codegen(gm, [*inputs, *appended])), traffic
+
+
+def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Run the graph as it stands."""
+    return make_boxed_func(gm.forward)
+
+
+def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
+    sharded_params = []
+    for position in positions:
+        sharded = sharded_param_of(args[position])
+        if sharded is None:
+            raise MuonZeroError(
+                "a compiled graph got a weight that belongs to no MuonZero optimizer; "
+                "the optimizer was deleted or the module copied: call compile_muon.MuonZero on this model"
+            )
+        sharded_params.append(sharded)
+    return sharded_params
+
+
+def _note(half: str, frame: str, sharded_params: Sequence[ShardedParam], details: Sequence[str]) -> None:
+    """Leave a visit that met other ranks in the frame log of every optimizer whose parameters it read."""
+    read: dict[Ledger, list[str]] = {}
+    for sharded in sharded_params:
+        read.setdefault(sharded.ledger, []).append(sharded.name)
+    for ledger, names in read.items():
+        ledger.frame_log.note(half, frame, names, details)
+
+
+def _range(options: PassOptions, name: str) -> AbstractContextManager[None]:
+    """Around a visit: also ends the ranges that a graph has opened when it raises."""
+    return ranged(name) if options.nvtx else contextlib.nullcontext()
+
+
+def _buckets(options: PassOptions) -> str:
+    return f"buckets of {options.bucket_bytes} bytes"
+
+
+class ForwardGraph:
+    """Boxed callable of a forward or inference graph.
+
+    Args:
+        trained: names of the state inputs whose parameters the frame's backward produces gradients for; each visit
+            owes them one backward visit. Empty for inference graphs.
+    """
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        ctx: PassContext,
+        lowering: Lowering,
+        options: FrameOptions,
+        trained: frozenset[str],
+    ) -> None:
+        self._options = options
+        self._frame = ctx.frame
+        self._title = ctx.title
+        placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        unshards = Unshard.all(gm)
+        # In the order of their gathers, which every rank must keep.
+        self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
+        self._meets = any(marker.spec.layout.gathered for marker in unshards)
+        self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
+        values = {i: node.meta.get("val") for node, i in placeholders.items()}
+        self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
+        self._trained = [i for node, i in placeholders.items() if node.name in trained]
+        self._run, self._traffic = lowering(gm, inputs, ctx)
+        self._inference = ctx.kind is GraphKind.INFERENCE
+        self._visited = False
+
+    def __call__(self, args: list[Any]) -> Any:
+        if not self._read:
+            return self._run(args)
+        sharded_params, trained = _params_at(args, self._read), _params_at(args, self._trained)
+        if trained and compiled_autograd_active():
+            raise MuonZeroError(
+                "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
+                "turn it off (torch._dynamo.config.compiled_autograd = False)"
+            )
+        ledger, names = sharded_params[0].ledger, [sharded.name for sharded in sharded_params]
+        with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
+            for hooks in dict.fromkeys(sharded.ledger.hooks for sharded in sharded_params):
+                for before in hooks.before_forward:
+                    before(self._groups, [args[i] for i in self._integers])
+            if self._meets:
+                ledger.status.change(ledger.phase(evaluates=self._inference))
+            for gathered in dict.fromkeys(sharded.gathered for sharded in sharded_params):
+                gathered.check()
+            for sharded in sharded_params:
+                keep_fresh(sharded)
+                sharded.ledger.options = self._options
+            for sharded in trained:
+                sharded.visits.forward()
+                sharded.watch()
+            results = self._run(args)
+        ledger.count(self._traffic)
+        ledger.counters.graphs += not self._visited
+        self._visited = True
+        if self._meets:
+            _note("forward", self._frame, sharded_params, [_buckets(self._options)])
+        return results
+
+
+@dataclass
+class BackwardGraph:
+    """Boxed callable of a backward graph: picks a lowering at call time.
+
+    Args:
+        gm: the backward graph, markers in place; never modified.
+        inputs: its example inputs.
+        ctx: what passes know of it, but for the request.
+        lowering: how to lower and compile it.
+    """
+
+    gm: GraphModule
+    inputs: Sequence[Any]
+    ctx: PassContext
+    lowering: Lowering
+    grads: tuple[ReducedGrad, ...] = ()
+    _variants: dict[BackwardRequest, Lowered] = field(default_factory=dict)
+    _context: SavedContext = field(default_factory=SavedContext)
+    _boxed_call: bool = True
+
+    def __post_init__(self) -> None:
+        self.grads = reduced_grads(self.gm)
+        self._outputs = len(self.gm.graph.output_node().args[0])
+
+    def __call__(self, args: list[Any]) -> Any:
+        sharded_params = _params_at(args, [grad.state_index for grad in self.grads])
+        if not sharded_params:
+            return self._visit(args, sharded_params)
+        status, names = sharded_params[0].ledger.status, [sharded.name for sharded in sharded_params]
+        with status.at("backward", self.ctx.frame, names), _range(self.ctx.options, self.ctx.title):
+            status.change(TRAINING)
+            return self._visit(args, sharded_params)
+
+    def _visit(self, args: list[Any], sharded_params: Sequence[ShardedParam]) -> Any:
+        call = current_backward()
+        receives = receiving(sharded_params)
+        for sharded, delivers in zip(sharded_params, receives, strict=True):
+            sharded.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
+        request = self._request(sharded_params, receives, call)
+        # Who keeps what others have dropped adds to another gradient than they do.
+        details = [
+            f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose.value
+            for sharded, purpose in zip(sharded_params, request.purposes, strict=True)
+        ]
+        run, traffic = self._variant(request, sharded_params)
+        taken = [sharded_params[i].sums.take(call) for i in request.unreduced_inputs]
+        carried = [sharded_params[i].local_grad.detach() for i in request.carried_inputs]
+        # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
+        args.extend(tensor.contiguous() for tensor in (*taken, *carried))
+        results = list(run(args))
+        extras = request.split(results[self._outputs :])
+        for index, grad in extras.unreduced.items():
+            if receives[index]:
+                # A replay between micro-batches writes the next one to its place.
+                sharded_params[index].sums.keep(
+                    call, grad.clone() if sharded_params[index].ledger.replays_between else grad
+                )
+        rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
+        for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
+            sharded = sharded_params[index]
+            edits = edits_of(sharded.momentum_buffer)
+            sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches))
+            sharded.ledger.counters.speculated += 1
+        if sharded_params:
+            sharded_params[0].ledger.count(traffic)
+        if traffic.collectives:
+            _note("backward", self.ctx.frame, sharded_params, [*details, _buckets(self.ctx.options)])
+        return results[: self._outputs]
+
+    def _request(self, sharded_params: Sequence[ShardedParam], receives: Sequence[bool], call: int) -> BackwardRequest:
+        """Ask the ledger of each parameter."""
+        for sharded, delivers in zip(sharded_params, receives, strict=True):
+            if delivers:
+                sharded.begin_backward(call)
+        for ledger in dict.fromkeys(sharded.ledger for sharded in sharded_params):
+            if ledger.before_backward is not None:
+                ledger.before_backward()
+        purposes = [
+            sharded.ledger.purpose(sharded, call, receives=delivers, speculates=grad.speculates)
+            for sharded, delivers, grad in zip(sharded_params, receives, self.grads, strict=True)
+        ]
+        if not any(receives):  # autograd.grad() may have asked for some of them: they must be whole
+            purposes = [Purpose.REDUCE] * len(purposes)
+
+        def request(purposes: Sequence[Purpose]) -> BackwardRequest:
+            both = list(zip(sharded_params, purposes, strict=True))
+            return BackwardRequest(
+                purposes=tuple(purposes),
+                unreduced=tuple(
+                    delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
+                    for (a, p), delivers in zip(both, receives, strict=True)
+                ),
+                carried=tuple(p is Purpose.SPECULATE and a.grad is not None for a, p in both),
+            )
+
+        wanted = request(purposes)
+        speculating = sum(Purpose.SPECULATE in known.purposes for known in self._variants)
+        if wanted not in self._variants and Purpose.SPECULATE in purposes and speculating >= _MAX_SPECULATING:
+            return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
+        return wanted
+
+    def _variant(self, request: BackwardRequest, sharded_params: Sequence[ShardedParam]) -> Lowered:
+        if request not in self._variants:
+            ctx = replace(self.ctx, request=request, timings={})
+            gm = copy.deepcopy(self.gm)
+            with self._context.restored():
+                self._variants[request] = self.lowering(gm, self.inputs, ctx)
+            if sharded_params:
+                sharded_params[0].ledger.counters.graphs += 1
+                sharded_params[0].ledger.left = max(sharded_params[0].ledger.left, ctx.left)
+        return self._variants[request]

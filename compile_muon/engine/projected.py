@@ -1,0 +1,108 @@
+"""Gradients as their methods average them: seen beside the weight and what is kept of rows, ahead of Newton-Schulz."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import MASTER, ProvideStates, StateRequest
+from compile_muon.engine.trained import Trained
+from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method
+from compile_muon.passes.torch_private import group_named
+
+__all__ = ["Projected", "exact_weights", "over_whole_rows", "project"]
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What stands for the gradient of a shard.
+
+    Args:
+        gradient: like the shard, in the dtype of states.
+        sums: of each part of the shard, over whole rows; None where the method asks for none.
+    """
+
+    gradient: Tensor
+    sums: Sequence[Tensor | None]
+
+
+def over_whole_rows(own: Sequence[tuple[ShardedParam, Tensor | None]]) -> None:
+    """Have sums over this rank's columns be sums over whole rows, in place: one all-reduce for all that share a group,
+    where ranks have parts of the same rows."""
+    shared: dict[str, list[Tensor]] = {}
+    for sharded, sums in own:
+        if sums is not None and sharded.spec.cut_in_columns:
+            shared.setdefault(sharded.spec.layout.tensor.group, []).append(sums)
+    for group, several in shared.items():
+        joined = torch.cat([x.reshape(-1) for x in several])
+        dist.all_reduce(joined, group=group_named(group))
+        for x, whole in zip(several, joined.split([x.numel() for x in several]), strict=True):
+            x.copy_(whole.view(x.shape))
+
+
+def exact_weights(
+    provide: ProvideStates, sharded_params: Sequence[ShardedParam]
+) -> Iterator[tuple[ShardedParam, Tensor]]:
+    """What a step writes of each parameter, to be read until the next is asked for: the shard, or the master weight
+    that it is rounded from."""
+    yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
+    rounded = [sharded for sharded in sharded_params if sharded.spec.master]
+    for own, states in provide(rounded, StateRequest.MASTERS_READ) if rounded else ():
+        yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(own, states, strict=True))
+
+
+def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> dict[str, Projected]:
+    """Of those whose methods ask for it, by name; nothing is modified. The weight is the one that the step will write.
+
+    Args:
+        sharded_params: of matrices, the same on every rank.
+        grads: of their shards, zeros where there is none.
+    """
+    pairs = zip(sharded_params, grads, strict=True)
+    asked = {a: grad.contiguous() for a, grad in pairs if _method(a).project is not None}
+    found = {
+        a: Projected(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), []) for a, grad in asked.items()
+    }
+    cut = [sharded for sharded in asked if sharded.spec.cut_in_columns]
+
+    def write(sharded: ShardedParam, pieces: Sequence[Piece]) -> None:
+        hook, made = _method(sharded).project, found[sharded]
+        assert hook is not None
+        for part, piece, sums in zip(sharded.now.parts, pieces, made.sums, strict=True):
+            part.of(made.gradient).copy_(hook(replace(piece, sums=sums)))
+
+    # Masters that are offloaded take turns in buffers: no piece outlives its own.
+    for sharded, weight in exact_weights(trained.provide, list(asked)):
+        pieces, sums_of = _pieces(trained, sharded, asked[sharded], weight), _method(sharded).project_sums
+        sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]
+        found[sharded] = replace(found[sharded], sums=sums)
+        if sharded not in cut:
+            write(sharded, pieces)
+    over_whole_rows([(sharded, sums) for sharded in cut for sums in found[sharded].sums])
+    for sharded, weight in exact_weights(trained.provide, cut):
+        write(sharded, _pieces(trained, sharded, asked[sharded], weight))
+    return {sharded.name: made for sharded, made in found.items()}
+
+
+def _method(sharded: ShardedParam) -> MatrixMethod:
+    return matrix_method(sharded.spec.muon_settings.method)
+
+
+def _pieces(trained: Trained, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
+    """As ``project`` sees them, without sums."""
+    slots, device = trained.optimizer.state[sharded.param], grad.device
+    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
+    grad, weight = (x.to(device, wide).contiguous() for x in (grad, weight))
+    rows = {s.name: local_tensor(slots[s.name]).to(device) for s in _method(sharded).states if s.each == "row"}
+    found = []
+    for part in sharded.now.parts:
+        gradient, kept = part.of(grad), {name: part.of_rows(state) for name, state in rows.items()}
+        found.append(Piece(gradient, part.of(weight), gradient, kept, None, {}, part.rows, part.cols))
+    return found

@@ -1,0 +1,158 @@
+"""Why a step writes nothing: its ranks do not do the same, or something that it would use is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from compile_muon.agreement.compare import gather_objects, ranks_named
+from compile_muon.engine.ledger import Counters, Ledger
+from compile_muon.engine.step_agreement import Agreement
+from compile_muon.engine.step_checks import StepChecks
+from compile_muon.engine.trained import Trained
+from compile_muon.errors import LedgerError, NonFiniteError, listed
+from compile_muon.passes.norms import not_finite
+from compile_muon.progress import is_first_rank
+
+__all__ = ["SHOWN", "check_agreement", "refused"]
+
+#: how many skipped steps have a line each
+SHOWN = 5
+_log = logging.getLogger("compile_muon")
+#: of a gradient's norm, whose square is finite in fp32
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+
+
+def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement | None) -> None:
+    """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
+    if trained.group is None:
+        return
+    if checks.names("refused"):
+        raise checks.refusal or LedgerError(
+            "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
+            "every rank what is done to it on one"
+        )
+    missing = [name for name, count in checks.numbers("missing").items() if 0 < count < trained.group.size()]
+    if missing:
+        where = checks.ranks({"missing": missing})
+        raise LedgerError(
+            f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
+            f"step {checks.step}; every rank must use the same parameters in a step, e.g. by adding "
+            "0 * parameter.sum() to the loss where one is not used"
+        )
+    if agreement is not None:
+        agreement.check(checks, trained.group)
+    if trained.ledger.checks_later:
+        # A rank on which all directions hold does not wait to hear that they do not on another.
+        some = [name for name, count in checks.numbers("ready").items() if 0 < count < trained.group.size()]
+        if some:
+            raise LedgerError(
+                f"gradient of {listed(some)} was edited{checks.ranks({'ready': some})} only: nothing was updated "
+                f"in step {checks.step}; edit gradients on every rank, or set checks='in_step'"
+            )
+
+
+def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
+    """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+
+    Args:
+        wrong: names by kind.
+        later: whether its gradients may be gone.
+    """
+    others = trained.ledger.hooks.peers.elsewhere()
+    if not wrong and not others:
+        return False
+    zero, counters = trained.config.zero, trained.ledger.counters
+    if wrong:
+        found = _named(trained, checks, wrong, later=later)
+    else:
+        found = f"{others} found inf or nan, and itself says where"
+    for why in trained.ledger.hooks.why_not_finite:
+        if (known := why()) is not None:
+            raise NonFiniteError(f"{known[0]}: nothing was updated in step {checks.step}; {known[1]}")
+    problem = f"{found}: nothing was updated in step {checks.step}"
+    if zero.nonfinite == "error":
+        raise NonFiniteError(
+            f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps out"
+        )
+    counters.skipped += 1
+    counters.skipped_in_a_row += 1
+    if counters.skipped_in_a_row >= zero.max_skipped_steps:
+        raise NonFiniteError(
+            f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
+            "does not recover by itself, go back to a checkpoint"
+        )
+    if is_first_rank():
+        _tell(trained.ledger, problem)
+    return True
+
+
+def _tell(ledger: Ledger, problem: str) -> None:
+    """A line for each of the first skipped steps; the number of all when the optimizer goes, or the interpreter."""
+    skipped = ledger.counters.skipped
+    if skipped == 1:
+        weakref.finalize(ledger, _tell_number, ledger.counters)
+    if skipped <= SHOWN:
+        quiet = "; later ones are only counted (optimizer.totals()['skipped_steps'])" if skipped == SHOWN else ""
+        _log.warning(f"{problem}; the step was skipped{quiet}")
+
+
+def _tell_number(counters: Counters) -> None:
+    _log.warning(f"steps skipped for inf or nan (nonfinite='skip'): {counters.skipped}")
+
+
+def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool) -> str:
+    """What is not finite, and where; collective."""
+    value, large = "inf or nan", frozenset[str]()
+    squares = checks.numbers("gradient")
+    together = trained.compares and (not later or trained.config.zero.nonfinite == "error")
+    spoiled = _spoiled(trained, wrong.get("direction", ()), together)
+    if any(spoiled):
+        momenta = sorted(frozenset().union(*spoiled))
+        others = [name for name in wrong["direction"] if name not in momenta]
+        wrong = {**wrong, "momentum": momenta, "direction": others}
+    if infinite := [name for name in wrong.get("gradient", ()) if squares[name] == math.inf]:
+        if later:
+            value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
+        else:
+            large = _finite(trained, infinite)
+    found = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
+    parts = ["; ".join(f"{what} of {listed(names)}" for what, names in found.items() if names)]
+    parts[0] += f" = {value}" if parts[0] else ""
+    if large:
+        named = listed([name for name in infinite if name in large])
+        parts.append(f"gradient of {named} = over {_LARGEST:.1e}, finite, but its square is inf in float32")
+    where = ""
+    if trained.compares and trained.config.zero.nonfinite == "error":
+        holders = [rank for rank, names in enumerate(spoiled) if names]
+        where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else checks.ranks(wrong)
+    return "; ".join(filter(None, parts)) + where + trained.ledger.hooks.peers.here()
+
+
+def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set[str]]:
+    """Of each rank, of which of these the momentum is not finite, whence the direction is not.
+
+    Args:
+        together: collective; else of this rank alone.
+    """
+    resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
+    wrong = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
+    mine = {sharded.name for sharded, flag in zip(resident, wrong, strict=True) if flag}
+    return _of_ranks(trained, mine, together=together and bool(names))
+
+
+def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
+    """Those of these gradients that hold no inf on any rank; collective."""
+    named = {sharded.name: sharded for sharded in (*trained.muon, *trained.rest)}
+    held = [name for name in names if named[name].grad is not None]
+    infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
+    return frozenset(names).difference(*_of_ranks(trained, infinite, together=trained.compares))
+
+
+def _of_ranks(trained: Trained, mine: set[str], *, together: bool) -> list[set[str]]:
+    """These names of every rank, which is collective; of this one alone unless ``together``."""
+    return gather_objects(mine, trained.group) if together and trained.group is not None else [mine]

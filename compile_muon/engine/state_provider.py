@@ -1,0 +1,160 @@
+"""What a step and its graphs ask of whoever keeps states that may not be resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from compile_muon.errors import LedgerError, warn_user
+
+if TYPE_CHECKING:
+    from compile_muon.engine.sharded_param import ShardedParam
+    from compile_muon.passes.language.spec import ParamSpec
+
+__all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "ProvideStates", "StateProvider", "StateRequest"]
+
+#: the state that is a master weight, of parameters that are rounded copies of one
+MASTER = "master_weight"
+#: beside the states of a parameter whose step the host computes: what it writes, and along what
+WEIGHT, GRADIENT = "weight", "gradient"
+#: beside states that are provided by rows: these rows of the parameter, whose gradient is ``GRADIENT`` then
+ROWS = "rows"
+
+
+#: names of 0.1.0 -> what they are called
+_FORMER = {"lend": "provide", "beside": "all_resident"}
+
+
+class StateRequest(Enum):
+    """What of parameters a step asks for.
+
+    Attributes:
+        STATES: momenta and what methods keep.
+        STATES_MASTERS_READ: the same, and master weights to be read only.
+        MASTERS: master weights, to be written.
+        MASTERS_READ: master weights, to be read only, ahead of the commit.
+        ALL: states and master weights, to be written.
+    """
+
+    STATES = "states"
+    STATES_MASTERS_READ = "states, and masters to be read"
+    MASTERS = "masters"
+    MASTERS_READ = "masters to be read"
+    ALL = "all"
+
+
+_Bucketwise: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
+#: parameters, what of them -> some of them after the other, each with its states: what is written to these is kept. The
+#: momentum is one of them, but where it was moved already.
+ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], _Bucketwise]"
+
+
+class StateProvider:
+    """All states are resident. A subclass keeps some of them, and provides them.
+
+    Attributes:
+        all_resident: whether nothing is kept here, so that nobody need ask.
+    """
+
+    all_resident = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take methods and attributes under the names of 0.1.0, which go with the next version."""
+        super().__init_subclass__(**options)
+        for former, name in _FORMER.items():
+            if former in vars(cls) and name not in vars(cls):
+                warn_user(f"{cls.__name__}.{former} is called {name} from 0.2 on; rename it")
+                setattr(cls, name, vars(cls)[former])
+
+    def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
+        """Make room for what will be kept here, ahead of the first change of the model; on every rank.
+
+        Args:
+            specs: of all parameters, by name.
+            owners: of the matrices of those with states at owners, by name.
+        """
+
+    def keep_master(self, name: str, master: Tensor) -> None:
+        """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
+
+    def names(self, sharded: ShardedParam) -> frozenset[str]:
+        """Of its states that are kept here, as methods name them."""
+        return frozenset()
+
+    def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
+        """Write the momentum of a parameter to ``out``; a direction is made of it and ``grad``."""
+        raise LedgerError(f"{sharded.name}: its momentum is kept by the optimizer of the model that this is a copy of")
+
+    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
+        """Those whose momentum was moved toward the gradient when it was fetched, to be kept by the step under way.
+
+        Args:
+            fetches: which fetch a direction that the step uses is made of.
+        """
+        return frozenset()
+
+    def provide(
+        self,
+        sharded_params: Sequence[ShardedParam],
+        what: StateRequest,
+        step: int,
+        *,
+        moved: Collection[ShardedParam] = (),
+    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+        """The states of these parameters, some after the other; what is written to them is kept.
+
+        Those whose step the host computes have ``GRADIENT`` among them, and ``WEIGHT`` without a master weight, all in
+        host memory. They are not provided where the step is skipped.
+
+        States of one parameter that are larger than a buffer come some rows after the other, where a method works
+        element by element: with ``ROWS`` and ``GRADIENT`` of the same rows.
+
+        Args:
+            sharded_params: in any order.
+            what: of them. The block that is given master weights to write writes to the parameters too: they are put
+                back if the step fails.
+            step: which one.
+            moved: of whom the momentum is not asked for.
+        """
+        yield from ()
+
+    def writing(self, found_inf: Tensor | None) -> AbstractContextManager[None]:
+        """Around all that a step writes to states: on every rank all of it is kept, or nothing. Gradients are final.
+
+        Args:
+            found_inf: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
+        """
+        return nullcontext()
+
+    def confirm(self) -> None:
+        """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""
+
+    def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
+        """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if
+        it is not kept here."""
+        return None
+
+    def own(self) -> None:
+        """What users put into the optimizer's state, as they may, becomes what is kept."""
+
+    def settle(self) -> None:
+        """Return when host memory has all that was written."""
+
+    def folder_of(self, name: str, state: str) -> Path | None:
+        """Where the file is that has this state of a parameter; None if it is in memory."""
+        return None
+
+    @property
+    def bytes_off_device(self) -> int:
+        """Of this rank's state that is not on the device."""
+        return 0
+
+    @property
+    def bytes_in_buffers(self) -> int:
+        """Of the device that buckets of it take turns in."""
+        return 0

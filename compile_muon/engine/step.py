@@ -1,0 +1,194 @@
+"""What ``optimizer.step()`` does: gather facts, decide, make directions, commit, in this order on the page.
+
+Facts are what :mod:`~compile_muon.engine.facts` finds, the decision is a function of them
+(:mod:`~compile_muon.engine.decision`), :mod:`~compile_muon.engine.directions` makes what it asks for,
+:mod:`~compile_muon.engine.refusal` says why nothing is written, and :mod:`~compile_muon.engine.commit` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compile_muon.engine.commit import commit
+from compile_muon.engine.decision import Decision, Facts, decide
+from compile_muon.engine.directions import fetches_of, make, note
+from compile_muon.engine.facts import Begun, begin, measure, read
+from compile_muon.engine.recorded import Given, Launched, Recorded
+from compile_muon.engine.refusal import check_agreement, refused
+from compile_muon.engine.resident import start_refresh
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.step_agreement import Agreement
+from compile_muon.engine.step_checks import StepChecks
+from compile_muon.engine.trained import Trained
+from compile_muon.errors import LedgerError, listed
+from compile_muon.passes.collectives import Traffic
+
+__all__ = ["Step"]
+
+
+@dataclass(eq=False)
+class Step(Trained):
+    """The steps of one optimizer: what they share, and what the latest has found.
+
+    Args:
+        fetches: which of the momenta its directions are made of, where they are not resident.
+        grad_norm: on the device.
+        norm: the same as the host knows it, NaN before.
+        pending: checks and agreement that the host has not read yet, and names of the directions that were used.
+        recorded: steps as CUDA graphs; None where there are none.
+    """
+
+    fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
+    norm: float = float("nan")
+    pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
+    recorded: Recorded | None = None
+
+    def run(self) -> bool:
+        """One step on what ``.grad`` holds; returns whether it was not left out.
+
+        Raises:
+            NonFiniteError, LedgerError, UnsupportedModelError: nothing was written.
+        """
+        begun = begin(self)
+        written = self._launch(begun) if begun.mode.later else self._wait_and_write(begun)
+        self.ledger.close([*begun.muon, *begun.rest])
+        return written
+
+    def _wait_and_write(self, begun: Begun) -> bool:
+        """A step that the host knows to be right before it writes. It waits for the device once, and again only where
+        some directions were made in backward and others must be made here."""
+        self.grad_norm = norm = measure(self, begun)
+        facts = begun.facts if begun.mode.at_once else self._read(begun, begun.facts)
+        peers = self.ledger.hooks.peers
+        if not peers.alone:
+            facts = peers.confer(facts)
+            self.norm = facts.norm
+            self.grad_norm = norm = torch.tensor(facts.norm, dtype=torch.float32, device=self.device)
+        decision = decide(facts, begun.mode)
+        if refused(self, begun.checks, decision.wrong):
+            return False
+        made = make(self, begun, decision, norm)
+        self._count(begun, decision, made.traffic)
+        if decision.wait:
+            facts = self._read(begun, facts)
+        wrong = facts.wrong(facts.wanted)
+        peers.confirm(wrong=bool(wrong))
+        if refused(self, begun.checks, wrong):
+            return False
+        self.ledger.counters.skipped_in_a_row = 0
+        note(self, begun, decision, clipped=facts.clipped)
+        self.fetches = fetches_of(self, begun, decision)
+        commit(self, made, self.fetches)
+        self.count_step()
+        self.ledger.count(start_refresh(self._refreshed(begun)))
+        return True
+
+    def _launch(self, begun: Begun) -> bool:
+        """A step whose checks are read in the next one, and on which nothing here depends: all of it is launched, and
+        nothing waited for. A CUDA graph holds it where there is :attr:`recorded`."""
+        decision = decide(begun.facts, begun.mode)
+        self.fetches = fetches_of(self, begun, decision)
+        if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
+            alike = None if begun.agreement is not None and begun.agreement.copies is not None else begun.used(decision)
+            found = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
+        else:
+            found = self.launch(begun, decision, None)
+        self.grad_norm = found.norm
+        self.pending = found.checks, begun.agreement, decision.use | decision.make
+        self.count_step()
+        self._count(begun, decision, found.traffic)
+        note(self, begun, decision, clipped=False)
+        return True
+
+    def launch(self, begun: Begun, decision: Decision, given: Given | None) -> Launched:
+        """All that such a step asks of the device: of the same parameters and tensors the same in every step.
+
+        Args:
+            given: what differs from step to step, on the device; None for it to be copied there, and for the checks to
+                be sent to the host. Then resident weights are still on their way when this returns.
+        """
+        checks = begun.checks
+        norm = measure(self, begun, given)
+        made = make(self, begun, decision, norm)
+        checks.reduce()
+        if given is None:
+            checks.send()
+        found_inf = checks.found_inf()
+        if found_inf.is_cuda or found_inf.item() == 0:
+            rates = None if given is None else given.rates
+            commit(self, made, self.fetches, found_inf if found_inf.is_cuda else None, rates)
+        refreshed = self._refreshed(begun)
+        traffic = made.traffic + start_refresh(refreshed)
+        if given is not None:
+            for sharded in refreshed:
+                sharded.await_refresh()
+        return Launched(checks, norm, traffic)
+
+    def check(self) -> bool | None:
+        """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
+
+        Returns:
+            Whether it was not left out; None if there was nothing to read.
+        Raises:
+            NonFiniteError, LedgerError: for that step, which has written nothing.
+        """
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return None
+        self.count_step(-1)  # until it is known to be written
+        checks, agreement, directions = pending
+        facts = read(self, checks, Facts())
+        self.norm = facts.norm
+        check_agreement(self, checks, agreement)
+        edited = sorted(checks.names("differs"))
+        if edited:
+            raise LedgerError(
+                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
+                f"backward that made its direction: nothing was updated in step {checks.step}; edit .grad itself, or "
+                "set checks='in_step' or update='step'"
+            )
+        if refused(self, checks, facts.wrong(directions), later=True):
+            return False
+        self.count_step()
+        self.ledger.counters.skipped_in_a_row = 0
+        return True
+
+    @property
+    def outside(self) -> str | None:
+        """Why no step is in a CUDA graph where forward and backward are; None if they are, or there is no GPU."""
+        return None if self.recorded is None else self.recorded.left_out(self)
+
+    @property
+    def launched(self) -> str | None:
+        """Phases of methods in which steps are in no CUDA graph, where others are; None if there are none."""
+        return None if self.recorded is None else self.recorded.launched(self)
+
+    def release(self) -> None:
+        """Let go of what was recorded, and of what the latest step has found."""
+        if self.recorded is not None:
+            self.recorded.release()
+        self.pending = None
+
+    def _read(self, begun: Begun, known: Facts) -> Facts:
+        """The facts of all ranks by now, which do the same; the host waits for the device."""
+        facts = read(self, begun.checks, known)
+        check_agreement(self, begun.checks, begun.agreement)
+        self.norm = facts.norm
+        return facts
+
+    def _count(self, begun: Begun, decision: Decision, traffic: Traffic) -> None:
+        self.ledger.count(traffic)
+        self.ledger.counters.in_step += len(decision.make & begun.facts.wanted)
+
+    def _refreshed(self, begun: Begun) -> list[ShardedParam]:
+        """Whose resident weights follow this step, in the order in which the model has them, which is about that of
+        their use in the next forward."""
+        # Whether all ranks have the same gradients may not be known yet, and they must refresh the same.
+        trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
+        return [sharded for sharded in self.ledger.sharded_params if sharded in trained]

@@ -1,0 +1,334 @@
+"""What a step must know of its tensors before it writes any: norms, finiteness, which speculations hold.
+
+Everything goes into one vector, which is summed over the ranks by one all-reduce. So all ranks decide alike, and
+nothing is written before everything that will be is known to be finite: to the host, which waits for the vector once,
+or to the device alone (:meth:`StepChecks.found_inf`), and then the host reads the vector one step later.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compile_muon.agreement.compare import gather_objects, ranks_named
+from compile_muon.engine.finite import directions_not_finite
+from compile_muon.engine.pinned import pinned_numbers
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.speculation import Speculation
+from compile_muon.passes.fingerprint import EXAMINE
+from compile_muon.passes.methods import state_labels
+from compile_muon.passes.norms import squares
+
+__all__ = ["StepChecks"]
+
+# What speaks against a step if it is not zero, beside states of methods, and if it is so for some ranks only; all else
+# must be finite.
+_WRONG = ("refused", "momentum", "rate", "differs", "direction")
+_OF_ALL = ("missing", "ready")
+
+#: (what, how many numbers of it) in the order in which they stand in a vector
+_Spans = tuple[tuple[str, int], ...]
+
+
+@dataclass
+class StepChecks:
+    """Named numbers of this rank, then of all ranks.
+
+    Args:
+        group: what is summed over, None for a single process.
+        device: of all tensors.
+        step: which one, from 1.
+        refusal: why this rank refuses the step, which all ranks then do.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    step: int = 1
+    refusal: Exception | None = None
+    _names: list[tuple[str, str]] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _facts: list[tuple[str, str, float]] = field(default_factory=list)
+    _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _own: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _each: set[str] = field(default_factory=set)
+    _further: dict[str, None] = field(default_factory=dict)
+    _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
+    _read: dict[str, dict[str, float]] = field(default_factory=dict)
+    _masks: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._world = 1 if self.group is None else self.group.size()
+        self.add_facts("refused", {"step": float(self.refusal is not None)})
+
+    def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
+        """Put ``values`` (one fp32 number per name) under ``what``."""
+        self._names += [(what, name) for name in names]
+        self._values.append(values)
+
+    def add_wrong(self, what: str, names: Sequence[str], flags: Tensor) -> None:
+        """Put under ``what`` which of these are not finite: 0 for those that are. Any other number stops the step.
+
+        Args:
+            what: a kind of the caller's, which an error calls them by.
+        """
+        self._further[what] = None
+        self.add(what, names, flags)
+
+    def add_facts(self, what: str, facts: Mapping[str, float]) -> None:
+        """Put numbers that the host knows under ``what``."""
+        self._facts += [(what, name, number) for name, number in facts.items()]
+
+    def add_each(self, what: str, numbers: Tensor | Sequence[float]) -> None:
+        """Put this rank's numbers where :meth:`each` finds them beside every other rank's.
+
+        Args:
+            numbers: fp32; the same number of them on every rank.
+        """
+        if self.group is None:
+            return
+        self._each.add(what)
+        # A place for each rank, empty on the others: no sum rounds.
+        rank, world, width = self.group.rank(), self.group.size(), len(numbers)
+        names = [f"{r}.{i}" for r in range(world) for i in range(width)]
+        if isinstance(numbers, Tensor):
+            spread = torch.zeros(world, width, device=self.device)
+            spread[rank] = numbers.to(self.device, non_blocking=True)
+            self.add(what, names, spread.flatten())
+            return
+        before, after = [0.0] * (rank * width), [0.0] * ((world - rank - 1) * width)
+        self.add_facts(what, dict(zip(names, [*before, *numbers, *after], strict=True)))
+
+    def each(self, what: str) -> list[tuple[float, ...]]:
+        """Every rank's numbers under ``what``."""
+        numbers = list(self.numbers(what).values())
+        width = len(numbers) // self._world
+        return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
+
+    def add_gradients(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
+        """Squared norms of all gradients (0 without one), and which are not what a direction was made from.
+
+        Args:
+            sharded_params: the same on every rank.
+            ready: this rank's directions from backward, by name of those that have a gradient.
+        """
+        present = [sharded for sharded in sharded_params if sharded.grad is not None]
+        examined = [sharded for sharded in present if sharded.name in ready]
+        others = [sharded for sharded in present if sharded.name not in ready]
+        found: dict[str, Tensor] = {}
+        differs = None
+        if examined:
+            now, own = EXAMINE([sharded.local_grad for sharded in examined])
+            then = torch.stack([ready[sharded.name].fingerprint for sharded in examined])
+            differs = (now != then).float()
+            found.update(zip((sharded.name for sharded in examined), own.unbind(), strict=True))
+        if others:
+            own = squares([sharded.local_grad for sharded in others])
+            found.update(zip((sharded.name for sharded in others), own.unbind(), strict=True))
+        values = None
+        if present:
+            # What several ranks hold would be counted once for each.
+            shares = [1.0 / sharded.spec.layout.copies for sharded in present]
+            values = torch.stack([found[sharded.name] for sharded in present])
+            if len(set(shares)) == 1:
+                values = values * shares[0]
+            else:
+                values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
+        self._spread("gradient", sharded_params, present, values)
+        matrices = [sharded for sharded in sharded_params if sharded.spec.muon is not None]
+        self._spread("differs", matrices, examined, differs)
+
+    def add_rates(self, rates: Mapping[str, Any]) -> None:
+        """Which hyperparameters (numbers and tuples of numbers) are not finite."""
+        wrong = {
+            name: float(not (math.isfinite(rate) if isinstance(rate, (int, float)) else all(map(math.isfinite, rate))))
+            for name, rate in rates.items()
+        }
+        self.add_facts("rate", wrong)
+
+    def add_rate(self, name: str, rate: Tensor) -> None:
+        """Whether a hyperparameter that is a one-element tensor is finite."""
+        flag = (~torch.isfinite(rate.reshape(()))).float().to(self.device, non_blocking=True)
+        self.add("rate", [name], flag[None])
+
+    def add_speculations(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
+        """Which directions of backward are not finite.
+
+        Args:
+            sharded_params: the same on every rank.
+            ready: this rank's directions, by name.
+        """
+        present = [sharded for sharded in sharded_params if sharded.name in ready]
+        directions = [ready[sharded.name].direction for sharded in present]
+        wrong = directions_not_finite([sharded.spec for sharded in present], directions) if present else None
+        self._spread("direction", sharded_params, present, wrong)
+
+    def held(self) -> frozenset[str]:
+        """Names whose direction every rank has, made from the gradient it has."""
+        ready = self.numbers("ready").items()
+        return frozenset(name for name, count in ready if count == self._world) - self.names("differs")
+
+    def _spread(
+        self, what: str, sharded_params: Sequence[ShardedParam], present: Sequence[ShardedParam], values: Tensor | None
+    ) -> None:
+        """``values`` of some parameters, and 0 for the others: every rank adds as many numbers."""
+        if not sharded_params:
+            return
+        if values is not None and len(present) == len(sharded_params):  # the same ones, in the same order
+            self.add(what, [sharded.name for sharded in sharded_params], values)
+            return
+        zero = torch.zeros((), device=self.device)
+        found = () if values is None else values.unbind()
+        by_name = dict(zip((sharded.name for sharded in present), found, strict=True))
+        self.add(
+            what, [a.name for a in sharded_params], torch.stack([by_name.get(a.name, zero) for a in sharded_params])
+        )
+
+    @property
+    def facts(self) -> list[float]:
+        """What :meth:`add_facts` was given since the last time, in its order."""
+        return [number for _, _, number in self._facts]
+
+    def again(self, step: int, refusal: Exception | None) -> StepChecks:
+        """The same numbers of a later step, which a graph has written anew; none is read yet."""
+        later = copy.copy(self)
+        later.step, later.refusal, later._copy, later._read = step, refusal, None, {}
+        return later
+
+    def reduce(self, facts: Tensor | None = None) -> None:
+        """Sum what was added since the last time over the ranks; nothing is waited for.
+
+        Args:
+            facts: fp32, :attr:`facts` on the device; None for them to be copied there.
+        """
+        if self._facts:
+            self._names += [(what, name) for what, name, _ in self._facts]
+            if facts is None:
+                host = pinned_numbers(self.facts, torch.float32, self.device)
+                facts = host.to(self.device, non_blocking=True)
+            self._values.append(facts)
+            self._facts = []
+        if not self._values:
+            return
+        vector = torch.cat(self._values)
+        if self.group is not None:
+            self._own.append((self._names, vector.clone()))
+            dist.all_reduce(vector, group=self.group)
+        self._reduced.append((self._names, vector))
+        self._names, self._values = [], []
+
+    def total(self, what: str) -> Tensor:
+        """Sum of the numbers under ``what``, reduced but not read yet; 0-dim fp64, on the device.
+
+        Squares of gradients that are finite each may be inf together in fp32.
+        """
+        sums = []
+        for names, vector in self._reduced:
+            places = [i for i, (kind, _) in enumerate(names) if kind == what]
+            if places:  # added by one call, so they are neighbours
+                sums.append(vector[places[0] : places[-1] + 1].sum(dtype=torch.float64))
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return functools.reduce(torch.add, sums)
+
+    def found_inf(self) -> Tensor:
+        """1.0 if anything that was reduced speaks against the step, else 0.0: 0-dim fp32, on the device.
+
+        Nothing is waited for. The same on every rank.
+        """
+        against = torch.zeros((), device=self.device)
+        speaking, each = frozenset((*_WRONG, *state_labels(), *self._further)), frozenset(self._each)
+        for names, vector in self._reduced:
+            spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
+            wrong, of_all, first = masks = _masks(spans, speaking, each, self._world, self.device)
+            self._masks.append(masks)  # a graph reads them for as long as these checks are kept
+            # inf and NaN stay what they are when multiplied by zero.
+            against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
+            if self._each:
+                against = against + (vector - vector[first]).abs_().sum()
+        return (~(against == 0)).float()
+
+    def send(self) -> None:
+        """Reduce what is left, and have all of it copied to the host; nothing is waited for."""
+        self.reduce()
+        if not self._reduced:
+            return
+        vectors = [vector for _, vector in self._reduced]
+        vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+        if vector.is_cuda:
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copy = host, event
+        else:
+            self._copy = vector, None
+
+    def wait(self) -> None:
+        """Read what was reduced since the last time: a wait for the device, unless it was sent long ago."""
+        earlier = self._copy is not None
+        if not earlier:
+            self.send()
+        if self._copy is None:
+            return
+        vector, copied = self._copy
+        if copied is not None and not (earlier and copied.query()):
+            copied.synchronize()
+        labels = [label for names, _ in self._reduced for label in names]
+        for (what, name), number in zip(labels, vector.tolist(), strict=True):
+            self._read.setdefault(what, {})[name] = number
+        self._copy, self._reduced = None, []
+
+    def ranks(self, wrong: Mapping[str, Collection[str]]) -> str:
+        """`` on rank 1``: who contributed to these numbers, for an error; collective, and waits for the device.
+
+        Args:
+            wrong: names by what they stand under.
+        """
+        if self.group is None:
+            return ""
+        mine = any(
+            name in wrong.get(what, ()) and number != 0 and (what != "gradient" or not math.isfinite(number))
+            for names, vector in self._own
+            for (what, name), number in zip(names, vector.tolist(), strict=True)
+        )
+        found = gather_objects(mine, self.group)
+        ranks = [rank for rank, holds in enumerate(found) if holds]
+        return " on every rank" if len(ranks) in (0, len(found)) else f" on {ranks_named(ranks)}"
+
+    def numbers(self, what: str) -> Mapping[str, float]:
+        """What :meth:`wait` has read under ``what``, by name."""
+        return self._read.get(what, {})
+
+    def spoiled(self) -> dict[str, list[str]]:
+        """Names of what the optimizer has, and that is not finite, by kind."""
+        return {what: sorted(self.names(what)) for what in ("momentum", *state_labels(), "rate", *self._further)}
+
+    def names(self, what: str) -> set[str]:
+        """Names under ``what`` whose number is not zero."""
+        return {name for name, number in self.numbers(what).items() if number != 0}
+
+
+@functools.lru_cache(maxsize=16)
+def _masks(
+    spans: _Spans, against: Set[str], each: Set[str], world: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
+    rank 0's number where all ranks' must be the same, which else is its own."""
+    wrong: list[float] = []
+    of_all: list[float] = []
+    first: list[int] = []
+    for what, count in spans:
+        start, width = len(first), count // world
+        wrong += [float(what in against)] * count
+        of_all += [float(what in _OF_ALL)] * count
+        first += [start + (i % width if what in each else i) for i in range(count)]
+    return torch.tensor(wrong, device=device), torch.tensor(of_all, device=device), torch.tensor(first, device=device)

@@ -1,0 +1,144 @@
+"""The step graph: the matrices without a direction at ``optimizer.step()``, orthogonalized all at once.
+
+It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled
+once per set of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from compile_muon.config import FrameOptions
+from compile_muon.engine.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.passes import GraphKind, PassContext
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.language.markers import Orthogonalize, OrthogonalizeWith
+from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.methods import matrix_method
+from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
+
+__all__ = ["StepGraphs"]
+
+#: sets of parameters that get generated code; later ones (a new set every step) run the rewritten graph as it is
+_MAX_COMPILED = 8
+#: sets that are remembered at all
+_MAX_KEPT = 64
+
+
+def _build(
+    sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
+) -> tuple[GraphModule, list[Any]]:
+    """Placeholders (gradients, momenta, hyper tensors, states), one marker each, directions and new states as
+    outputs."""
+    graph = Graph()
+    inputs: list[Any] = []
+
+    def placeholder(name: str, like: Tensor) -> torch.fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = fake.from_tensor(like, static_shapes=True)
+        inputs.append(node.meta["val"])
+        return node
+
+    grads = [placeholder(f"grad_{i}", _like_gradient(sharded)) for i, sharded in enumerate(sharded_params)]
+    momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(sharded_params)]
+    hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(sharded_params))}
+    kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
+    directions, new = [], []
+    for place, (grad, momentum, sharded) in enumerate(zip(grads, momenta, sharded_params, strict=True)):
+        given = graph, grad, momentum, hypers[id(sharded.hyper)], sharded.now
+        if place in kept:
+            direction, *made = OrthogonalizeWith.insert(*given, kept[place])
+            new += made
+        else:
+            direction = Orthogonalize.insert(*given).node
+        directions.append(direction)
+    graph.output((*directions, *new))
+    return GraphModule(torch.nn.Module(), graph), inputs
+
+
+def _like_gradient(sharded: ShardedParam) -> Tensor:
+    """A gradient that is projected has the dtype of states."""
+    local = sharded.local.detach()
+    projected = matrix_method(sharded.spec.muon_settings.method).project is not None
+    return local.to(decode_dtype(sharded.spec.state_dtype)) if projected else local
+
+
+def _hypers(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:
+    """What these share, each once."""
+    return list({id(sharded.hyper): sharded.hyper for sharded in sharded_params}.values())
+
+
+@dataclass
+class StepGraphs:
+    """Compiled step graphs by set of parameters.
+
+    Args:
+        lowering: how they are lowered and compiled; None for as the options say.
+    """
+
+    lowering: Lowering | None = None
+    _compiled: dict[tuple[object, ...], Lowered] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def orthogonalize(
+        self,
+        sharded_params: Sequence[ShardedParam],
+        grads: Sequence[Tensor],
+        states: Mapping[int, Sequence[Tensor]],
+        options: FrameOptions,
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]], Traffic]:
+        """Muon directions of ``grads`` (local shards).
+
+        Args:
+            states: at owners, by place among the parameters; what this rank has of them.
+        Returns:
+            ``(directions, new states, traffic)``; nothing is modified.
+        """
+        key = (options.codegen, options.nvtx, *(sharded.name for sharded in sharded_params))
+        # Methods with several graphs have a spec of their own for each.
+        key += tuple((i, a.now) for i, a in enumerate(sharded_params) if a.now is not a.spec)
+        if key not in self._compiled:
+            if len(self._compiled) >= _MAX_COMPILED:
+                options = replace(options, codegen="eager")
+            if len(self._compiled) >= _MAX_KEPT:
+                self._compiled.popitem()
+            self._compiled[key] = self._compile(sharded_params, states, options)
+        run, traffic = self._compiled[key]
+        # Backward graphs may return gradients in another layout than the shard's (convolutions).
+        grads = [grad.contiguous() for grad in grads]
+        kept = [state for own in states.values() for state in own]
+        results = list(
+            run([*grads, *(sharded.momentum for sharded in sharded_params), *_hypers(sharded_params), *kept])
+        )
+        behind = iter(results[len(sharded_params) :])
+        new = {place: [next(behind) for _ in own] for place, own in states.items()}
+        return results[: len(sharded_params)], new, traffic
+
+    def _compile(
+        self, sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
+    ) -> Lowered:
+        fake = FakeTensorMode()
+        with fresh_context(fake):
+            gm, inputs = _build(sharded_params, states, fake)
+            ledger = sharded_params[0].ledger
+            title = f"step{len(self._compiled)}"
+            ctx = PassContext(GraphKind.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
+            lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
+            return lowering(gm, inputs, ctx)
+
+
+_CODEGEN: dict[str, Codegen] = {
+    "inductor": partial(compile_fx_inner, is_inference=True),
+    "eager": eager_codegen,
+}

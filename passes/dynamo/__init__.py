@@ -1,0 +1,1 @@
+"""Passes over Dynamo's graph of a frame."""

@@ -1,0 +1,72 @@
+"""Blocks whose positions are cut, in Dynamo's graph: their attention sees all positions, lookups ahead only their own.
+
+Blocks say where they are by an annotation (``torch.fx.traceback.annotate``), which Dynamo puts on every node in them,
+those of checkpointed regions too. The result of attention has the same shape either way, so nothing else of the graph
+changes; what it becomes is traced and differentiated with the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..pipeline import GraphKind, GraphPass, PassContext
+from ..sequence.exchange_heads import attention
+from ..sequence.place import Place
+
+__all__ = ["ATTEND", "LOOK_UP_OWN", "SEQUENCE"]
+
+#: what blocks are annotated with: the fields of a place
+SEQUENCE = "muon_zero_sequence"
+
+
+def _attention(*args: Any, fields: tuple[int, int, str, int], **kwargs: Any) -> Tensor:
+    return attention(*args, place=Place(*fields), **kwargs)
+
+
+def _attend(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Exchange positions for heads around the attention of annotated blocks, in ``gm`` and its subgraphs."""
+    changed = set[GraphModule]()
+    for part in (module for module in gm.modules() if isinstance(module, GraphModule)):
+        for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention, sort=False):
+            fields = (node.meta.get("custom") or {}).get(SEQUENCE)
+            if fields is not None:
+                node.target = _attention
+                node.kwargs = {**node.kwargs, "fields": fields}
+                changed.add(part)
+    for part in changed:
+        part.recompile()
+    return gm
+
+
+def _cuts(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "narrow" and node.args[1] == 1
+
+
+def _look_up_own(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """A slice of an embedding, where nothing else of it is read, becomes an embedding of a slice.
+
+    The model looks up the whole batch, since all that it does ahead of its blocks may see all positions.
+    """
+    for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
+        source, dim, *bounds = node.args
+        if getattr(source, "target", None) is not F.embedding or dim != 1 or not all(map(_cuts, source.users)):
+            continue
+        ids, *rest = source.args
+        with gm.graph.inserting_before(node):  # where symbolic bounds are known
+            own = gm.graph.call_method("narrow", (ids, dim, *bounds))
+            new = gm.graph.call_function(F.embedding, (own, *rest), source.kwargs)
+        own.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        if not source.users:
+            gm.graph.erase_node(source)
+    return gm
+
+
+ATTEND = GraphPass("attend", _attend, kinds=(GraphKind.DYNAMO,))
+LOOK_UP_OWN = GraphPass("look_up_own", _look_up_own, kinds=(GraphKind.DYNAMO,))

@@ -1,0 +1,196 @@
+"""What one compiled backward is asked to do with each of its gradients, and what it takes and returns for that."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from ..errors import RequestError
+from .spec import ParamSpec
+
+__all__ = ["BackwardRequest", "Extras", "Purpose", "ReducedGrad"]
+
+T = TypeVar("T")
+
+
+class Purpose(str, Enum):
+    """What one backward does with one gradient."""
+
+    #: stage 1, several ranks, between boundaries: zeros for the shard, and the unreduced gradient as an extra output
+    ACCUMULATE = "accumulate"
+    #: the averaged gradient of the shard
+    REDUCE = "reduce"
+    #: the averaged gradient of the shard, and beside it the Muon direction as an extra output
+    SPECULATE = "speculate"
+
+
+@dataclass(frozen=True)
+class ReducedGrad:
+    """One parameter whose gradient a backward graph produces.
+
+    Args:
+        spec: its static facts.
+        state_index: position of its state tensor among the graph's inputs.
+        speculates: whether SPECULATE may be asked for: it is a Muon matrix, and all the graph does with its averaged
+            gradient is return it.
+    """
+
+    spec: ParamSpec
+    state_index: int
+    speculates: bool
+
+
+@dataclass(frozen=True)
+class Extras(Generic[T]):
+    """The extra outputs of one backward, by index of the gradient they belong to.
+
+    Args:
+        unreduced: of ACCUMULATE: the gradient of the whole weight, ``spec.layout.shape``, master dtype.
+        directions: of SPECULATE: ``spec.layout.local_shape``, in the dtype of Newton-Schulz.
+        fingerprints: None without SPECULATE, else ``[SPECULATEs]`` int64: of the gradient (``carried`` included) that
+            each direction was made from.
+    """
+
+    unreduced: dict[int, T]
+    directions: dict[int, T]
+    fingerprints: T | None
+
+
+@dataclass(frozen=True)
+class BackwardRequest:
+    """One entry per gradient of the graph, in the order of :func:`~compile_muon.passes.reduced_grads`.
+
+    Extra inputs stand behind the graph's own: one per True of ``unreduced``, by index, then one per True of
+    ``carried``, by index. Extra outputs stand behind the graph's own: one unreduced gradient per ACCUMULATE, by
+    index; one direction per SPECULATE, by index; and, if there is any SPECULATE, their fingerprints
+    (:class:`Extras`).
+
+    Args:
+        purposes: what to do with each gradient.
+        unreduced: stage 1 only, with REDUCE or SPECULATE: whether the sum of earlier micro-batches (``layout.shape``,
+            master dtype, contiguous) comes in as an extra input and is added ahead of the reduction.
+        carried: SPECULATE only: whether what ``.grad`` already holds (``layout.local_shape``, master dtype, contiguous)
+            comes in as an extra input. It counts for the direction and its fingerprint; the gradient returned stays
+            this backward's own.
+    """
+
+    purposes: tuple[Purpose, ...]
+    unreduced: tuple[bool, ...]
+    carried: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls, grads: Sequence[ReducedGrad], purpose: Purpose, *, unreduced: bool = False, carried: bool = False
+    ) -> BackwardRequest:
+        """``purpose`` for every gradient that allows it, REDUCE for the rest; so also ``unreduced`` and ``carried``."""
+        allowed = {
+            Purpose.ACCUMULATE: [grad.spec.layout.accumulates for grad in grads],
+            Purpose.REDUCE: [True for _ in grads],
+            Purpose.SPECULATE: [grad.speculates for grad in grads],
+        }[purpose]
+        purposes = tuple(purpose if ok else Purpose.REDUCE for ok in allowed)
+        return cls(
+            purposes,
+            tuple(
+                unreduced and grad.spec.layout.accumulates and chosen is not Purpose.ACCUMULATE
+                for grad, chosen in zip(grads, purposes, strict=True)
+            ),
+            tuple(carried and chosen is Purpose.SPECULATE for chosen in purposes),
+        )
+
+    def _indices(self, purpose: Purpose) -> tuple[int, ...]:
+        return tuple(i for i, chosen in enumerate(self.purposes) if chosen is purpose)
+
+    @property
+    def accumulated(self) -> tuple[int, ...]:
+        """Indices with ACCUMULATE: the first extra outputs."""
+        return self._indices(Purpose.ACCUMULATE)
+
+    @property
+    def speculated(self) -> tuple[int, ...]:
+        """Indices with SPECULATE: the next extra outputs, and the rows of the fingerprints behind them."""
+        return self._indices(Purpose.SPECULATE)
+
+    @property
+    def unreduced_inputs(self) -> tuple[int, ...]:
+        """Indices whose sum of earlier micro-batches is an input: the first extra inputs."""
+        return tuple(i for i, given in enumerate(self.unreduced) if given)
+
+    @property
+    def carried_inputs(self) -> tuple[int, ...]:
+        """Indices whose ``.grad`` so far is an input: the next extra inputs."""
+        return tuple(i for i, given in enumerate(self.carried) if given)
+
+    @property
+    def extra_outputs(self) -> int:
+        """How many outputs stand behind the graph's own."""
+        return len(self.accumulated) + self.speculation_outputs
+
+    @property
+    def speculation_outputs(self) -> int:
+        """How many of the extra outputs, the last ones, come from SPECULATE."""
+        return len(self.speculated) + bool(self.speculated)
+
+    def split(self, extra: Sequence[T]) -> Extras[T]:
+        """Name the extra outputs of a run.
+
+        Raises:
+            ValueError: not ``extra_outputs`` of them.
+        """
+        if len(extra) != self.extra_outputs:
+            raise ValueError(f"{len(extra)} extra outputs where the request has {self.extra_outputs}")
+        count = len(self.accumulated)
+        return Extras(
+            dict(zip(self.accumulated, extra[:count], strict=True)),
+            dict(zip(self.speculated, extra[count : count + len(self.speculated)], strict=True)),
+            extra[-1] if self.speculated else None,
+        )
+
+    @property
+    def title(self) -> str:
+        """For file names: what is done, and for requests that differ between gradients also a digest of which."""
+        words = next((p.value for p in (Purpose.SPECULATE, Purpose.ACCUMULATE) if p in self.purposes), "reduce")
+        words += ("_unreduced" if any(self.unreduced) else "") + ("_carried" if any(self.carried) else "")
+        if all(len(set(column)) <= 1 for column in (self.purposes, self.unreduced, self.carried)):
+            return words
+        rows = zip(self.purposes, self.unreduced, self.carried, strict=True)
+        text = ";".join(f"{purpose.value},{int(unreduced)},{int(carried)}" for purpose, unreduced, carried in rows)
+        return f"{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+    def check(self, grads: Sequence[ReducedGrad]) -> None:
+        """Refuse what the gradients of a graph do not allow.
+
+        Raises:
+            RequestError: the request does not fit ``grads``; the message gives index, shape and remedy.
+        """
+        lengths = {len(self.purposes), len(self.unreduced), len(self.carried)}
+        if lengths != {len(grads)}:
+            raise RequestError(
+                f"a request of {sorted(lengths)} entries for {len(grads)} gradients; give one per reduced_grads(gm)"
+            )
+        for i, grad in enumerate(grads):
+            problem = self._problem(i, grad)
+            if problem:
+                raise RequestError(f"gradient {i} of shape {grad.spec.layout.shape}: {problem}")
+
+    def _problem(self, i: int, grad: ReducedGrad) -> str:
+        purpose, layout = self.purposes[i], grad.spec.layout
+        accumulates = layout.accumulates
+        if purpose is Purpose.ACCUMULATE and not accumulates:
+            return (
+                f"ACCUMULATE at stage {layout.stage} with world {layout.everyone.size}: nothing accumulates; use REDUCE"
+            )
+        if purpose is Purpose.SPECULATE and grad.spec.muon is None:
+            return "SPECULATE for a parameter that is not a Muon matrix; use REDUCE"
+        if purpose is Purpose.SPECULATE and not grad.speculates:
+            return "SPECULATE for a gradient that the graph does not return untouched; use REDUCE"
+        if self.unreduced[i] and not accumulates:
+            return f"unreduced at stage {layout.stage} with world {layout.everyone.size}: nothing is kept; use False"
+        if self.unreduced[i] and purpose is Purpose.ACCUMULATE:
+            return "unreduced with ACCUMULATE, which reduces nothing; add to the sum outside of the graph"
+        if self.carried[i] and purpose is not Purpose.SPECULATE:
+            return f"carried with {purpose.name}; it only counts for a direction, use SPECULATE"
+        return ""

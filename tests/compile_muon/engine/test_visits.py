@@ -1,0 +1,429 @@
+"""Visits, sums and policy by themselves: which purpose each backward visit gets."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from compile_muon import LedgerError, MuonZero
+from compile_muon.engine.ledger import Ledger
+from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
+from compile_muon.engine.speculation import PATIENCE, Speculation, Speculations
+from compile_muon.engine.sums import UnreducedSums
+from compile_muon.engine.visits import Visits
+from compile_muon.kernels import resolve_coefficients
+from compile_muon.passes import Purpose
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec
+from compile_muon.passes.torch_private import current_backward
+
+ACCUMULATE, REDUCE, SPECULATE = Purpose.ACCUMULATE, Purpose.REDUCE, Purpose.SPECULATE
+
+
+def make_sharded_param(ledger, name="w", stage=2, muon=True, world=1):
+    steps = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
+    facts = MuonSpec(1, 4, 3, True, "standard", steps, 1.0, (), "float32", 1e-7, "local") if muon else None
+    spec = ParamSpec(Layout((4, 3), stage, Axis("shard", world)), "float32", "float32", "float32", facts)
+    param = nn.Parameter(torch.zeros(4, 3))
+    sharded = ShardedParam(name, param, spec, torch.zeros(4, 3), torch.tensor([0.05, 0.95]), None, ledger)
+    ledger.sharded_params.append(sharded)
+    return sharded
+
+
+class Calls:
+    """Backward calls by number."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+
+    def visit(self, *sharded_params, receives=True, speculates=True, call=None):
+        """One visit of a frame; afterwards `.grad` is there."""
+        call = next(self.numbers) if call is None else call
+        found = []
+        for sharded in sharded_params:
+            sharded.begin_backward(call)
+            found.append(sharded.ledger.purpose(sharded, call, receives=receives, speculates=speculates))
+        for sharded in sharded_params if receives else ():
+            sharded.param.grad = torch.ones(4, 3)
+        return found[0] if len(found) == 1 else found
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+def book(steps=1, update="auto"):
+    return Ledger(steps, update)
+
+
+# --- purposes ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_forward_one_backward_speculates(calls):
+    w = make_sharded_param(book())
+    w.visits.forward()
+    assert w.ledger.balance() == 1
+    assert calls.visit(w) is SPECULATE
+    assert w.ledger.balance() == 0
+
+
+@pytest.mark.parametrize(
+    ("ledger", "speculates"), [(book(update="step"), True), (book(steps=None), True), (book(), False), (book(2), True)]
+)
+def test_when_not_to_speculate(calls, ledger, speculates):
+    w = make_sharded_param(ledger)
+    w.visits.forward()
+    assert calls.visit(w, speculates=speculates) is REDUCE
+
+
+@pytest.mark.parametrize(("stage", "world", "purpose"), [(1, 2, ACCUMULATE), (1, 1, REDUCE), (2, 2, REDUCE)])
+def test_the_last_micro_batch_speculates(calls, stage, world, purpose):
+    w = make_sharded_param(book(3), stage=stage, world=world)
+    for number in range(3):
+        w.visits.forward()
+        assert calls.visit(w) is (SPECULATE if number == 2 else purpose)
+    w.visits.forward()
+    assert calls.visit(w) is SPECULATE  # one more than was declared: it may be the last as well
+
+
+def test_stage_one_reduces_whatever_may_be_the_last(calls):
+    """`.grad` must be whole when a loop looks at it, whatever is still owed."""
+    w = make_sharded_param(book(), stage=1, world=2)
+    w.visits.forward()
+    w.visits.forward()
+    assert calls.visit(w, speculates=False) is REDUCE
+
+
+def test_several_visits_of_one_backward_do_not_speculate(calls):
+    """Autograd sums their contributions before it writes `.grad`."""
+    w = make_sharded_param(book())
+    w.visits.forward()
+    w.visits.forward()
+    assert calls.visit(w, call=7) is SPECULATE  # the first time nobody knows
+    assert calls.visit(w, call=7) is REDUCE
+    assert w.visits.backwards == 1
+    for call in (8, 9):
+        w.close()
+        assert calls.visit(w, call=call) is REDUCE
+        if call == 8:
+            assert calls.visit(w, call=call) is REDUCE
+    w.close()
+    assert calls.visit(w, call=10) is SPECULATE
+
+
+def test_a_forward_whose_backward_never_comes_costs_nothing(calls):
+    """Validation without no_grad(), or one rank alone that counts operations."""
+    w = make_sharded_param(book())
+    for _ in range(3):
+        w.visits.forward()
+        w.visits.forward()
+        assert calls.visit(w) is SPECULATE
+        w.ledger.close([w])
+
+
+def test_two_forwards_two_backwards_speculate(calls):
+    w = make_sharded_param(book())
+    w.visits.forward()
+    w.visits.forward()
+    assert calls.visit(w) is SPECULATE
+    assert calls.visit(w) is SPECULATE
+
+
+def test_zero_grad_between_forward_and_backward_changes_nothing(calls):
+    w = make_sharded_param(book())
+    w.visits.forward()
+    w.ledger.drop_gradients()
+    assert calls.visit(w) is SPECULATE
+
+
+def test_dropped_gradients_start_the_count_anew(calls):
+    w = make_sharded_param(book(2))
+    w.visits.forward()
+    assert calls.visit(w) is REDUCE
+    w.param.grad = None  # model.zero_grad()
+    w.visits.forward()
+    assert calls.visit(w) is REDUCE
+    w.visits.forward()
+    assert calls.visit(w) is SPECULATE
+
+
+def test_accumulate_holds_back_and_nests_and_survives_exceptions(calls):
+    w = make_sharded_param(book())
+    with pytest.raises(ValueError), w.ledger.accumulate():
+        with w.ledger.accumulate():
+            pass
+        w.visits.forward()
+        assert calls.visit(w) is REDUCE
+        raise ValueError
+    w.visits.forward()
+    assert calls.visit(w) is SPECULATE
+
+
+def test_who_says_which_is_the_last_may_have_fewer_in_the_next_step(calls):
+    """Backwards inside ``accumulate()`` are not among those that a step is expected to have."""
+    w = make_sharded_param(book(None))
+    for earlier in (3, 1, 0):
+        for _ in range(earlier):
+            with w.ledger.accumulate():
+                w.visits.forward()
+                assert calls.visit(w) is REDUCE
+        w.visits.forward()
+        assert (calls.visit(w) is SPECULATE) == (earlier < 3)  # of the first step nobody knows
+        w.ledger.close([w])
+        w.param.grad = None
+
+
+def test_what_autograd_does_not_deliver_counts_for_nothing(calls):
+    w = make_sharded_param(book(2), stage=1, world=2)
+    w.visits.forward()
+    assert calls.visit(w, receives=False) is ACCUMULATE  # stays here, and is dropped
+    assert w.visits.backwards == 0
+
+
+@pytest.mark.parametrize(("declared", "came", "then"), [(None, 3, 3), (1, 4, 4), (4, 2, 4), (2, 2, 2)])
+def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, came, then):
+    w = make_sharded_param(book(declared))
+    for _ in range(came):
+        w.visits.forward()
+        calls.visit(w)
+    w.ledger.close([w])
+    w.param.grad = None
+    for number in range(then):
+        w.visits.forward()
+        assert calls.visit(w) is (SPECULATE if number == then - 1 else REDUCE)
+
+
+def test_each_optimizer_decides_for_its_own(calls):
+    w, v = make_sharded_param(book()), make_sharded_param(book(update="step"), "v")
+    w.visits.forward()
+    v.visits.forward()
+    assert calls.visit(w, v) == [SPECULATE, REDUCE]
+
+
+# --- speculations -----------------------------------------------------------------------------------------------------
+
+
+def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping():
+    for reason in ("edited", "clipped"):
+        ledger = book()
+        w = make_sharded_param(ledger)
+        for _ in range(PATIENCE - 1):
+            ledger.discarded([w], reason)
+        w.speculations.used()
+        for _ in range(PATIENCE - 1):
+            ledger.discarded([w], reason)
+            assert w.speculations.stopped is None
+        with pytest.warns(UserWarning, match="'?w'?.*made in step"):
+            ledger.discarded([w], reason)
+        assert w.speculations.stopped == reason
+        for _ in range(PATIENCE):
+            w.speculations.note_norm(under_limit=True)
+        assert w.speculations.stopped == (None if reason == "clipped" else reason)
+
+
+def speculation(grad):
+    return Speculation(grad.clone(), fingerprint([grad])[0], 0, 0.95)
+
+
+def test_a_speculation_is_the_latest():
+    one = Speculations()
+    first, second = (speculation(torch.ones(2, 2)) for _ in range(2))
+    one.make(first)
+    one.make(second)
+    assert one.current is second
+    one.drop()
+    assert one.current is None
+
+
+# --- stage 1 keeps sums -----------------------------------------------------------------------------------------------
+
+
+def kept(sums, call, value, *, grad, delivers=True):
+    """One accumulating backward call."""
+    sums.begin(call, None if call == 1 else grad, "w")
+    sums.keep(call, torch.full((2,), value))
+    if delivers:
+        sums.deliver(call, grad)
+
+
+def test_what_was_kept_goes_with_the_gradient():
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    kept(sums, 1, 1.0, grad=grad)
+    assert sums.available(2)
+    sums.begin(2, None, "w")  # model.zero_grad()
+    assert not sums.available(2)
+
+
+def test_what_a_backward_kept_before_it_raised_does_not_count():
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    kept(sums, 1, 1.0, grad=grad)
+    kept(sums, 2, 10.0, grad=grad, delivers=False)
+    kept(sums, 3, 100.0, grad=grad)
+    assert sums.take(4).tolist() == [101.0, 101.0]
+
+
+def test_visits_of_one_backward_add_up():
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    sums.begin(1, None, "w")
+    for _ in range(2):
+        sums.keep(1, torch.ones(2))
+    sums.deliver(1, grad)
+    assert sums.take(2).tolist() == [2.0, 2.0]
+
+
+def test_what_a_backward_took_is_gone_only_once_it_has_delivered():
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    kept(sums, 1, 1.0, grad=grad)
+    sums.begin(2, grad, "w")
+    assert sums.take(2).tolist() == [1.0, 1.0]
+    assert not sums.available(2)  # another visit of the same call must not add it again
+    sums.begin(3, grad, "w")  # call 2 raised
+    assert sums.available(3)
+    sums.take(3)
+    sums.deliver(3, grad)
+    assert not sums.available(4)
+
+
+def test_a_nested_backward_leaves_alone_what_the_outer_one_keeps():
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    sums.begin(1, None, "w")
+    sums.keep(1, torch.ones(2))
+    sums.begin(2, None, "w")
+    sums.keep(2, torch.full((2,), 10.0))
+    sums.begin(1, None, "w")
+    sums.keep(1, torch.full((2,), 100.0))
+    sums.deliver(1, grad)
+    assert sums.take(3).tolist() == [101.0, 101.0]
+
+
+def test_an_edit_between_micro_batches_is_refused_by_name():
+    """There are zeros in `.grad`: whoever clips or scales them means the sum."""
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    kept(sums, 1, 1.0, grad=grad)
+    sums.begin(2, grad, "w")
+    grad.mul_(0.5)
+    with pytest.raises(LedgerError, match="gradient of 'w' was edited between the micro-batches.*use stage 2"):
+        sums.begin(3, grad, "w")
+    with pytest.raises(LedgerError, match="gradient of 'w'"):
+        sums.check(torch.zeros(2), "w")
+    sums.close()
+    sums.check(grad, "w")
+
+
+def test_hooks_hold_nothing():
+    w = make_sharded_param(book(2), stage=1, world=2)
+    w.watch()
+    w.watch()
+    assert len(w.param._backward_hooks) == len(w.param._post_accumulate_grad_hooks) == 1
+    sums = w.sums
+    handle = w.param.register_hook(lambda grad: sums.keep(current_backward(), torch.ones(4, 3)))
+    w.param.square().sum().backward()
+    assert sums.delivered is not None
+    handle.remove()
+    param, gone = w.param, weakref.ref(w)
+    w.ledger.sharded_params.clear()
+    del w
+    gc.collect()
+    assert gone() is None
+    param.grad = None
+    param.square().sum().backward()
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_momenta_lead_to_their_account():
+    w = make_sharded_param(book())
+    assert sharded_param_of(w.momentum) is w
+    assert (
+        sharded_param_of(w.momentum.detach()) is sharded_param_of(torch.zeros(4, 3)) is sharded_param_of(None) is None
+    )
+    tensor = w.momentum
+    w.ledger.sharded_params.clear()
+    del w
+    assert sharded_param_of(tensor) is None, "the tensor must not keep its sharded parameter alive"
+
+
+def test_copies_keep_their_own_account(calls):
+    ledger = book()
+    w, v = make_sharded_param(ledger, "w"), make_sharded_param(ledger, "v")
+    w.visits.forward()
+    twin, other = copy.deepcopy([w, v])
+    assert sharded_param_of(twin.momentum) is twin
+    assert twin.ledger is other.ledger is not ledger
+    assert twin.ledger.sharded_params == [twin, other]
+    assert (twin.ledger.balance(), ledger.balance()) == (0, 1)
+    twin.visits.forward()
+    assert calls.visit(twin) is REDUCE, "no optimizer would step a copy"
+
+
+def test_traffic_adds_up():
+    ledger = book()
+    ledger.count(Traffic(10, (("all_gather", 1),), 2, calls=1))
+    ledger.count(Traffic(5, (("all_gather", 1), ("all_reduce", 3)), 1, calls=1))
+    assert ledger.counters.traffic == Traffic(15, (("all_gather", 2), ("all_reduce", 3)), 3, calls=2)
+
+
+def test_visits_never_owe_less_than_nothing():
+    visits = Visits()
+    assert visits.backward(1, counts=True)
+    assert visits.backward(2, counts=False)
+    assert (visits.owed, visits.backwards) == (0, 1)
+
+
+# --- a backward that fails in the middle ------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x))).square().mean()
+
+
+def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
+    """Out of memory in backward: the sums of earlier micro-batches are still in `.grad`."""
+    from compile_muon import backend
+
+    failing = []
+    original = backend.lower_and_compile
+
+    def fragile(gm, inputs, ctx, codegen):
+        run, traffic = original(gm, inputs, ctx, codegen)
+
+        def maybe(args):
+            if failing and ctx.request is not None:
+                raise MemoryError
+            return run(args)
+
+        return maybe, traffic
+
+    monkeypatch.setattr(backend, "lower_and_compile", fragile)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = MuonZero(model, gradient_accumulation_steps=2, ns_dtype="float32")
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    x = torch.randn(3, 4)
+    run(x).backward()
+    sums = [p.grad.clone() for p in model.parameters()]
+    failing.append(True)
+    with pytest.raises(MemoryError):
+        run(x).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), sums, strict=True))
+    assert all(sharded.speculations.current is None for sharded in optimizer.engine.step.muon)
+    optimizer.step()
+    assert optimizer.engine.ledger.balance() == 0
+    torch._dynamo.reset()

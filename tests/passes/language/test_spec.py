@@ -1,0 +1,130 @@
+"""Static facts: the string that markers carry, and shards that agree with torch's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from compile_muon.passes.language.layout import Axis, Layout
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec, decode_dtype, encode_dtype
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+muon_specs = st.builds(
+    MuonSpec,
+    batch=st.integers(1, 4),
+    rows=st.integers(1, 64),
+    cols=st.integers(1, 64),
+    nesterov=st.booleans(),
+    method=st.sampled_from(["standard", "gram"]),
+    coefficients=st.lists(st.floats(-30, 30), min_size=1, max_size=4).map(lambda x: tuple(x * 3)),
+    safety=st.floats(1.0, 2.0),
+    restarts=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    eps=st.floats(1e-12, 1e-3),
+    exchange=st.sampled_from(["local", "owner"]),
+)
+
+
+def axes(name):
+    return st.builds(Axis, st.just(name), size=st.integers(1, 9), index=st.integers(0, 8), group=st.text(max_size=8))
+
+
+@st.composite
+def param_specs(draw):
+    return ParamSpec(
+        Layout(
+            tuple(draw(st.lists(st.integers(1, 40), max_size=4))),
+            stage=draw(st.integers(0, 3)),
+            shard=draw(axes("shard")),
+            replicate=draw(axes("replicate")),
+            both=draw(st.none() | axes("all")),
+            state_over_all=draw(st.booleans()),
+            expert=draw(axes("expert")),
+            tensor=draw(axes("tensor")),
+            tensor_dim=draw(st.none() | st.integers(0, 3)),
+            owner_group_over=draw(st.none() | axes("meeting")),
+            replica_group_over=draw(st.none() | axes("copying")),
+            averaged=draw(st.none() | st.integers(1, 9)),
+        ),
+        dtype=draw(st.sampled_from(DTYPES)),
+        compute_dtype=draw(st.sampled_from(DTYPES)),
+        reduce_dtype=draw(st.sampled_from(DTYPES)),
+        muon=draw(st.none() | muon_specs),
+    )
+
+
+def of_shape(shape, world, rank, stage=2):
+    return ParamSpec(Layout(tuple(shape), stage, Axis("shard", world, rank, "g")), "float32", "float32", "float32")
+
+
+@given(param_specs())
+def test_decode_inverts_encode(spec):
+    text = spec.encode()
+    assert ParamSpec.decode(text) == spec
+    assert isinstance(ParamSpec.decode(text).layout.whole, tuple)
+    assert hash(ParamSpec.decode(text)) == hash(spec)
+    json.loads(text)  # one readable line in a dumped graph
+    assert "\n" not in text
+
+
+@given(param_specs(), param_specs())
+def test_equal_strings_mean_equal_facts(a, b):
+    """Two layers share compiled code exactly if their strings are equal."""
+    assert (a.encode() == b.encode()) == (a == b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_names(dtype):
+    assert decode_dtype(encode_dtype(dtype)) is dtype
+
+
+@given(rows=st.integers(1, 60), world=st.integers(2, 17))
+def test_shard_rows_are_those_of_torch_chunk(rows, world):
+    pieces = torch.arange(rows).chunk(world)
+    for rank in range(world):
+        start, stop = of_shape((rows, 3), world, rank).layout.shard_rows(rank)
+        expected = pieces[rank].tolist() if rank < len(pieces) else []  # torch.chunk leaves empty pieces out
+        assert list(range(start, stop)) == expected
+
+
+@given(shape=st.lists(st.integers(1, 20), min_size=1, max_size=3), world=st.integers(2, 9))
+def test_shards_cover_the_parameter_once(shape, world):
+    specs = [of_shape(shape, world, rank) for rank in range(world)]
+    edges = [spec.layout.shard_rows(spec.layout.shard.index) for spec in specs]
+    assert edges[0][0] == 0
+    assert edges[-1][1] == shape[0]
+    assert all(stop == start for (_, stop), (start, _) in zip(edges[:-1], edges[1:], strict=True))
+    assert sum(spec.layout.local_numel for spec in specs) == specs[0].layout.numel == torch.Size(shape).numel()
+    for spec in specs:
+        assert torch.Size(spec.layout.local_shape).numel() == spec.layout.local_numel
+        assert spec.layout.local_shape[0] <= spec.layout.chunk
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_local_shapes_are_those_of_dtensor(size, world):
+    for rank in range(size):
+        with world(rank, size):
+            mesh = init_device_mesh("cpu", (size,))
+            for shape in [(8,), (5, 3), (1, 4), (2, 3, 5), (13, 2), (size, 1), (size + 1, 2)]:
+                local = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]).to_local()
+                assert tuple(local.shape) == of_shape(shape, size, rank).layout.local_shape, (shape, rank)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "stage", "sharded"),
+    [((4, 2), 2, 0, False), ((4, 2), 2, 1, True), ((4, 2), 2, 3, True), ((4, 2), 1, 3, False), ((), 4, 3, False)],
+)
+def test_what_is_sharded(shape, size, stage, sharded):
+    spec = of_shape(shape, size, size - 1, stage)
+    assert spec.layout.sharded is sharded
+    assert spec.layout.replicated_weight is (sharded and stage < 3)
+    if not sharded:
+        assert spec.layout.local_shape == shape
+        assert spec.layout.piece_numel(0) == spec.layout.numel
