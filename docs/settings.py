@@ -32,8 +32,10 @@ from compile_muon.config import (
     ZeroConfig,
 )
 from compile_muon.config.checked import Checked
+from compile_muon.config.groups import values_of_rate
 from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
+from compile_muon.passes.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/reference/configuration.md", "docs/how-to/offload.md")
@@ -165,6 +167,21 @@ def schedules(page: str) -> list[Row]:
     return list(found.values())
 
 
+def rates_of_methods(page: str) -> list[Row]:
+    """Rates that methods alone have; of several that say the same of one, in one row."""
+    found: dict[Row, list[str]] = {}
+    for method in METHODS:
+        for rate in method.rates:
+            if rate.meaning:
+                row = rate.name, as_json(rate.default), values_of_rate(rate), markdown(rate.meaning, page, {})
+                found.setdefault(row, []).append(f'`"{method.name}"`')
+    every = {name: [m for m in METHODS if m.has(name)] for name, *_ in found}
+    return [
+        (*row[:3], row[3] if len(methods) == len(every[row[0]]) > 4 else f"{', '.join(methods)}: {row[3]}")
+        for row, methods in found.items()
+    ]
+
+
 def tables(page: str) -> dict[str, tuple[str, list[Row]]]:
     """Of one page: name -> what the first column is called, and rows."""
     if page == "docs/how-to/offload.md":
@@ -183,6 +200,7 @@ def tables(page: str) -> dict[str, tuple[str, list[Row]]]:
                 sequence_parallel=SequenceParallelConfig,
             ),
         ),
+        "rates of methods": ("rate", rates_of_methods(page)),
         "schedules": ("parameter", schedules(page)),
     }  # fmt: skip
 

@@ -13,6 +13,7 @@ from compile_muon import config
 from compile_muon.config.checked import Checked, setting
 from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.config.lr_schedule import SCHEDULES
+from compile_muon.passes.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,3 +94,10 @@ def test_a_setting_without_a_description_is_an_error(settings: Any, monkeypatch:
 def test_a_page_without_one_of_its_tables_is_an_error(settings: Any) -> None:
     with pytest.raises(ValueError, match="has tables of , where offload belong"):
         settings.renewed("# A page\n", "docs/how-to/offload.md")
+
+
+def test_every_rate_that_not_all_methods_have_is_in_the_table(settings: Any) -> None:
+    page = settings.PAGES[0]
+    told = {row[0] for row in settings.tables(page)["rates of methods"][1]}
+    arguments = {field for _, field in config.ARGUMENTS.values()} | {"step"}
+    assert {rate.name for method in METHODS for rate in method.rates} - arguments <= told

@@ -14,6 +14,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.config.checks import (
     check_boolean,
     check_choice,
+    check_integer,
     check_mapping,
     check_pair,
     check_pairs,
@@ -37,6 +38,7 @@ __all__ = [
     "check_own_rates",
     "checked_rate",
     "named_groups",
+    "values_of_rate",
 ]
 
 _GROUP = '{"lr": 0.01}'
@@ -79,19 +81,33 @@ def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
     return check_choice(field, value, method_names(kind))
 
 
+def _check_of(rate: Rate) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What checks a rate, and with which limits."""
+    if isinstance(rate.default, bool):
+        return check_boolean, {}
+    if rate.whole:
+        return check_integer, {"low": int(rate.positive)}
+    if rate.name == "betas":
+        return check_pair, {}
+    if rate.name == "lr":
+        return check_rate, {}
+    return check_real, {"positive": rate.positive, "below": rate.below, "most": rate.most}
+
+
 def checked_rate(rate: Rate, value: object, path: str) -> Any:
     """The canonical value.
 
     Raises:
         ConfigError: it is of another kind, or out of range.
     """
-    if isinstance(rate.default, bool):
-        return check_boolean(path, value)
-    if rate.name == "betas":
-        return check_pair(path, value)
-    if rate.name == "lr":
-        return check_rate(path, value)
-    return check_real(path, value, positive=rate.positive, below=rate.below)
+    check, limits = _check_of(rate)
+    return check(path, value, **limits)
+
+
+def values_of_rate(rate: Rate) -> str:
+    """Which values a rate takes, in words."""
+    check, limits = _check_of(rate)
+    return taken(check, **limits)
 
 
 @takes("rates by name")

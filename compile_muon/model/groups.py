@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
-from compile_muon.config.groups import GroupConfig
+from compile_muon.config.groups import GroupConfig, checked_rate
 from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
@@ -129,6 +129,19 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
                 known = ", ".join(dict.fromkeys(r.name for method in methods for r in method.rates))
                 problem = f"is no rate of {listed(sorted({method.name for method in methods}))}"
                 mistakes.add(config_error(f"groups[{given.name}].{rate}", value, problem, f"use some of {known}"))
+    used = dict.fromkeys([config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary])
+    used |= dict.fromkeys(group.method.name for group in groups.values())
+    known = [rate.name for name in used for rate in method_of(name).rates if rate.default is not None]
+    if unread := {name: value for name, value in config.rates if name not in known}:
+        problem = f"is no rate of {listed([*used])} that has no argument of its own"
+        remedy = f"use some of {listed([*dict.fromkeys(known)])}, or a method that has it"
+        mistakes.add(config_error("rates", unread, problem, remedy))
+    for group in groups.values():  # of rates with one name, as `eps`, each method has a range of its own
+        said = next((dict(given.rates) for given in config.groups if given.name == group.configured), {})
+        for rate in group.method.rates:
+            path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
+            with mistakes.collected():
+                group.rates[rate.name] = checked_rate(rate, group.rates[rate.name], path)
     mistakes.raise_all()
     configured = [group.name for group in config.groups]
 

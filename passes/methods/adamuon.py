@@ -42,7 +42,13 @@ def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Ten
 ADAMUON = MatrixMethod(
     "adamuon",
     "arXiv 2507.11005",
-    (LR, MOMENTUM, *DECAY, Rate("beta2", 0.95, below=1.0), Rate("eps", 1e-8, positive=True)),
+    (
+        LR,
+        MOMENTUM,
+        *DECAY,
+        Rate("beta2", 0.95, meaning="factor of the average of squares", below=1.0),
+        Rate("eps", 1e-8, meaning="added to its root", positive=True),
+    ),
     (State("second_moment", "second moment"),),
     adjust_lr="match_rms_adamw",
     before=_before,

@@ -58,7 +58,12 @@ def _advance(
 DION2 = MatrixMethod(
     "dion2",
     "arXiv 2512.16928",
-    (LR, MOMENTUM, *DECAY, Rate("fraction", 0.25, positive=True)),
+    (
+        LR,
+        MOMENTUM,
+        *DECAY,
+        Rate("fraction", 0.25, meaning="share of the shorter side that a step updates", most=1.0, positive=True),
+    ),
     adjust_lr="spectral",
     before=_before,
     advance=_advance,

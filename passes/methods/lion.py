@@ -36,7 +36,7 @@ def _step(
 LION = ElementMethod(
     "lion",
     "arXiv 2302.06675",
-    (LR, Rate("betas", (0.9, 0.99), below=1.0), *DECAY),
+    (LR, Rate("betas", (0.9, 0.99), meaning="factors of the average in the step, and of the one that is kept"), *DECAY),
     (State("exp_avg", "first moment"),),
     step=_step,
 )

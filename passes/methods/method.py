@@ -46,20 +46,31 @@ class Rate:
         default: a number, a pair of numbers, or a flag; what type it has a user's value must have.
         below: numbers are at least 0 and less than this.
         positive: 0 is none.
+        most: numbers are at most this.
+        whole: numbers are integers.
+        meaning: of one that not all methods have, for the table of them.
     """
 
     name: str
     default: Any
     below: float = math.inf
     positive: bool = False
+    most: float = math.inf
+    whole: bool = False
+    meaning: str = ""
 
 
 LR = Rate("lr", None)
 MOMENTUM = Rate("momentum", None, below=1.0)
 #: counted by the engine: a group holds how many steps it has taken; methods see the number of the one under way, from 1
-STEP = Rate("step", 0)
+STEP = Rate("step", 0, whole=True)
 #: what decays, and whether only where update and weight agree in sign (arXiv 2510.12402)
-DECAY = (Rate("weight_decay", None), Rate("cautious_decay", False))
+DECAY = (
+    Rate("weight_decay", None),
+    Rate(
+        "cautious_decay", False, meaning="whether a weight decays only where the update has its sign (arXiv 2510.12402)"
+    ),
+)
 
 
 #: kinds of states that are at the owner of a matrix -> their shape, as names of its sides

@@ -32,7 +32,14 @@ def _finish(facts: Tensor | None, keep: Any, move: Any, piece: Piece) -> tuple[A
 MUONBP = MatrixMethod(
     "muonbp",
     "arXiv 2510.16981",
-    (LR, MOMENTUM, *DECAY, STEP, Rate("period", 5, positive=True), Rate("block_lr_factor", 1.0, positive=True)),
+    (
+        LR,
+        MOMENTUM,
+        *DECAY,
+        STEP,
+        Rate("period", 5, whole=True, meaning="steps of which one has whole matrices", positive=True),
+        Rate("block_lr_factor", 1.0, meaning="what `lr` is multiplied by in the others", positive=True),
+    ),
     adjust_lr="match_rms_adamw",
     joined=_joined,
     finish=_finish,

@@ -37,7 +37,7 @@ def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, 
 MUONH = MatrixMethod(
     "muonh",
     "github.com/KellerJordan/modded-nanogpt (track 3), github.com/marin-community/marin",
-    (LR, MOMENTUM, Rate("eps", 1e-10, positive=True)),
+    (LR, MOMENTUM, Rate("eps", 1e-10, meaning="least norm that is divided by", positive=True)),
     after=_after,
     facts=3,
     finish=_finish,

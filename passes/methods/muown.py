@@ -81,9 +81,9 @@ MUOWN = MatrixMethod(
         MOMENTUM,
         DECAY[0],
         STEP,
-        Rate("beta1", 0.9, below=1.0),
-        Rate("beta2", 0.95, below=1.0),
-        Rate("eps", 1e-8, positive=True),
+        Rate("beta1", 0.9, meaning="factor of the average of gradients of gains", below=1.0),
+        Rate("beta2", 0.95, meaning="factor of the average of their squares", below=1.0),
+        Rate("eps", 1e-8, meaning="added to its root", positive=True),
     ),
     (
         State("gain", "gain of rows", each="row"),

@@ -40,7 +40,13 @@ def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Ten
 NORMUON = MatrixMethod(
     "normuon",
     "arXiv 2510.05491",
-    (LR, MOMENTUM, *DECAY, Rate("beta2", 0.95, below=1.0), Rate("eps", 1e-10, positive=True)),
+    (
+        LR,
+        MOMENTUM,
+        *DECAY,
+        Rate("beta2", 0.95, meaning="factor of the average of squares", below=1.0),
+        Rate("eps", 1e-10, meaning="added to its root", positive=True),
+    ),
     (State("row_second_moment", "second moment of rows", each="row"),),
     row_sums=_row_sums,
     after=_after,

@@ -141,6 +141,14 @@ def test_the_norm_of_muonh_stays() -> None:
         ({"q.bias": {"method": "muonh"}}, r"method = 'muonh': is for matrices, and group q.bias holds q.bias"),
         ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is no rate of muonh"),
         ({"q.weight": {"lr": -1.0}}, r"groups\[q.weight\].lr = -1.0: lies outside"),
+        ({"q.weight": {"method": "muonbp", "period": 2.5}}, r"period = 2.5: must be an integer"),
+        (
+            {"q.weight": {"method": "soap", "basis_every": 0}},
+            r"basis_every = 0: is out of range; use an integer of at least 1",
+        ),
+        ({"q.weight": {"method": "dion2", "fraction": 1.5}}, r"fraction = 1.5: lies outside \(0, 1\]"),
+        # AdamW takes an eps of 0, of which NorMuon makes NaN.
+        ({"q.weight": {"method": "normuon", "eps": 0.0}}, r"groups\[q.weight\].eps = 0.0: lies outside \(0, inf\)"),
     ],
 )
 def test_mistakes_name_group_value_and_remedy(groups: dict[str, Any], said: str) -> None:
@@ -148,6 +156,22 @@ def test_mistakes_name_group_value_and_remedy(groups: dict[str, Any], said: str)
         made(groups=groups)
     with pytest.raises(ConfigError, match=said.replace("groups", "(optimizer.)?groups", 1)):
         MuonZero.from_config(Model(), load_config({"optimizer": {"groups": groups}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "normuon", "rates": {"eps": 0.0}}, r"rates.eps = 0.0: lies outside \(0, inf\)"),
+        ({"rates": {"beta2": 0.9}}, r"rates = {'beta2': 0.9}: is no rate of muon, adamw that has no argument"),
+        ({"rates": {"eps": 1e-6}}, r"use some of cautious_decay, or a method that has it"),  # of AdamW: adamw_eps
+        ({"rates": {"fraction": 0.5}, "groups": {"up.weight": {"method": "soap"}}}, r"is no rate of muon, adamw, soap"),
+    ],
+)
+def test_rates_for_all_groups_are_those_of_a_method_and_in_its_range(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(**settings)
+    if "groups" in settings:
+        made(**settings | {"rates": {"basis_every": 3}})
 
 
 def test_all_mistakes_are_in_one_message() -> None:
