@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
 from compile_muon.config.groups import GroupConfig, checked_rate
-from compile_muon.errors import config_error, listed, warn_user
+from compile_muon.errors import ConfigError, config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
 
@@ -105,7 +105,6 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
     trained = {name: a for name, a in assignments.items() if a.algorithm != "frozen"}
     members = _members(config, list(trained), named)
     groups: dict[tuple[object, ...], Group] = {}
-    mistakes = Mistakes()
     for name, assignment in trained.items():
         method, given = method_of(assignment.algorithm), members.get(name)
         said = dict(given.rates) if given is not None else {}
@@ -122,27 +121,7 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
                 label += f"_{method.name}"
             groups[key] = Group(label if decays else f"{label}_no_decay", method, rates, key[0])
         groups[key].members.append(name)
-    for given in config.groups:
-        methods = [group.method for (label, *_), group in groups.items() if label == given.name]
-        for rate, value in given.rates:
-            if methods and not any(rate in {r.name for r in method.rates} for method in methods):
-                known = ", ".join(dict.fromkeys(r.name for method in methods for r in method.rates))
-                problem = f"is no rate of {listed(sorted({method.name for method in methods}))}"
-                mistakes.add(config_error(f"groups[{given.name}].{rate}", value, problem, f"use some of {known}"))
-    used = dict.fromkeys([config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary])
-    used |= dict.fromkeys(group.method.name for group in groups.values())
-    known = [rate.name for name in used for rate in method_of(name).rates if rate.default is not None]
-    if unread := {name: value for name, value in config.rates if name not in known}:
-        problem = f"is no rate of {listed([*used])} that has no argument of its own"
-        remedy = f"use some of {listed([*dict.fromkeys(known)])}, or a method that has it"
-        mistakes.add(config_error("rates", unread, problem, remedy))
-    for group in groups.values():  # of rates with one name, as `eps`, each method has a range of its own
-        said = next((dict(given.rates) for given in config.groups if given.name == group.configured), {})
-        for rate in group.method.rates:
-            path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
-            with mistakes.collected():
-                group.rates[rate.name] = checked_rate(rate, group.rates[rate.name], path)
-    mistakes.raise_all()
+    _check_rates(config, groups.values())
     configured = [group.name for group in config.groups]
 
     def order(key: tuple[Any, ...]) -> tuple[object, ...]:
@@ -151,6 +130,36 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
         return place, not isinstance(method_of(method), MatrixMethod), method, not decays
 
     return [groups[key] for key in sorted(groups, key=order)]
+
+
+def _check_rates(config: Config, groups: Collection[Group]) -> None:
+    """Raise all the rates that no method has, and those outside the range of the method that has them."""
+    mistakes = Mistakes()
+    for given in config.groups:
+        methods = {group.method.name: group.method for group in groups if group.configured == given.name}
+        known = [rate.name for method in methods.values() for rate in method.rates]
+        for name, value in given.rates:
+            if methods and name not in known:
+                mistakes.add(_unknown(f"groups[{given.name}].{name}", value, methods, known))
+    used = [config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary]
+    methods = {name: method_of(name) for name in used} | {group.method.name: group.method for group in groups}
+    # What is an argument of its own has no default here, and is not read from `rates`.
+    known = [rate.name for method in methods.values() for rate in method.rates if rate.default is not None]
+    for name, value in config.rates:
+        if name not in known:
+            mistakes.add(_unknown(f"rates.{name}", value, methods, known))
+    for group in groups:  # of rates with one name, as `eps`, each method has a range of its own
+        said = next((dict(given.rates) for given in config.groups if given.name == group.configured), {})
+        for rate in group.method.rates:
+            path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
+            with mistakes.collected():
+                group.rates[rate.name] = checked_rate(rate, group.rates[rate.name], path)
+    mistakes.raise_all()
+
+
+def _unknown(path: str, value: object, methods: Collection[str], known: Sequence[str]) -> ConfigError:
+    remedy = f"use some of {', '.join(dict.fromkeys(known))}"
+    return config_error(path, value, f"is no rate of {listed(sorted(methods))}", remedy)
 
 
 def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConfig | None = None) -> None:

@@ -162,9 +162,12 @@ def test_mistakes_name_group_value_and_remedy(groups: dict[str, Any], said: str)
     ("settings", "said"),
     [
         ({"method": "normuon", "rates": {"eps": 0.0}}, r"rates.eps = 0.0: lies outside \(0, inf\)"),
-        ({"rates": {"beta2": 0.9}}, r"rates = {'beta2': 0.9}: is no rate of muon, adamw that has no argument"),
-        ({"rates": {"eps": 1e-6}}, r"use some of cautious_decay, or a method that has it"),  # of AdamW: adamw_eps
-        ({"rates": {"fraction": 0.5}, "groups": {"up.weight": {"method": "soap"}}}, r"is no rate of muon, adamw, soap"),
+        ({"rates": {"beta2": 0.9}}, r"rates.beta2 = 0.9: is no rate of adamw, muon; use some of cautious_decay"),
+        ({"rates": {"eps": 1e-6}}, r"rates.eps = 1e-06: is no rate of adamw, muon; use"),  # it is adamw_eps
+        (
+            {"rates": {"fraction": 0.5}, "groups": {"up.weight": {"method": "soap"}}},
+            r"rates.fraction = 0.5: is no rate of adamw, muon, soap",
+        ),
     ],
 )
 def test_rates_for_all_groups_are_those_of_a_method_and_in_its_range(settings: dict[str, Any], said: str) -> None:
