@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from compile_muon.engine.commit import Matrices, commit_elements, commit_states, commit_weights
+from compile_muon.engine.commit import commit_states, commit_weights
 from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.elements import commit_elements
+from compile_muon.engine.pieces import Matrices
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, matrix_method
 
 OWN = [m.name for m in METHODS if isinstance(m, MatrixMethod) and m.name in BOOKS and m.name != "muon"]

@@ -1,0 +1,64 @@
+"""What a step writes of one parameter, and how: rows of a shard, master weights, and what is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.state_provider import GRADIENT, MASTER, ROWS, WEIGHT
+from compile_muon.passes.language.spec import decode_dtype
+
+__all__ = ["are_first", "gradient_of", "in_rows", "provided_rows", "round_masters", "unless", "weight_of"]
+
+
+def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
+    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy; some
+    rows of it where states are provided by rows."""
+    if WEIGHT in states:
+        return states[WEIGHT]
+    return local_tensor(states[MASTER]) if sharded.spec.master else provided_rows(sharded, states)
+
+
+def are_first(sharded: ShardedParam, states: Mapping[str, Tensor]) -> bool:
+    return ROWS not in states or states[ROWS].storage_offset() == sharded.local.storage_offset()
+
+
+def provided_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
+    return states[ROWS] if ROWS in states else sharded.local.detach()
+
+
+def gradient_of(sharded: ShardedParam, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+    """The shard of ``.grad`` in the dtype of the states, or what was provided of it, or a copy."""
+    return states.get(GRADIENT, sharded.local_grad).to(decode_dtype(sharded.spec.state_dtype))
+
+
+def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Parameters that are rounded copies follow their master weights, which a step has written."""
+    for sharded, own in zip(sharded_params, states, strict=True):
+        if sharded.spec.master:
+            provided_rows(sharded, own).copy_(local_tensor(own[MASTER]))
+
+
+@contextmanager
+def unless(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What the block writes to these is put back where ``found_inf`` is 1."""
+    before = [] if found_inf is None else [tensor.clone() for tensor in tensors]
+    yield
+    if found_inf is not None:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(found_inf == 1, old, tensor))
+
+
+@contextmanager
+def in_rows(tensor: Tensor) -> Iterator[Tensor]:
+    """Memory in rows, which ends up in ``tensor``: a convolution may lie channels last."""
+    rows = tensor.contiguous()
+    yield rows
+    if rows is not tensor:
+        tensor.copy_(rows)
