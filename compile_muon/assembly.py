@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import Config
-from compile_muon.engine.dtensors import new_hyper
 from compile_muon.engine.extension import Extension, check_extensions, hooks_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import new_hyper
 from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
+from compile_muon.mesh import DataPlace, Mesh, resolve_mesh, target_device
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
-from compile_muon.model.mesh import DataPlace, Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
-from compile_muon import passes
 from compile_muon.agreement.status import holder_of_all
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.engine.direct_reads import read_whole
@@ -29,7 +28,15 @@ from compile_muon.engine.gathered_copies import written_in_forward
 from compile_muon.engine.other_holders import refuse_replaced
 from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.errors import ConfigError, warn_user
-from compile_muon.passes import DYNAMO_PASSES, JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
+from compile_muon.passes import (
+    DYNAMO_PASSES,
+    JOINT_PASSES,
+    LOWERING_PASSES,
+    GraphKind,
+    PassContext,
+    run_passes,
+    saved_by,
+)
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.dynamo.local_inputs import taking_shards
 from compile_muon.passes.language.markers import UNSHARD, ReduceGrad
@@ -46,7 +53,7 @@ from compile_muon.progress import underway
 
 __all__ = ["compile_frame", "muon_zero"]
 
-_IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.LOWERING_PASSES)]}".encode()
+_IDENTITY = f"muon_zero {GraphKind.__module__} {[p.name for p in (*JOINT_PASSES, *LOWERING_PASSES)]}".encode()
 
 
 _UNSHARDS = (UNSHARD, torch.ops.muon_zero.unshard)

@@ -184,7 +184,7 @@ def check_config(path: Path, world: int) -> Check:
     """A config can be read, and its axes make up so many ranks."""
     from compile_muon.config import load_config
     from compile_muon.errors import MuonZeroError
-    from compile_muon.model.mesh import axis_sizes
+    from compile_muon.mesh import axis_sizes
 
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -42,9 +42,9 @@ from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step import Step
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
+from compile_muon.mesh import DataPlace, Mesh
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
-from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
@@ -186,9 +186,10 @@ class MuonZero(Optimizer):
             made.hyper.device, made.compares, made.ownership.check, made.ledger.sharded_params[0].gathered, lr_scale,
         )  # fmt: skip
         self.engine = Engine(
-            made.ledger, step, made.ownership, made.assignments, made.mesh, made.group, made.extensions,
+            made.ledger, step, made.ownership.model, made.assignments, made.mesh, made.group, made.extensions,
             made.hyper, made.compares,
         )  # fmt: skip
+        self._ownership = made.ownership
         for extension in made.extensions:
             extension.attach(self.engine)
         if made.hyper.device.type == "cuda":
@@ -389,7 +390,7 @@ class MuonZero(Optimizer):
         Args:
             own: a group, and its members; None for all, in the groups of the configuration.
         """
-        unfrozen = self.engine.ownership.unfrozen()
+        unfrozen = self._ownership.unfrozen()
         sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
         if not sharded_params:
             return
@@ -413,7 +414,7 @@ class MuonZero(Optimizer):
         if own is not None:
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
         self.engine.step.take_up(sharded_params, {group.name: group.method for group in groups})
-        self.engine.ownership.take_up(sharded_params)
+        self._ownership.take_up(sharded_params)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, of this rank's shards: each rank loads what it saved. A file of one rank's says so."""

@@ -14,8 +14,8 @@ from compile_muon.config import Config
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.folding import folded
 from compile_muon.kernels.operations import standard_flops
+from compile_muon.mesh import Mesh
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.mesh import Mesh
 from compile_muon.passes.exchange.shares import shares
 from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype

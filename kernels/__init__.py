@@ -7,10 +7,10 @@ place, ``compile_muon.kernels.dispatch``.
 # With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers looks for and
 # imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
 if __name__ == "compile_muon.kernels":
-    from .apply import Averages, average, muon_apply
+    from .apply import average, muon_apply
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
     from .dispatch import check_backend, resolve_dtype
-    from .momentum import muon_momentum
+    from .momentum import Averages, muon_momentum
     from .newton_schulz import newton_schulz, newton_schulz_list
 
     __all__ = [

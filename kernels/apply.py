@@ -4,7 +4,6 @@ Plain aten wherever it is traced, so that compilers fuse it with its neighbours;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,31 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .dispatch import triton_kernels
+from .momentum import Averages
 from .renamed import warn_renamed
 
-__all__ = ["Averages", "average", "may_launch", "muon_apply", "not_traced"]
+__all__ = ["average", "may_launch", "muon_apply", "not_traced"]
 
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Averages:
-    """Momenta to move toward gradients: ``momentum.lerp_(grad, weight)`` of each.
-
-    Args:
-        momenta: one tensor for each parameter, changed.
-        grads: likewise, of the same shapes.
-        weight: 1 − the momentum factor; a number, or a tensor as ``weight_decay`` of :func:`muon_apply` may be one.
-    """
-
-    momenta: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    weight: float | Tensor
-
-    def of(self, chosen: Sequence[int]) -> "Averages":
-        """Those of some parameters, by number."""
-        return Averages([self.momenta[i] for i in chosen], [self.grads[i] for i in chosen], self.weight)
 
 
 @torch.no_grad()

@@ -1,9 +1,31 @@
 """Muon's momentum: an exponential moving average of gradients, looked at one step ahead."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["muon_momentum"]
+__all__ = ["Averages", "muon_momentum"]
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Momenta to move toward gradients: ``momentum.lerp_(grad, weight)`` of each.
+
+    Args:
+        momenta: one tensor for each parameter, changed.
+        grads: likewise, of the same shapes.
+        weight: 1 − the momentum factor; a number, or a tensor as ``weight_decay`` of :func:`muon_apply` may be one.
+    """
+
+    momenta: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    weight: float | Tensor
+
+    def of(self, chosen: Sequence[int]) -> "Averages":
+        """Those of some parameters, by number."""
+        return Averages([self.momenta[i] for i in chosen], [self.grads[i] for i in chosen], self.weight)
 
 
 def muon_momentum(

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
-from compile_muon.engine.extension import Extension
 from compile_muon.engine.hooks import Hooks
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step import Step
+from compile_muon.mesh import Mesh
 
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
-    from compile_muon.model.assignment import Assignment
-    from compile_muon.model.mesh import Mesh
-    from compile_muon.model.ownership import Ownership
 
 __all__ = ["Engine"]
 
-E = TypeVar("E", bound=Extension)
+E = TypeVar("E")
 
 
 @dataclass(eq=False)
@@ -34,15 +31,16 @@ class Engine:
     """The parts of a :class:`~compile_muon.MuonZero` at work; ``optimizer.engine``.
 
     An optimizer has parameter groups, state and what users call; the engine has what a step is made by. It lives as
-    long as its optimizer, and its parts stay the same objects; only ``assignments`` grows, by what is unfrozen.
+    long as its optimizer, and its parts stay the same objects.
 
     Args:
         ledger: what happened to each parameter since the last step, and what frames are asked for.
         step: facts, directions and writes of ``optimizer.step()``.
-        ownership: which module holds which parameter.
-        assignments: by name, which method trains a parameter, and why.
+        model: the module that was sharded.
+        assignments: by name, which method trains a parameter, and why: each a
+            :class:`~compile_muon.model.assignment.Assignment`. What is unfrozen is added.
         mesh: of ranks, and ``group`` all of them; None for one process.
-        extensions: the features that it has.
+        extensions: the features that it has, each a :class:`~compile_muon.Extension`.
         hyper: ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group.
         compares: whether there are other ranks to compare anything with.
         meeting: of all checkpointers, once there was one: a process group has threads, and stays.
@@ -50,11 +48,11 @@ class Engine:
 
     ledger: Ledger
     step: Step
-    ownership: Ownership
-    assignments: dict[str, Assignment]
+    model: nn.Module
+    assignments: dict[str, Any]
     mesh: Mesh | None
     group: dist.ProcessGroup | None
-    extensions: Sequence[Extension]
+    extensions: Sequence[object]
     hyper: Tensor
     compares: bool
     meeting: Ranks | None = None
@@ -72,11 +70,6 @@ class Engine:
     def params(self) -> list[ShardedParam]:
         """The sharded parameters, in the order of the model, frozen ones included."""
         return self.ledger.sharded_params
-
-    @property
-    def model(self) -> nn.Module:
-        """The module that was sharded."""
-        return self.ownership.model
 
     @property
     def device(self) -> torch.device:

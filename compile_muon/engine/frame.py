@@ -158,7 +158,8 @@ class ForwardGraph:
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
-        ledger, names = sharded_params[0].ledger, [sharded.name for sharded in sharded_params]
+        ledger: Ledger = sharded_params[0].ledger
+        names = [sharded.name for sharded in sharded_params]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
             for hooks in dict.fromkeys(sharded.ledger.hooks for sharded in sharded_params):
                 for before in hooks.before_forward:

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.engine.dtensors import columns_shape, local_tensor
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.projected import Projected, exact_weights, over_whole_rows
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import ProvideStates
+from compile_muon.engine.states import columns_shape
 from compile_muon.engine.written import gradient_of, in_rows, unless, weight_of
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.views import Part as ViewPart

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,14 @@ from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulators_of, current_backward, storage_holders, will_execute
 
-if TYPE_CHECKING:
-    from compile_muon.engine.ledger import Ledger
-    from compile_muon.engine.resident import Refresh
-
 __all__ = ["ShardedParam", "receiving", "sharded_param_of"]
+
+
+class Refreshing(Protocol):
+    """A gather of resident weights, under way."""
+
+    def finish(self) -> None:
+        """Wait for it, and write what came."""
 
 
 @dataclass(eq=False)
@@ -50,7 +53,8 @@ class ShardedParam:
             these.
         resident: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
             this rank's slice; else None.
-        ledger: the policy of the optimizer that owns the parameter.
+        ledger: the :class:`~compile_muon.engine.ledger.Ledger` of the optimizer that owns the parameter. It knows its
+            parameters, and they are not made of it.
         gathered: gathered copies that eager code holds, of all parameters of the optimizer.
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
@@ -73,7 +77,7 @@ class ShardedParam:
     momentum: Tensor
     hyper: Tensor
     resident: Tensor | None
-    ledger: Ledger
+    ledger: Any
     gathered: GatheredCopies = field(default_factory=GatheredCopies)
     group: dist.ProcessGroup | None = None
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
@@ -85,7 +89,7 @@ class ShardedParam:
     owners: tuple[int, ...] = ()
     fetches: int = 0
     refreshed_at: int = -1
-    refresh: Refresh | None = None
+    refresh: Refreshing | None = None
     accumulated: Tensor | None = None
     entered: tuple[Any, bool] | None = None
     tags: tuple[str, ...] = ()
@@ -176,7 +180,7 @@ class ShardedParam:
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
 
-    def begin_refresh(self, refresh: Refresh) -> None:
+    def begin_refresh(self, refresh: Refreshing) -> None:
         """The resident weight will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
         assert self.resident is not None
         self.refresh, self.refreshed_at = refresh, edits_of(self.param)

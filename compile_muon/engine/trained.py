@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config
-from compile_muon.engine.dtensors import like_parameter, local_tensor, new_state
+from compile_muon.engine.dtensors import like_parameter, local_tensor
 from compile_muon.engine.gathered_copies import GatheredCopies
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.pinned import pinned_numbers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider, StateRequest
+from compile_muon.engine.states import new_state
 from compile_muon.engine.step_graph import StepGraphs
 from compile_muon.errors import config_error, listed
 from compile_muon.passes.methods import MatrixMethod, Method, matrix_method

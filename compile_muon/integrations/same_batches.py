@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from compile_muon.errors import config_error
-from compile_muon.model.mesh import DataPlace
+from compile_muon.mesh import DataPlace
 
 __all__ = ["give_same_batches"]
 

@@ -36,7 +36,7 @@ from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
-from compile_muon.model.mesh import axis_sizes, data_places
+from compile_muon.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import plan_of
 from compile_muon.weights import save_pretrained

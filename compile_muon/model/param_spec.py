@@ -12,8 +12,8 @@ from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.kernels.call_plan import AUTO_LIMIT
 from compile_muon.kernels.dispatch import chosen_form, symmetric_kernels
 from compile_muon.kernels.newton_schulz import make_plan
+from compile_muon.mesh import DENSE, Mesh, Role
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.language.layout import Layout
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec, encode_dtype, exchange_of
 from compile_muon.passes.language.views import most_work

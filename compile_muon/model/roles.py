@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compile_muon.config import ExpertParallelConfig
 from compile_muon.errors import UnsupportedModelError, config_error
-from compile_muon.model.mesh import DENSE, Mesh, Role
+from compile_muon.mesh import DENSE, Mesh, Role
 from compile_muon.passes.torch_private import group_named
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from compile_muon.agreement.compare import compare, worded
 from compile_muon.agreement.heartbeat import Heartbeat
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
-from compile_muon.model.mesh import Mesh
+from compile_muon.mesh import Mesh
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.language.spec import ParamSpec
 

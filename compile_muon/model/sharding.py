@@ -27,9 +27,9 @@ from compile_muon.engine.owner_states import owners_of
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.errors import listed, warn_user
+from compile_muon.mesh import Mesh, Role
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.host_weights import on_host
-from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree

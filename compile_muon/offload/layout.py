@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compile_muon.config import OffloadConfig
-from compile_muon.engine.dtensors import row_state_shape
 from compile_muon.engine.state_provider import MASTER, StateRequest
+from compile_muon.engine.states import row_state_shape
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import MOMENTUM, Codec
 from compile_muon.offload.store import ALIGNED, Bucket, Slot

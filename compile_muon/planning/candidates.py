@@ -10,7 +10,7 @@ from compile_muon.config import Config, SequenceParallelConfig
 from compile_muon.config.settings import VIEWS, MuonConfig
 from compile_muon.errors import config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype
-from compile_muon.model.mesh import axis_sizes
+from compile_muon.mesh import axis_sizes
 from compile_muon.planning.machine import Machine
 
 __all__ = ["Candidate", "candidates", "meshes", "planned_for", "with_adamw", "with_sharing"]

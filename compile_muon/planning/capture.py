@@ -30,7 +30,7 @@ from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.resident import gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import MuonZeroError
-from compile_muon.model.mesh import Mesh
+from compile_muon.mesh import Mesh
 from compile_muon.offload import keeps_momentum_alone
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..apply import Averages
+from ..momentum import Averages
 from .launch import Launch, coded, filled
 from .model import ceildiv
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import compile_muon
 from compile_muon.engine import resident
-from compile_muon.model.mesh import Mesh
+from compile_muon.mesh import Mesh
 
 RESIDENT = pytest.mark.parametrize("stage", [1, 2])
 

@@ -645,7 +645,7 @@ def test_to_unfreeze_a_copy_is_to_unfreeze_the_parameter() -> None:
 
 
 def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:
-    ownership = optimizer.engine.ownership
+    ownership = optimizer._ownership
     assert isinstance(ownership, Ownership)
     model.probe = nn.Identity()
     model.teacher = nn.Linear(3, 3).requires_grad_(False)

@@ -92,7 +92,7 @@ class Gated(nn.Module):
 
 def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
     optimizer = MuonZero(model, update="step", **settings)
-    return {name: each.reason for name, each in optimizer.engine.assignments.items()}
+    return {row.name: row.reason for row in optimizer.summary().rows}
 
 
 def test_a_cut_by_a_name_is_one_that_the_modules_arithmetic_has() -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_muon import MuonZero
 from compile_muon.engine.resident import start_refresh
 from compile_muon.kernels import resolve_coefficients
-from compile_muon.model.mesh import DENSE, Mesh, Role
+from compile_muon.mesh import DENSE, Mesh, Role
 from compile_muon.passes import GraphKind, Purpose, formulas, reduced_grads
 from compile_muon.passes.collectives import collectives, measure_traffic
 from compile_muon.passes.costs import Costs, owned_work
