@@ -39,7 +39,7 @@ class Refreshing(Protocol):
 
 @dataclass(eq=False)
 class ShardedParam:
-    """Everything the runtime knows of one parameter.
+    """Everything the engine knows of one parameter.
 
     Args:
         name: qualified name in the model; ``key`` is its bytes.
