@@ -40,8 +40,7 @@ def export(checkpoint: Path, out: Path) -> tuple[int, int]:
         raise CheckpointError(f"--out = {out}: is there and not empty; give a new folder")
     weights = {key.removeprefix("model/"): key for key in manifest.tensors if key.startswith("model/")}
     weights |= {alias: f"model/{name}" for alias, name in manifest.aliases.items()}
-    facts = {name: manifest.tensors[key] for name, key in weights.items()}
-    facts = {name: facts[name] for name in ordered(facts)}
+    facts = ordered({name: manifest.tensors[key] for name, key in weights.items()})
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / f"{FILE}.tmp"
     file = TensorFile(unfinished, facts)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, config_error, listed
-from compile_muon.files.tensor_folder import TensorFolder
+from compile_muon.files.tensor_folder import reader_of
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
@@ -66,7 +66,7 @@ class Values:
         if init is not None and not meta:
             raise config_error("init", init, "the model has values already", "build it under torch.device('meta')")
         if weights is not None:
-            TensorFolder(Path(os.path.abspath(weights)))
+            reader_of(Path(os.path.abspath(weights)))
             if meta and init is None:
                 init = _hugging_face(model)
             lost = [name for name, buffer in _passing_buffers(model).items() if buffer.is_meta]
