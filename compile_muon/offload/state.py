@@ -29,7 +29,7 @@ from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout
 from compile_muon.offload.masters import Masters, check_master
 from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
-from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.offload.store import Bucket, FileStore, Slot, Store
 from compile_muon.offload.transaction import Transaction
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod
@@ -102,7 +102,7 @@ class OffloadedStates(StateProvider, Extension):
         placed: list[tuple[Store, Sequence[Bucket], torch.device]] = []
         with self._fake or nullcontext():
             if layout.here:
-                placed.append((MemoryStore(layout.here, device), layout.here, device))
+                placed.append((Store(layout.here, device), layout.here, device))
             for user, on_host in ((device, False), (_HOST, True)):
                 if used := [bucket for bucket in layout.there if (bucket in layout.on_host) == on_host]:
                     placed.append((self._store_for(used, user), used, user))
@@ -113,7 +113,7 @@ class OffloadedStates(StateProvider, Extension):
         offload = self._config.zero.offload or OffloadConfig()
         pin = offload.pin_memory and user.type != "cpu" and self._real
         if offload.device != "nvme" or not self._real:
-            return MemoryStore(buckets, _HOST, pin=pin)
+            return Store(buckets, _HOST, pin=pin)
         assert offload.nvme_path is not None
         with self._step.agreeing("has no place for optimizer state: nothing was sharded"):
             return on_disk(offload.nvme_path, buckets, buffers=self._layout.together, pin=pin, device=user)
