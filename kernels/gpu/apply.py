@@ -124,28 +124,38 @@ def apply_updates(
     scales: Sequence[float],
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
-) -> None:
+) -> list[int]:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, and momenta moved where they are given.
 
+    Those of one device and dtypes share launches.
+
     Args:
-        params: tensors of one dtype on one device, changed.
-        updates: one for each, of one dtype; :func:`takes` takes what belongs to each parameter.
+        params: changed.
+        updates: one for each.
         lr: a number or a one-element tensor.
         weight_decay: multiplies the unscaled lr. A one-element tensor of the dtype and device of lr and of the
             averages' weight, or a number.
         scales: one for each.
-        averages: of the parameters, momenta of one dtype and gradients of one.
+        averages: of the parameters.
         found_inf: one fp32 element on the device; 1 for nothing to be written.
+    Returns:
+        Numbers of the parameters with which something belongs that :func:`takes` does not take; they are left alone.
     """
-    if isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
+    lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
+    groups: dict[object, list[int]] = {}
+    left = []
+    for i, belonging in enumerate(zip(*lists, strict=True)):
+        if takes(*belonging):
+            alike = (belonging[0].device, *(x.dtype for x in belonging), is_wide(*belonging))
+            groups.setdefault(alike, []).append(i)
+        else:
+            left.append(i)
+    if groups and isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
         weight = weight_decay if averages is None else averages.weight
         lr = torch.stack([torch.as_tensor(x).reshape(()) for x in (lr, weight_decay, weight)])
-    belonging = zip(params, updates, *(() if averages is None else (averages.momenta, averages.grads)), strict=True)
-    wide = [is_wide(*each) for each in belonging]
-    for alike in (True, False):
-        chosen = [i for i, each in enumerate(wide) if each is alike]
-        for start in range(0, len(chosen), MOST):
-            chunk = chosen[start : start + MOST]
+    for group in groups.values():
+        for start in range(0, len(group), MOST):
+            chunk = group[start : start + MOST]
             launch(
                 [params[i] for i in chunk],
                 [updates[i] for i in chunk],
@@ -155,8 +165,10 @@ def apply_updates(
                 averages=None if averages is None else averages.of(chunk),
                 found_inf=found_inf,
             ).run()
-    written = [*params, *(() if averages is None else averages.momenta)]
+    taken = [i for group in groups.values() for i in group]
+    written = [params[i] for i in taken] + ([] if averages is None else [averages.momenta[i] for i in taken])
     torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
+    return left
 
 
 def launch(
