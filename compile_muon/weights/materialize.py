@@ -137,11 +137,7 @@ def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _initialize(
-    model: nn.Module,
-    init: Init,
-    device: torch.device,
-    only: list[nn.Module] | None,
-    dtypes: Mapping[str, torch.dtype],
+    model: nn.Module, init: Init, device: torch.device, only: list[nn.Module] | None, dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Call ``init`` for each module, children first as ``nn.Module.apply`` does, with whole tensors of it alone.
 

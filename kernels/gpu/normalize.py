@@ -143,13 +143,7 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
 
 
 def normalize(
-    x: Tensor,
-    *,
-    dtype: torch.dtype,
-    eps: float,
-    safety: float,
-    out: Tensor | None = None,
-    norms: Tensor | None = None,
+    x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None, norms: Tensor | None = None
 ) -> Tensor:
     """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
 

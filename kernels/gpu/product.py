@@ -73,13 +73,7 @@ def product_kernel(
 
 
 def product(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    tile: Tile,
-    *,
-    plus: Tensor | None = None,
-    beta: float = 0.0,
+    left: Tensor, right: Tensor, out: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
 ) -> Launch:
     """out ← left right + β plus.
 
