@@ -25,8 +25,7 @@ from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.host_step import HostStep
-from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout
-from compile_muon.offload.masters import Masters, check_master
+from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout, check_master
 from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
 from compile_muon.offload.store import Bucket, FileStore, Slot, Store
@@ -131,9 +130,8 @@ class OffloadedStates(StateProvider, Extension):
             sharded.name: sharded for sharded in engine.step.sharded_params.values() if sharded.name in self._kept
         }
         own = [*self._sharded_params.values()]
-        self._masters = Masters(own, self._layout, self._buffers)
         self._shown = Shown(self._optimizer, own, self._layout, self._buffers, self._device)
-        self._masters.follow()
+        self._shown.follow()
         self._shown.show()
 
     def names(self, sharded: ShardedParam) -> frozenset[str]:
@@ -317,7 +315,6 @@ class OffloadedStates(StateProvider, Extension):
             yield
             self._buffers.finish()
         self._buffers.commit(self._step.written)
-        self._masters.note()
         self._step.end()
         self._new_momenta()
         self._shown.show()
@@ -341,7 +338,7 @@ class OffloadedStates(StateProvider, Extension):
 
     def own(self) -> None:
         """What users put into the optimizer's state, as they may, is kept; what they took out begins anew."""
-        self._masters.follow()
+        self._shown.follow()
         moved = self._shown.take_back()
         if moved or self._shown.edited:
             self.loaded()
@@ -351,7 +348,7 @@ class OffloadedStates(StateProvider, Extension):
     def loaded(self) -> None:
         """Someone wrote to what is shown."""
         self._buffers.discard()
-        self._masters.follow()
+        self._shown.follow()
         self._flags.clear()
         for chunk in self._layout.chunks:
             held: dict[Slot, Tensor] = {}
@@ -363,7 +360,6 @@ class OffloadedStates(StateProvider, Extension):
             round_masters(own, provided)
             for bucket in chunk.buckets:
                 self._buffers.leave(bucket)
-        self._masters.note()
         self._new_momenta()
         self._shown.seen()
 
