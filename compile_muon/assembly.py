@@ -88,16 +88,7 @@ def assemble(
     here = next((param.device for param in model.parameters()), torch.device("cpu"))  # assign() requires it to be one
     device = target_device(mesh, process_group) if meta else here
     zero, experts = config.zero, config.expert_parallel
-    ranks = resolve_mesh(
-        mesh,
-        process_group,
-        device,
-        config.mesh,
-        experts=experts.size,
-        sequence=config.sequence_parallel.size,
-        state_over_all=zero.shard_state_over == "all" and zero.stage > 0,
-        communicators=zero.communicators,
-    )
+    ranks = resolve_mesh(mesh, process_group, device, config)
     group = None if ranks is None else ranks.everyone
     roles, spread = planned_roles(model, ranks, experts)
     cut = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
@@ -139,7 +130,7 @@ def assemble(
     )
     if shared is not None:
         assert ranks is not None
-        shared.apply(model, ranks.sequence, ranks.everyone)
+        shared.plan.apply(model, ranks.sequence, ranks.everyone, compares=compares)
     if config.muon.qk_clip is not None:
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))

@@ -42,14 +42,12 @@ class ExpertModule:
     Args:
         path: its name in the model.
         experts: how many it holds.
-        stacks: its parameters that are cut, by local name; biases included.
-        whole: names of its other parameters, which every rank keeps.
+        stacks: its parameters that are cut, by local name; biases included. Every rank keeps the others.
     """
 
     path: str
     experts: int
     stacks: tuple[str, ...]
-    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,7 @@ def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None =
         mistakes.found += wrong
         if not wrong:
             stacks = _stack_names(module)
-            whole = tuple(name for name, _ in module.named_parameters() if name not in stacks)
-            modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks, whole))
+            modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks))
     mistakes.raise_all()
     return ExpertPlan(size, capacity_factor, tuple(modules), model)
 

@@ -169,10 +169,10 @@ def _initialize(
                     continue
                 done.add(id(sharded))
                 value = value.to(sharded.param.dtype)
-                wire.deal(Entry(sharded.name, sharded.param, sharded), value if wire.rank == 0 else None)
-            for name, buffer in module._buffers.items():
+                wire.deal(Entry(sharded.param, sharded), value if wire.rank == 0 else None)
+            for buffer in module._buffers.values():
                 if buffer is not None:
-                    wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
+                    wire.deal(Entry(buffer, None), buffer if wire.rank == 0 else None)
         start_refresh_by_owner(sharded_params)
 
 
