@@ -9,6 +9,7 @@ written where ``found_inf`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -189,30 +190,11 @@ def launch(
     on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
-    belonging = zip(params, updates, moved.momenta, moved.grads, strict=True)
-    return Launch(
-        apply_kernel,
-        sum(ceildiv(n, BLOCK) for n in elements),
-        params[0],
-        (
-            filled(params, MOST),
-            filled(updates, MOST),
-            filled(moved.momenta, MOST),
-            filled(moved.grads, MOST),
-            filled([coded(n) for n in elements], MOST),
-            filled([float(scale) for scale in scales], MOST),
-            lr if on_device else float(lr),
-            found_inf,
-            0.0 if on_device == 3 else weight_decay,
-            0.0 if on_device == 3 else moved.weight,
-        ),
-        {
-            "COUNT": MOST,
-            "LR_ON_DEVICE": on_device,
-            "FOUND_INF": found_inf is not None,
-            "MOMENTUM": averages is not None,
-            "WIDE": all(is_wide(*each) for each in belonging),
-            "BLOCK": BLOCK,
-            "num_warps": WARPS,
-        },
-    )
+    tensors = (params, updates, moved.momenta, moved.grads)
+    lists: list[Sequence[Any]] = [*tensors, [coded(n) for n in elements], [float(scale) for scale in scales]]
+    rates = (0.0, 0.0) if on_device == 3 else (weight_decay, moved.weight)
+    arguments = (*(filled(each, MOST) for each in lists), lr if on_device else float(lr), found_inf, *rates)
+    settings = {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
+    settings |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
+    settings["WIDE"] = all(is_wide(*each) for each in zip(*tensors, strict=True))
+    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, settings)
