@@ -22,14 +22,13 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
-from compile_muon.model.assignment import Assignment, assign
-from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
+from compile_muon.model.assignment import Assignment
+from compile_muon.model.groups import Group, plan, warn_of_shared_rates
 from compile_muon.model.mesh import DataPlace, Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
-from compile_muon.model.views import with_views
 from compile_muon.offload import offloaded_states, with_fetches
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.sequence import SharedSequences, plan_sequence
@@ -93,16 +92,7 @@ def assemble(
     roles, spread = planned_roles(model, ranks, experts)
     cut = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
     check_supported(model, meta=meta, dtensors=ranks is not None)
-    assignments = assign(
-        model,
-        config.muon_params,
-        use_muon=config.algorithm == "muon",
-        partial=norm_group is not None,
-        chosen=chosen_methods(config, model),
-        methods=(config.method, config.auxiliary),
-    )
-    assignments = with_views(config, assignments, model)
-    groups = plan_groups(config, assignments, model)
+    assignments, groups = plan(config, model, partial=norm_group is not None)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
     offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
