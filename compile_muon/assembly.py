@@ -23,13 +23,12 @@ from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
 from compile_muon.mesh import DataPlace, Mesh, resolve_mesh, target_device
-from compile_muon.model.assignment import Assignment, assign
-from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
+from compile_muon.model.assignment import Assignment
+from compile_muon.model.groups import Group, plan, warn_of_shared_rates
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
-from compile_muon.model.views import with_views
 from compile_muon.offload import offloaded_states, with_fetches
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.sequence import SharedSequences, plan_sequence
@@ -88,30 +87,12 @@ def assemble(
     here = next((param.device for param in model.parameters()), torch.device("cpu"))  # assign() requires it to be one
     device = target_device(mesh, process_group) if meta else here
     zero, experts = config.zero, config.expert_parallel
-    ranks = resolve_mesh(
-        mesh,
-        process_group,
-        device,
-        config.mesh,
-        experts=experts.size,
-        sequence=config.sequence_parallel.size,
-        state_over_all=zero.shard_state_over == "all" and zero.stage > 0,
-        communicators=zero.communicators,
-    )
+    ranks = resolve_mesh(mesh, process_group, device, config)
     group = None if ranks is None else ranks.everyone
     roles, spread = planned_roles(model, ranks, experts)
     cut = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
     check_supported(model, meta=meta, dtensors=ranks is not None)
-    assignments = assign(
-        model,
-        config.muon_params,
-        use_muon=config.algorithm == "muon",
-        partial=norm_group is not None,
-        chosen=chosen_methods(config, model),
-        methods=(config.method, config.auxiliary),
-    )
-    assignments = with_views(config, assignments, model)
-    groups = plan_groups(config, assignments, model)
+    assignments, groups = plan(config, model, partial=norm_group is not None)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
     offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
@@ -139,7 +120,7 @@ def assemble(
     )
     if shared is not None:
         assert ranks is not None
-        shared.apply(model, ranks.sequence, ranks.everyone)
+        shared.plan.apply(model, ranks.sequence, ranks.everyone, compares=compares)
     if config.muon.qk_clip is not None:
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))

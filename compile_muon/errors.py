@@ -32,6 +32,7 @@ __all__ = [
     "listed",
     "raise_all",
     "printable",
+    "shortened",
     "shown",
     "warn_user",
 ]
@@ -154,7 +155,7 @@ def shown(value: object) -> str:
         text = _SHORT.repr(value)
     except Exception:  # whatever the repr of a stranger's object raises
         text = f"<{type(value).__name__}>"
-    return _cut(text, _VALUE_WIDTH)
+    return shortened(text, _VALUE_WIDTH)
 
 
 def printable(text: str) -> str:
@@ -166,7 +167,8 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _cut(text: str, width: int) -> str:
+def shortened(text: str, width: int) -> str:
+    """The text, or its beginning with dots behind it."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -188,7 +190,7 @@ def raise_all(errors: Iterable[ConfigError]) -> None:
 
 def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
     # Only strings are kept, so the error pickles across processes whatever the value was.
-    error = ConfigError(f"{printable(_cut(field, _FIELD_WIDTH))} = {shown}: {problem}; {remedy}")
+    error = ConfigError(f"{printable(shortened(field, _FIELD_WIDTH))} = {shown}: {problem}; {remedy}")
     error.field, error.shown, error.problem, error.remedy = field, shown, problem, remedy
     return error
 

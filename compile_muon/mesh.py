@@ -271,15 +271,7 @@ def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGro
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | Mesh | None,
-    process_group: dist.ProcessGroup | None,
-    device: torch.device,
-    sizes: MeshConfig | None,
-    *,
-    experts: int = 1,
-    sequence: int = 1,
-    state_over_all: bool = False,
-    communicators: str = "shared",
+    mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None, device: torch.device, config: Config
 ) -> Mesh | None:
     """The ranks by axis, or None for a single process.
 
@@ -287,16 +279,15 @@ def resolve_mesh(
         mesh, process_group: at most one of the two; default: all ranks of the default process group. A :class:`Mesh`
             says beside its dimensions what backend to plan for.
         device: of the model.
-        sizes: of the axes.
-        experts, sequence: ranks along ``expert`` and ``sequence``, which are taken from ``shard`` where ``mesh`` has no
-            such dimension.
-        state_over_all: see ``Layout.state_over_all``.
-        communicators: see :class:`Mesh`.
+        config: sizes of the axes. Ranks along ``expert`` and ``sequence`` are taken from ``shard``, where ``mesh`` has
+            no such dimension.
     Raises:
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
     """
     backend, mesh = (mesh.backend, mesh.given) if isinstance(mesh, Mesh) else (None, mesh)
+    sizes, zero = config.mesh, config.zero
+    experts, sequence = config.expert_parallel.size, config.sequence_parallel.size
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None and sizes is not None:
@@ -321,7 +312,8 @@ def resolve_mesh(
         several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
         mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
     carved = _carve(_carve(mesh, "expert", experts), "sequence", sequence)
-    found = Mesh.of(carved, state_over_all=state_over_all, communicators=communicators)
+    state_over_all = zero.shard_state_over == "all" and zero.stage > 0
+    found = Mesh.of(carved, state_over_all=state_over_all, communicators=zero.communicators)
     return None if found is None else replace(found, backend=backend)
 
 

@@ -67,7 +67,11 @@ def muon_apply(
             raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
     left = list(range(len(params)))
     if may_launch([*params, *updates]):
-        left = _launch(params, updates, lr, weight_decay, scales, averages, found_inf)
+        from .gpu.apply import apply_updates
+
+        left = apply_updates(
+            params, updates, lr=lr, weight_decay=weight_decay, scales=scales, averages=averages, found_inf=found_inf
+        )
     if not left:
         return
     params, updates = [params[i] for i in left], [updates[i] for i in left]
@@ -108,39 +112,6 @@ def average(averages: Averages) -> None:
     for momentum, grad in zip(averages.momenta, averages.grads, strict=True):
         wide = torch.promote_types(momentum.dtype, torch.float32)  # a weight in half precision would be another one
         momentum.copy_(torch.lerp(momentum.to(wide), grad.to(wide), averages.weight.to(wide)))
-
-
-def _launch(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    lr: float | Tensor,
-    weight_decay: float | Tensor,
-    scales: Sequence[float],
-    averages: Averages | None,
-    found_inf: Tensor | None,
-) -> list[int]:
-    """Updates what Triton's kernel covers, a launch for every few tensors; returns which are left, by number."""
-    from .gpu import apply as gpu
-
-    lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
-    groups: dict[object, list[int]] = {}
-    left = []
-    for i, given in enumerate(zip(*lists, strict=True)):
-        if gpu.takes(*given):
-            groups.setdefault((given[0].device, *(x.dtype for x in given)), []).append(i)
-        else:
-            left.append(i)
-    for group in groups.values():
-        gpu.apply_updates(
-            [params[i] for i in group],
-            [updates[i] for i in group],
-            lr=lr,
-            weight_decay=weight_decay,
-            scales=[scales[i] for i in group],
-            averages=None if averages is None else averages.of(group),
-            found_inf=found_inf,
-        )
-    return left
 
 
 def _apply_number_lr(

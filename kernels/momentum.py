@@ -29,12 +29,7 @@ class Averages:
 
 
 def muon_momentum(
-    grad: Tensor,
-    momentum: Tensor,
-    *,
-    beta: float | tuple[Tensor, Tensor],
-    nesterov: bool,
-    out_dtype: torch.dtype,
+    grad: Tensor, momentum: Tensor, *, beta: float | tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """new = momentum + (1 − beta)(grad − momentum), update = grad + beta (new − grad) if ``nesterov``, else new.
 

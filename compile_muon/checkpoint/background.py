@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from compile_muon.errors import CheckpointError
 
@@ -21,9 +20,9 @@ class Background:
     def start(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` in a thread, which ends with it; nothing may be running."""
         atexit.register(self.wait)
-        self._job = Future()
-        # No daemon: a program that ends waits for it, and so for what it saved last.
-        threading.Thread(target=_run, args=(job, self._job), name="compile_muon checkpoint").start()
+        threads = ThreadPoolExecutor(1, "compile_muon checkpoint")
+        self._job = threads.submit(job)
+        threads.shutdown(wait=False)  # a program that ends waits for it all the same, and so for what it saved last
         return self._job
 
     def wait(self) -> None:
@@ -41,12 +40,3 @@ class Background:
             raise error
         if error is not None:
             raise CheckpointError(f"a checkpoint was not written: {type(error).__name__}: {error}") from error
-
-
-def _run(job: Callable[[], None], result: Future[None]) -> None:
-    try:
-        job()
-    except BaseException as error:
-        result.set_exception(error)
-    else:
-        result.set_result(None)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from compile_muon.checkpoint.export import export
+import torch
+
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, printable
+from compile_muon.files.safetensors import TensorFile, nbytes, ordered
+from compile_muon.files.tensor_folder import FILE, batches
+from compile_muon.files.tensors import read_tensors
+from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["run"]
+
+_BATCH_BYTES = 256 << 20  # read at once, or one tensor that is larger
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -86,9 +95,43 @@ def _inspect(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> in
 
 
 def _export(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
-    count, size = export(folder.at(steps[-1]), chosen.out)
+    count, size = _write_whole(folder.at(steps[-1]), chosen.out)
     _say(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
     return 0
+
+
+def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
+    """Write the weights and buffers of ``checkpoint`` into ``out/model.safetensors``, tied ones under all their names.
+
+    Tensors are read and written some at a time, so memory does not grow with the model.
+
+    Args:
+        checkpoint: a folder ``step-N``; it is verified first.
+        out: a folder that does not exist, or is empty.
+    Returns:
+        How many tensors were written, and how many bytes the file has.
+    Raises:
+        CheckpointError: the checkpoint is damaged, or ``out`` has something in it.
+    """
+    manifest = Manifest.read(checkpoint)
+    manifest.verify(checkpoint)
+    reader = manifest.reader(checkpoint)
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"--out = {out}: is there and not empty; give a new folder")
+    weights = {key.removeprefix("model/"): key for key in manifest.tensors if key.startswith("model/")}
+    weights |= {alias: f"model/{name}" for alias, name in manifest.aliases.items()}
+    facts = ordered({name: manifest.tensors[key] for name, key in weights.items()})
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / f"{FILE}.tmp"
+    file = TensorFile(unfinished, facts)
+    for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
+        staged = {weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n in batch}
+        read_tensors(reader, staged)
+        for name in batch:
+            file.write(staged[weights[name]].reshape(-1).view(torch.uint8))
+    file.close()
+    unfinished.rename(out / FILE)
+    return len(facts), file.size
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace, Folder, list[int]], int]] = {

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from compile_muon.checkpoint.folder import FORMAT, NAME, STATE, TENSORS
-from compile_muon.errors import CheckpointError, DamagedError, listed
+from compile_muon.errors import CheckpointError, DamagedError, listed, shortened
 from compile_muon.files.disk import open_plain, open_within, write_bytes
 from compile_muon.files.safetensors import TensorFacts
 from compile_muon.files.tensors import Reader
@@ -107,7 +107,7 @@ class Manifest:
                 )
             return cls._parsed(body)
         except (ValueError, RecursionError) as error:
-            said = "it is nested too deeply" if isinstance(error, RecursionError) else _short(str(error), 300)
+            said = "it is nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), 300)
             raise DamagedError(f"{folder / NAME}: {said}; {_COPY}") from error
 
     @classmethod
@@ -258,8 +258,4 @@ _FIELDS: dict[str, tuple[type, Callable[[object], bool], str]] = {
 
 
 def _shown(value: object) -> str:
-    return _short(repr(value), _SHOWN)
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return shortened(repr(value), _SHOWN)

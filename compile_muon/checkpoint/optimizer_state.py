@@ -44,12 +44,11 @@ def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]
                     mine = dict(each_matrix(sharded, state, value))
                     for number, shape in every_shape(sharded, state).items():
                         own = mine.get(number, torch.empty(shape, dtype=value.dtype, device="meta"))
-                        key = f"{slot}.{number}"
-                        entry = Entry(f"{sharded.name}/{key}", own, None, holders[sharded.name, number])
-                        yield sharded.name, key, entry
+                        entry = Entry(own, None, holders[sharded.name, number])
+                        yield sharded.name, f"{slot}.{number}", entry
                     continue
                 cut = sharded if isinstance(value, DTensor) else None  # a step count is not
-                yield sharded.name, slot, Entry(f"{sharded.name}/{slot}", value, cut)
+                yield sharded.name, slot, Entry(value, cut)
 
 
 def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:

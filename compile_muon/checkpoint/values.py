@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import CheckpointError
+from compile_muon.errors import CheckpointError, shortened
 from compile_muon.files.disk import open_within, write_bytes
 from compile_muon.files.safetensors import write_whole
 
@@ -148,11 +148,10 @@ class Values:
                 for key, item in value.items()
             ]
             return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
-        shown = repr(value)
         raise CheckpointError(
-            f"{where} = {shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'}: a {kind.__qualname__} is "
-            "neither JSON nor a tensor, and checkpoints hold nothing else; convert it, e.g. with float(), list(), "
-            "full_tensor() or torch.from_numpy()"
+            f"{where} = {shortened(repr(value), _SHOWN)}: a {kind.__qualname__} is neither JSON nor a tensor, and "
+            "checkpoints hold nothing else; convert it, e.g. with float(), list(), full_tensor() or "
+            "torch.from_numpy()"
         )
 
     def _decode(self, encoded: Any) -> Any:

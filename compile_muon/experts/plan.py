@@ -18,7 +18,6 @@ state in ``ALL_EXPERTS_FUNCTIONS``; what differs between modules is in an :class
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,14 +42,12 @@ class ExpertModule:
     Args:
         path: its name in the model.
         experts: how many it holds.
-        stacks: its parameters that are cut, by local name; biases included.
-        whole: names of its other parameters, which every rank keeps.
+        stacks: its parameters that are cut, by local name; biases included. Every rank keeps the others.
     """
 
     path: str
     experts: int
     stacks: tuple[str, ...]
-    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,14 +128,11 @@ def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None =
 
     Args:
         model: on any device; all of its modules whose forward goes through Transformers' experts interface are taken.
-        size: ranks that share them.
-        capacity_factor: of a rank's tokens per expert, see the module's text; None to drop none.
+        size, capacity_factor: as of :class:`~compile_muon.config.ExpertParallelConfig`, which has checked them.
     Raises:
         ConfigError: everything that cannot be done, by module and parameter.
     """
     mistakes = Mistakes()
-    mistakes.found += _wrong_settings(size, capacity_factor)
-    mistakes.raise_all()
     found = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
     if not found:
         raise config_error(FIELD, size, f"the model has {_what_there_is(model)}", _NEEDED)
@@ -149,8 +143,7 @@ def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None =
         mistakes.found += wrong
         if not wrong:
             stacks = _stack_names(module)
-            whole = tuple(name for name, _ in module.named_parameters() if name not in stacks)
-            modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks, whole))
+            modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks))
     mistakes.raise_all()
     return ExpertPlan(size, capacity_factor, tuple(modules), model)
 
@@ -161,22 +154,6 @@ _NEEDED = (
     "take a model of Transformers 5 whose experts are one module under @use_experts_implementation, without "
     f"trust_remote_code, or leave {FIELD} out"
 )
-
-
-def _wrong_settings(size: int, capacity_factor: float | None) -> list[ConfigError]:
-    errors = []
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        errors.append(config_error(f"{FIELD}.size", size, "is not a number of ranks", "use a whole number from 1 on"))
-    if capacity_factor is not None:
-        number = isinstance(capacity_factor, (int, float)) and not isinstance(capacity_factor, bool)
-        if not number or not 0 < capacity_factor < math.inf:
-            errors.append(
-                config_error(
-                    f"{FIELD}.capacity_factor", capacity_factor, "is not a factor",
-                    "use a number above 0, 1.25 say, or leave it out to drop no token",
-                )
-            )  # fmt: skip
-    return errors
 
 
 def _interface(module: nn.Module) -> Any:
@@ -221,16 +198,13 @@ def _wrong_module(path: str, module: Any) -> list[ConfigError]:
     if hasattr(module, RECORD):
         return [config_error(path, kind, "has its experts shared already", f"apply {FIELD} once, to a new model")]
     if module._is_expert_parallel or "forward" in vars(module):
-        problem = (
-            "has a forward that something else put there (Transformers' own expert or tensor parallelism, hooks of "
-        )
-        problem += "Accelerate)"
+        others = "Transformers' own expert or tensor parallelism, hooks of Accelerate"
+        problem = f"has a forward that something else put there ({others})"
         remedy = f"load the model without it (no ep_size, tp_plan or device_map), or leave {FIELD} out"
         return [config_error(path, kind, problem, remedy)]
     if _interface(module) is not ALL_EXPERTS_FUNCTIONS:
         return [config_error(path, kind, "holds quantized experts", "load the model without quantization")]
-    missing = [name for name in _stack_names(module) if module._parameters.get(name) is None]
-    if missing:
+    if missing := [name for name in _stack_names(module) if module._parameters.get(name) is None]:
         problem = f"has no parameter {listed(missing)} of its own (a parametrization, an adapter, pruning?)"
         remedy = "share the experts of the model itself, before anything is put around its parameters"
         return [config_error(path, kind, problem, remedy)]
@@ -265,8 +239,7 @@ def _wrong_stacks(
             yield config_error(full, param.dtype, "is quantized", "load the model without quantization")
         elif param.shape[0] != experts:
             yield config_error(full, shape, f"is no stack of {experts} experts", "share the experts of a whole model")
-        others = [other for other, holder in holders[param] if _interface(holder) is None]
-        if others:
+        if others := [other for other, holder in holders[param] if _interface(holder) is None]:
             problem = f'is tied to {listed(others)}, which is not on the axis "{AXIS}"'
             yield config_error(full, shape, problem, "untie it")
     for name, param in module._parameters.items():

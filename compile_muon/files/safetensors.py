@@ -48,9 +48,9 @@ def _code(dtype: str) -> str:
     return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
 
 
-def ordered(facts: Mapping[str, TensorFacts]) -> list[str]:
-    """Names as they stand in a file: wide dtypes first, so that each tensor lies at a multiple of its item size."""
-    return sorted(facts, key=lambda name: (-decode_dtype(facts[name].dtype).itemsize, name))
+def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:
+    """As they stand in a file: wide dtypes first, so that each tensor lies at a multiple of its item size."""
+    return dict(sorted(facts.items(), key=lambda item: (-decode_dtype(item[1].dtype).itemsize, item[0])))
 
 
 def _header(facts: Mapping[str, TensorFacts], metadata: Mapping[str, str]) -> tuple[bytes, int]:
@@ -107,8 +107,7 @@ class TensorFile:
 
 def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:
     """Write a new file from tensors on the CPU, from where they are, and have it on the disk."""
-    facts = {name: TensorFacts(tuple(tensor.shape), encode_dtype(tensor.dtype)) for name, tensor in tensors.items()}
-    facts = {name: facts[name] for name in ordered(facts)}
+    facts = ordered({name: TensorFacts(tuple(x.shape), encode_dtype(x.dtype)) for name, x in tensors.items()})
     file = TensorFile(path, facts, metadata, replace=False)
     try:
         for name in facts:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.files.disk import open_plain, sync_folder, write_bytes
 from compile_muon.files.safetensors import TensorFacts, nbytes
-from compile_muon.files.tensors import Box, Reader, read_boxes
+from compile_muon.files.tensors import Reader
 
-__all__ = [
-    "FILE",
-    "INDEX",
-    "TensorFolder",
-    "batches",
-    "parse_size",
-    "place",
-    "split",
-]
+__all__ = ["FILE", "INDEX", "batches", "parse_size", "place", "reader_of", "split"]
 
 #: what Hugging Face's loaders look for
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,50 +96,31 @@ def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> N
     sync_folder(folder)
 
 
-class TensorFolder:
-    """The weights in a folder: ``model.safetensors``, or what ``model.safetensors.index.json`` names.
+def reader_of(folder: Path) -> Reader:
+    """Of the weights in a folder: ``model.safetensors``, or what ``model.safetensors.index.json`` names.
 
     Args:
         folder: as ``save_pretrained`` writes it, ours or Hugging Face's.
-    Attributes:
-        facts: shape and dtype of each tensor.
     Raises:
         CheckpointError: it holds no such weights, or a file is missing or damaged, or rows of a tensor are in none.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        files, places = self._files()
-        # Caches are made of links.
-        self._reader = Reader(folder, files, links=True, places=places)
-        self.facts = self._reader.facts
-
-    def _files(self) -> tuple[list[str], dict[str, str]]:
-        if (self.folder / FILE).is_file():
-            return [FILE], {}
-        index = self.folder / INDEX
-        if not index.is_file():
-            raise CheckpointError(
-                f"folder = {self.folder}: holds neither {FILE} nor {INDEX}; give a folder that save_pretrained wrote "
-                "(pickled weights: load them on rank 0 and give them to load_full_state_dict)"
-            )
-        try:
-            with open_plain(index, links=True) as file:
-                places = json.loads(file.read())["weight_map"]
-            files = sorted(set(places.values()))
-            if not all(isinstance(name, str) for name in files):
-                raise TypeError("weight_map holds something else than names of files")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: is damaged ({type(error).__name__}: {error})") from error
-        for name in files:
-            if os.path.basename(name) != name or "\0" in name or not (self.folder / name).is_file():
-                raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
-        return files, dict(places)
-
-    def read(self, boxes: Sequence[Box]) -> None:
-        """Read each box into its target, in place, cast to its dtype.
-
-        Raises:
-            CheckpointError: a file is damaged, or a number is another one in that dtype.
-        """
-        read_boxes(boxes, self._reader)
+    if (folder / FILE).is_file():
+        return Reader(folder, [FILE], links=True)  # caches are made of links
+    index = folder / INDEX
+    if not index.is_file():
+        raise CheckpointError(
+            f"folder = {folder}: holds neither {FILE} nor {INDEX}; give a folder that save_pretrained wrote "
+            "(pickled weights: load them on rank 0 and give them to load_full_state_dict)"
+        )
+    try:
+        with open_plain(index, links=True) as file:
+            places = json.loads(file.read())["weight_map"]
+        files = sorted(set(places.values()))
+        if not all(isinstance(name, str) for name in files):
+            raise TypeError("weight_map holds something else than names of files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: is damaged ({type(error).__name__}: {error})") from error
+    for name in files:
+        if os.path.basename(name) != name or "\0" in name or not (folder / name).is_file():
+            raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
+    return Reader(folder, files, links=True, places=places)

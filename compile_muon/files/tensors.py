@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +186,6 @@ class _Piece:
         return tuple(map(len, self.box))
 
 
-@dataclass
-class _Found:
-    """What the headers say; ``files`` by name and first index."""
-
-    facts: dict[str, TensorFacts] = field(default_factory=dict)
-    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    files: dict[MetadataIndex, str] = field(default_factory=dict)
-
-
 class Reader(FileSystemReader):
     """Reads safetensors files of a folder, those that the caller knows of; headers once.
 
@@ -203,6 +194,8 @@ class Reader(FileSystemReader):
         files: their names, with slashes between folders.
         links: whether to follow them.
         places: the file of a tensor, where an index says so; it decides where several have one of that name.
+    Attributes:
+        facts: of each whole tensor.
     Raises:
         CheckpointError: a file is missing, damaged or no plain one; of a tensor that it says, rows are in no file, or
             in two and different there.
@@ -218,17 +211,14 @@ class Reader(FileSystemReader):
             with self._opened(name) as stored:
                 for key, piece in self._pieces(name, stored):
                     pieces.setdefault(key, []).append(piece)
-        self._found = _Found()
+        self.facts: dict[str, TensorFacts] = {}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self.storage_data: dict[MetadataIndex, str] = {}  # torch's own: the file, by name and first index
         for key, parts in pieces.items():
             self._put_together(key, _chosen(key, parts, (places or {}).get(key)))
         for key, place in (places or {}).items():
             if key not in pieces:
                 raise CheckpointError(f"{folder}: the index names {key}, which is in none of its files, not in {place}")
-
-    @property
-    def facts(self) -> dict[str, TensorFacts]:
-        """Of each whole tensor."""
-        return self._found.facts
 
     def check(self, expected: Mapping[str, TensorFacts]) -> None:
         """Compare the headers with what somebody else says of these tensors.
@@ -249,14 +239,13 @@ class Reader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:
         """What torch's planners go by."""
-        metadata = Metadata(dict(self._found.tensors), storage_data=self._found.files)
-        return metadata
+        return Metadata(dict(self._tensors), storage_data=self.storage_data)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a planner wants, file by file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self._found.files[item.storage_index], []).append(item)
+            by_file.setdefault(self.storage_data[item.storage_index], []).append(item)
         for name, items in by_file.items():
             with self._opened(name) as stored:
                 for item in items:
@@ -325,11 +314,11 @@ class Reader(FileSystemReader):
         first = [torch.Size(part.start for part in piece.box) for piece in kept]
         if len(set(first)) < len(first):
             raise CheckpointError(f"{self._folder}: {name} has two parts that begin at one place: {_files(kept)}")
-        self._found.facts[name] = TensorFacts(shape, encode_dtype(kept[0].dtype))
+        self.facts[name] = TensorFacts(shape, encode_dtype(kept[0].dtype))
         chunks = [ChunkStorageMetadata(at, torch.Size(p.shape)) for at, p in zip(first, kept, strict=True)]
         properties = TensorProperties(dtype=kept[0].dtype)
-        self._found.tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-        self._found.files |= {MetadataIndex(name, at): p.file for at, p in zip(first, kept, strict=True)}
+        self._tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        self.storage_data |= {MetadataIndex(name, at): p.file for at, p in zip(first, kept, strict=True)}
 
     def _compare(self, name: str, piece: _Piece, others: Sequence[_Piece]) -> None:
         """Whether ``piece`` has the bits that others have in the same places."""

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import lightning.pytorch.callbacks as plc
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -25,15 +26,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -65,19 +57,19 @@ _COMPILED = "_orig_mod."
 _OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
 
 #: callbacks that would not do what they say, why not, and what to do instead
-_CALLBACKS: dict[type[Callback] | tuple[type[Callback], ...], tuple[str, str]] = {
-    (WeightAveraging, StochasticWeightAveraging): (
+_CALLBACKS: dict[type[plc.Callback] | tuple[type[plc.Callback], ...], tuple[str, str]] = {
+    (plc.WeightAveraging, plc.StochasticWeightAveraging): (
         "copies the model before it is sharded",
         "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
     ),
-    ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
-    BaseFinetuning: (
+    plc.ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
+    plc.BaseFinetuning: (
         "gives what it unfreezes one rate for Muon and AdamW, and replaces the optimizer's groups where a run goes on",
         "unfreeze in a callback of your own: requires_grad_(True) in on_train_epoch_start, and a parameter joins the "
         "group that the config has for it",
     ),
-    BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
-    LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
+    plc.BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
+    plc.LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
 }
 
 

@@ -82,20 +82,22 @@ def _copied(module: nn.Module) -> Any:
     return copied
 
 
-def _reached(model: nn.Module, path: str, child: str, rows: int, mode: Callable[[], Any]) -> tuple[Tensor, ...] | None:
-    """What ``mode`` raises, the stand-in's output behind it; None where neither the module nor its model gets there."""
+def _reached(
+    model: nn.Module, path: str, child: str, rows: int, mode: Callable[[], Any]
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The stand-in's output, and what ``mode`` raises; None where neither the module nor its model gets there."""
+    stand_in = _StandIn(rows)
 
     def module_alone() -> Iterator[Callable[[], Any]]:
         module = _copied(model.get_submodule(path))
         width = getattr(module, child).weight.shape
         wide = width[0] if width[1] == rows and type(getattr(module, child)).__name__ == "Conv1D" else width[1]
-        stand_in = _StandIn(rows)
         setattr(module, child, stand_in)
-        yield lambda: (module(torch.ones(1, _LENGTH, wide)), stand_in)
+        yield lambda: module(torch.ones(1, _LENGTH, wide))
 
     def in_model() -> Iterator[Callable[[], Any]]:
         whole = _copied(model)
-        setattr(whole.get_submodule(path), child, _StandIn(rows))
+        setattr(whole.get_submodule(path), child, stand_in)
         ids = torch.zeros(1, _LENGTH, dtype=torch.long)
         yield lambda: whole(input_ids=ids)
         yield lambda: whole(ids)
@@ -107,7 +109,7 @@ def _reached(model: nn.Module, path: str, child: str, rows: int, mode: Callable[
                     with torch.enable_grad(), mode():
                         attempt()
                 except _Reached as reached:
-                    return reached.found
+                    return stand_in.made, reached.found
                 except Exception:  # noqa: S112 - whatever modules of others raise where they are called otherwise
                     continue
         except Exception:  # noqa: S112 - nor can all of them be copied
@@ -115,28 +117,13 @@ def _reached(model: nn.Module, path: str, child: str, rows: int, mode: Callable[
     return None
 
 
-def _sources(found: Tensor, rows: int) -> set[int]:
+def _sources(made: Tensor, found: Tensor) -> set[int]:
     """Rows of the stand-in's output that ``found`` depends on."""
-    leaf = _leaf(found, rows)
-    if leaf is None:
+    if not found.requires_grad:
         return set()
     weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1)) + 0.5
-    (grad,) = torch.autograd.grad((found * weights).sum(), leaf, retain_graph=True)
-    return set(grad.abs().sum((0, 1)).nonzero().flatten().tolist())
-
-
-def _leaf(found: Tensor, rows: int) -> Tensor | None:
-    left, seen = [found.grad_fn], set[Any]()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable.shape[-1] == rows:
-            return variable
-        left += [each for each, _ in node.next_functions]
-    return None
+    (grad,) = torch.autograd.grad((found * weights).sum(), made, retain_graph=True, allow_unused=True)
+    return set() if grad is None else set(grad.abs().sum((0, 1)).nonzero().flatten().tolist())
 
 
 def rows_of(model: nn.Module, path: str, child: str, rows: int) -> list[set[int]] | None:
@@ -145,8 +132,8 @@ def rows_of(model: nn.Module, path: str, child: str, rows: int) -> list[set[int]
     Returns:
         None where the module's attention is not reached, by calling it with hidden states or the model with ids.
     """
-    found = _reached(model, path, child, rows, _Attention)
-    return None if found is None else [_sources(each, rows) for each in found]
+    reached = _reached(model, path, child, rows, _Attention)
+    return None if reached is None else [_sources(reached[0], each) for each in reached[1]]
 
 
 def halves_meet(model: nn.Module, path: str, child: str, rows: int) -> bool:
@@ -155,8 +142,9 @@ def halves_meet(model: nn.Module, path: str, child: str, rows: int) -> bool:
     Args:
         rows: that ``child`` has.
     """
-    found = _reached(model, path, child, rows, _Product)
+    reached = _reached(model, path, child, rows, _Product)
     half = rows // 2
-    if found is None or found[0].shape[-1] != half:
+    if reached is None or reached[1][0].shape[-1] != half:
         return False
-    return all(_sources(found[0][..., i : i + 1], rows) == {i, i + half} for i in {0, half // 2, half - 1})
+    made, (found,) = reached
+    return all(_sources(made, found[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})

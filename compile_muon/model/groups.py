@@ -13,19 +13,11 @@ from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
 from compile_muon.config.groups import GroupConfig, checked_rate
 from compile_muon.errors import ConfigError, config_error, listed, warn_user
-from compile_muon.model.assignment import Assignment
+from compile_muon.model.assignment import Assignment, assign
+from compile_muon.model.views import with_views
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
 
-__all__ = [
-    "Group",
-    "chosen_methods",
-    "group_problems",
-    "plan_groups",
-    "state_problems",
-    "value_problems",
-    "values_of",
-    "warn_of_shared_rates",
-]
+__all__ = ["Group", "group_problems", "plan", "state_problems", "value_problems", "values_of", "warn_of_shared_rates"]
 
 _NOT_RATES = ("params", "param_names")
 
@@ -77,22 +69,29 @@ def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.P
     return found
 
 
-def chosen_methods(config: Config, model: nn.Module) -> dict[str, tuple[Method, str]]:
-    """Methods that groups choose, with the reason, by parameter.
+def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, Assignment], list[Group]]:
+    """By what each parameter is trained, as groups, rules and views say, and the groups of those that are.
 
+    Args:
+        partial: whether the model is a part of another.
     Raises:
-        ConfigError: as of the groups.
+        ConfigError: a rate, method, view or group that does not fit.
     """
     named = dict(model.named_parameters())
-    found = _members(config, [name for name, param in named.items() if param.requires_grad], named)
-    return {
-        name: (method_of(group.method), f"group {group.name}")
-        for name, group in found.items()
-        if group.method is not None
-    }
+    members = _members(config, [name for name, param in named.items() if param.requires_grad], named)
+    assignments = assign(
+        model,
+        config.muon_params,
+        use_muon=config.algorithm == "muon",
+        partial=partial,
+        chosen={n: (method_of(g.method), f"group {g.name}") for n, g in members.items() if g.method is not None},
+        methods=(config.method, config.auxiliary),
+    )
+    assignments = with_views(config, assignments, model)
+    return assignments, _planned(config, assignments, model)
 
 
-def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> list[Group]:
+def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> list[Group]:
     """The groups of the trained parameters: matrices ahead of the rest, configured ones behind the default ones.
 
     A group of the configuration whose parameters have several methods, or of which some decay and some do not, becomes

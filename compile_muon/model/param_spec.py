@@ -66,12 +66,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
 
 
 def describe(
-    param: Tensor,
-    assignment: Assignment,
-    config: Config,
-    mesh: Mesh | None,
-    device: torch.device,
-    role: Role = DENSE,
+    param: Tensor, assignment: Assignment, config: Config, mesh: Mesh | None, device: torch.device, role: Role = DENSE
 ) -> ParamSpec:
     """Static facts of one parameter, which is or will be on ``device``, under this configuration.
 

@@ -355,25 +355,20 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
 # ---------------------------------------------------------------------------------------- conversion
 
 
-def _convert(sharded: ShardedParam, fn: Callable[[Tensor], Tensor]) -> None:
-    """What ``nn.Module._apply(fn)`` does to a parameter: new values may come of it, another dtype or device may not."""
-    shard = sharded.local.detach()
-    with torch.no_grad():
-        result = fn(shard)
-        check_kind(sharded, result)
-        if result is not shard and result.shape == shard.shape and result.data_ptr() != shard.data_ptr():
-            sharded.param.copy_(like_parameter(sharded.param, result))
-
-
 def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-    """``_apply`` of ``cls`` for everything but the sharded parameters.
+    """``_apply`` of ``cls``; to sharded parameters new values may come of it, and no other dtype or device.
 
     torch would exchange what is inside a DTensor, so that hooks and compiled graphs lose it, even where ``fn`` changes
     nothing: ``model.to(device)`` of a trainer.
     """
     sharded_params = sharded_params_of(module)
     for sharded in sharded_params.values():
-        _convert(sharded, fn)
+        shard = sharded.local.detach()
+        with torch.no_grad():
+            result = fn(shard)
+            check_kind(sharded, result)
+            if result is not shard and result.shape == shard.shape and result.data_ptr() != shard.data_ptr():
+                sharded.param.copy_(like_parameter(sharded.param, result))
     held = module.__dict__["_parameters"]
     module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in sharded_params}
     try:

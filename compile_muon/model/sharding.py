@@ -8,7 +8,7 @@ those of data parallelism (uneven and empty shards allowed), and its module read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -202,20 +202,18 @@ def shard_model(
             owners=owners.get(name, ()),
         )  # fmt: skip
     install_readers(model, sharded_params)
-    _drop_gradients(list(sharded_params.values()), sharded_params)
+    _drop_gradients(sharded_params)
     replace({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})
     return list(sharded_params.values())
 
 
-def _drop_gradients(sharded_params: Sequence[ShardedParam], before: Iterable[nn.Parameter]) -> None:
-    """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told."""
-    with_gradient = [
-        name for name, param in zip((a.name for a in sharded_params), before, strict=True) if param.grad is not None
-    ]
-    if not with_gradient:
-        return
-    for sharded in sharded_params:
-        sharded.param.grad = None
-    warn_user(
-        f"gradients of {listed(with_gradient)} from a backward before MuonZero are dropped; run backward after it"
-    )
+def _drop_gradients(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
+    """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told.
+
+    Args:
+        sharded_params: by the parameter from before.
+    """
+    if names := [sharded.name for before, sharded in sharded_params.items() if before.grad is not None]:
+        for sharded in sharded_params.values():
+            sharded.param.grad = None
+        warn_user(f"gradients of {listed(names)} from a backward before MuonZero are dropped; run backward after it")

@@ -16,11 +16,10 @@ from compile_muon.engine.owner_states import deal_owners
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import new_hyper
 from compile_muon.errors import UnsupportedModelError, config_error, listed
-from compile_muon.model.assignment import Assignment, assign
-from compile_muon.model.groups import Group, chosen_methods, plan_groups
+from compile_muon.model.assignment import Assignment
+from compile_muon.model.groups import Group, plan
 from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
-from compile_muon.model.views import with_views
 from compile_muon.passes.methods import method_of
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
@@ -79,19 +78,8 @@ def plan_unfrozen(
     """
     if own is not None:
         config = replace(config, groups=(own,))
-    assignments = assign(
-        model,
-        config.muon_params,
-        use_muon=config.algorithm == "muon",
-        partial=partial,
-        chosen=chosen_methods(config, model),
-        methods=(config.method, config.auxiliary),
-    )
-    assignments = with_views(config, assignments, model)
-    groups = [
-        replace(group, members=[name for name in group.members if name in names])
-        for group in plan_groups(config, assignments, model)
-    ]
+    assignments, groups = plan(config, model, partial=partial)
+    groups = [replace(group, members=[name for name in group.members if name in names]) for group in groups]
     return {name: assignments[name] for name in names}, [group for group in groups if group.members]
 
 

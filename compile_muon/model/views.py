@@ -114,8 +114,8 @@ def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]
             if isinstance(weight, nn.Parameter) and weight.ndim == 2:
                 transposed = type(inner).__name__ == "Conv1D"  # Hugging Face's, which keeps [in, out]
                 known = "qkv_proj" if transposed and child == "c_attn" else child
-                view = _known(config, known, attention, weight.shape[1 if transposed else 0])
                 rows = weight.shape[1 if transposed else 0]
+                view = _known(config, known, attention, rows)
                 field, said = f"{name}.{child}.weight".lstrip("."), child in _WHOLE
                 if view is not None and "split" in view:
                     key = (*_facts(module), child, rows, *map(str, view.items()))
@@ -130,7 +130,7 @@ def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]
                     if "split" not in view and attention is not None and rows != view["heads"] * attention.size:
                         reason += f", {rows // view['heads']} rows a head of {attention.size}, with what is beside it"
                     view = {**view, "dim": 1} if transposed else view
-                    yield f"{name}.{child}.weight".lstrip("."), _Said(f"{reason} of {name}.{child}", view, reason)
+                    yield field, _Said(f"{reason} of {name}.{child}", view, reason)
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
             width, heads = module.embed_dim, module.num_heads
             view = {"split": [width] * 3, **({"heads": heads} if config.per_head_muon else {})}

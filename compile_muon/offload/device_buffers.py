@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.offload.store import Bucket, FileStore, Slot, Store
 
 __all__ = ["DeviceBuffers", "ReadAhead"]
 
@@ -84,7 +84,7 @@ class DeviceBuffers:
     def start(self, bucket: Bucket) -> bool:
         """It will be asked for soon; whether there is room for it."""
         store = self._store_of[bucket]
-        if not (self._has(bucket) and isinstance(store, MemoryStore)):
+        if isinstance(store, FileStore) or not self._has(bucket):
             return store.start(bucket)
         if all(buffer.bucket in self._in_use for buffer in self._buffers):
             return False
@@ -185,7 +185,7 @@ class DeviceBuffers:
     def _worked(self, bucket: Bucket) -> Callable[[], object] | None:
         """Returns when the device has done what is queued, where it works in a buffer of the store's."""
         own_buffer = bucket not in self._users or bucket in self._copied
-        if own_buffer or isinstance(self._store_of[bucket], MemoryStore):
+        if own_buffer or not self.in_file(bucket):
             return None
         return torch.accelerator.current_stream().record_event().synchronize
 
@@ -207,7 +207,7 @@ class DeviceBuffers:
             for slot, view in bucket.views(buffer.memory).items():
                 view.copy_(host[slot], non_blocking=True)
             buffer.arrived = self._in.record_event()
-        if not isinstance(store, MemoryStore):
+        if isinstance(store, FileStore):
             buffer.arrived.synchronize()  # the store's buffer is for others now
             store.leave(bucket)
         return buffer

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compile_muon.config import OffloadConfig
+from compile_muon.config import Config, OffloadConfig
 from compile_muon.engine.state_provider import MASTER, StateRequest
 from compile_muon.engine.states import row_state_shape
+from compile_muon.errors import config_error
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import MOMENTUM, Codec
 from compile_muon.offload.store import ALIGNED, Bucket, Slot
@@ -19,7 +20,7 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 
-__all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "keeps_momentum_alone"]
+__all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "check_master", "keeps_momentum_alone"]
 
 
 @dataclass(eq=False)
@@ -207,6 +208,24 @@ class OffloadLayout:
             return keeps_momentum_alone(method) and self._codec.by_rows and not kept.masters
         states = {state.name for state in method.states if state.each == "element"}
         return states <= kept.states.keys() and all(s.each in ("element", "parameter") for s in method.states)
+
+
+def check_master(name: str, spec: ParamSpec, config: Config) -> None:
+    """Raise what forbids to keep only a rounded copy of this parameter, whose gradient then has its dtype.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    remedy = "leave masters out, so that gradients are float32"
+    if spec.reduce_dtype != spec.dtype:
+        problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
+    elif config.zero.micro_batches > 1:
+        problem = f"makes the gradient of {name} {spec.dtype}, which micro-batches do not add up in"
+    elif config.muon.qk_clip is not None:
+        problem, remedy = "keeps weights where qk_clip does not scale them", "leave one of them out"
+    else:
+        return
+    raise config_error("OffloadConfig.masters", True, problem, remedy)
 
 
 def keeps_momentum_alone(method: MatrixMethod) -> bool:

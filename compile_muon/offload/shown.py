@@ -1,4 +1,7 @@
-"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
+"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to.
+
+Parameters that they may write to as well are rounded copies of master weights, where these are offloaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from compile_muon.agreement.together import host_mesh
-from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import MASTER
@@ -43,7 +46,23 @@ class Shown:
     ) -> None:
         self._optimizer, self._layout, self._buffers, self._device = optimizer, layout, buffers, device
         self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in sharded_params}
+        # Edits of the parameter when it was last rounded to its master weight; -1: as given, or filled since.
+        self._rounded_at = {sharded: -1 for sharded in self._tensors if sharded.spec.master}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Master weights of parameters that were edited become these, where they are not rounded to them."""
+        for sharded, rounded_at in self._rounded_at.items():
+            if edits_of(sharded.param) == rounded_at:
+                continue
+            for chunk in self._layout.chunks_of[sharded.name]:
+                assert chunk.masters is not None
+                self._buffers.forget(chunk.masters)
+            master = self._buffers.current(self._layout.kept[sharded.name].masters[MASTER])
+            param = sharded.local.detach().to(master.device)
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+            self._rounded_at[sharded] = edits_of(sharded.param)
 
     def show(self) -> None:
         """What is kept stands there."""
@@ -84,8 +103,9 @@ class Shown:
         return moved
 
     def seen(self) -> None:
-        """What was written there until now is known of."""
+        """What was written there until now is known of, and parameters are rounded to their masters as they are."""
         self._seen = self._edits()
+        self._rounded_at = {sharded: edits_of(sharded.param) for sharded in self._rounded_at}
 
     @property
     def edited(self) -> bool:

@@ -26,11 +26,10 @@ from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.host_step import HostStep
-from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout
-from compile_muon.offload.masters import Masters, check_master
+from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout, check_master
 from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
-from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.offload.store import Bucket, FileStore, Slot, Store
 from compile_muon.offload.transaction import Transaction
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod
@@ -103,7 +102,7 @@ class OffloadedStates(StateProvider, Extension):
         placed: list[tuple[Store, Sequence[Bucket], torch.device]] = []
         with self._fake or nullcontext():
             if layout.here:
-                placed.append((MemoryStore(layout.here, device), layout.here, device))
+                placed.append((Store(layout.here, device), layout.here, device))
             for user, on_host in ((device, False), (_HOST, True)):
                 if used := [bucket for bucket in layout.there if (bucket in layout.on_host) == on_host]:
                     placed.append((self._store_for(used, user), used, user))
@@ -114,7 +113,7 @@ class OffloadedStates(StateProvider, Extension):
         offload = self._config.zero.offload or OffloadConfig()
         pin = offload.pin_memory and user.type != "cpu" and self._real
         if offload.device != "nvme" or not self._real:
-            return MemoryStore(buckets, _HOST, pin=pin)
+            return Store(buckets, _HOST, pin=pin)
         assert offload.nvme_path is not None
         with self._step.agreeing("has no place for optimizer state: nothing was sharded"):
             return on_disk(offload.nvme_path, buckets, buffers=self._layout.together, pin=pin, device=user)
@@ -132,9 +131,8 @@ class OffloadedStates(StateProvider, Extension):
             sharded.name: sharded for sharded in engine.step.sharded_params.values() if sharded.name in self._kept
         }
         own = [*self._sharded_params.values()]
-        self._masters = Masters(own, self._layout, self._buffers)
         self._shown = Shown(self._optimizer, own, self._layout, self._buffers, self._device)
-        self._masters.follow()
+        self._shown.follow()
         self._shown.show()
 
     def names(self, sharded: ShardedParam) -> frozenset[str]:
@@ -318,7 +316,6 @@ class OffloadedStates(StateProvider, Extension):
             yield
             self._buffers.finish()
         self._buffers.commit(self._step.written)
-        self._masters.note()
         self._step.end()
         self._new_momenta()
         self._shown.show()
@@ -342,7 +339,7 @@ class OffloadedStates(StateProvider, Extension):
 
     def own(self) -> None:
         """What users put into the optimizer's state, as they may, is kept; what they took out begins anew."""
-        self._masters.follow()
+        self._shown.follow()
         moved = self._shown.take_back()
         if moved or self._shown.edited:
             self.loaded()
@@ -352,7 +349,7 @@ class OffloadedStates(StateProvider, Extension):
     def loaded(self) -> None:
         """Someone wrote to what is shown."""
         self._buffers.discard()
-        self._masters.follow()
+        self._shown.follow()
         self._flags.clear()
         for chunk in self._layout.chunks:
             held: dict[Slot, Tensor] = {}
@@ -364,7 +361,6 @@ class OffloadedStates(StateProvider, Extension):
             round_masters(own, provided)
             for bucket in chunk.buckets:
                 self._buffers.leave(bucket)
-        self._masters.note()
         self._new_momenta()
         self._shown.seen()
 

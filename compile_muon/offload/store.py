@@ -28,7 +28,7 @@ from torch import Tensor
 from compile_muon.errors import OffloadError, warn_user
 from compile_muon.files.disk import unnamed_file
 
-__all__ = ["ALIGNED", "Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
+__all__ = ["ALIGNED", "Bucket", "FileStore", "Slot", "Store"]
 
 ALIGNED = 4096  # bytes: requests past the page cache begin and end with a page
 _PIECE = 8 << 20  # bytes of one request: several are under way at a time
@@ -95,8 +95,11 @@ class Bucket:
 
 
 class Store:
-    """What keeps state; nothing to do at most calls where it is in memory, written in place.
+    """State in memory, on the parameters' device or pinned on the host: written in place, so most calls do nothing.
 
+    Args:
+        device: whose memory.
+        pin: for copies that a GPU makes by itself.
     Attributes:
         device: whose memory :meth:`open` gives.
         bytes_read, bytes_written: of a disk, so far.
@@ -104,6 +107,14 @@ class Store:
 
     device = torch.device("cpu")
     bytes_read = bytes_written = 0
+
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
+        self.device = device
+        wholes = dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots)
+        self._tensors = {
+            slot: torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pin and slot.nbytes > 0)
+            for slot in wholes
+        }
 
     def start(self, bucket: Bucket) -> bool:
         """It will be asked for soon; whether there is room for it."""
@@ -117,7 +128,11 @@ class Store:
         Raises:
             OffloadError: it cannot be read.
         """
-        raise NotImplementedError
+        wholes = {slot: self._tensors[slot.whole] for slot in bucket.slots}
+        return {
+            slot: tensor if slot is slot.whole else tensor.narrow(0, slot.first, slot.shape[0])
+            for slot, tensor in wholes.items()
+        }
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """What :meth:`open` gave was only read. ``ready`` returns when nobody reads it any more."""
@@ -147,35 +162,6 @@ class Store:
         Args:
             slot: a whole one. Where its rows are slots, a step writes all of them or none.
         """
-        raise NotImplementedError
-
-
-class MemoryStore(Store):
-    """In memory, on the parameters' device or pinned on the host; written in place.
-
-    Args:
-        device: whose memory.
-        pin: for copies that a GPU makes by itself.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
-        self.device = device
-        wholes = dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots)
-        self._tensors = {
-            slot: torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pin and slot.nbytes > 0)
-            for slot in wholes
-        }
-
-    def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """The tensors themselves."""
-        wholes = {slot: self._tensors[slot.whole] for slot in bucket.slots}
-        return {
-            slot: tensor if slot is slot.whole else tensor.narrow(0, slot.first, slot.shape[0])
-            for slot, tensor in wholes.items()
-        }
-
-    def current(self, slot: Slot) -> Tensor:
-        """The tensor itself."""
         return self._tensors[slot]
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from compile_muon.engine import Extension
 from compile_muon.passes.dynamo.attend import ATTEND, LOOK_UP_OWN
-from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.batch import check_shapes
 from compile_muon.sequence.check import check_first
 from compile_muon.sequence.plan import SequencePlan
@@ -29,10 +27,6 @@ class SharedSequences(Extension):
 
     def __init__(self, plan: SequencePlan, *, compares: bool) -> None:
         self.plan, self._compares = plan, compares
-
-    def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup) -> None:
-        """See :meth:`~.plan.SequencePlan.apply`."""
-        self.plan.apply(model, place, everyone, compares=self._compares)
 
     def before_forward(self, groups: frozenset[str], integers: Sequence[Tensor]) -> None:
         """See to it that a graph in which the ranks meet is given batches of one shape."""

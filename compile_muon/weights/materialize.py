@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, config_error, listed
-from compile_muon.files.tensor_folder import TensorFolder
+from compile_muon.files.tensor_folder import reader_of
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
@@ -66,7 +66,7 @@ class Values:
         if init is not None and not meta:
             raise config_error("init", init, "the model has values already", "build it under torch.device('meta')")
         if weights is not None:
-            TensorFolder(Path(os.path.abspath(weights)))
+            reader_of(Path(os.path.abspath(weights)))
             if meta and init is None:
                 init = _hugging_face(model)
             lost = [name for name, buffer in _passing_buffers(model).items() if buffer.is_meta]
@@ -137,11 +137,7 @@ def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _initialize(
-    model: nn.Module,
-    init: Init,
-    device: torch.device,
-    only: list[nn.Module] | None,
-    dtypes: Mapping[str, torch.dtype],
+    model: nn.Module, init: Init, device: torch.device, only: list[nn.Module] | None, dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Call ``init`` for each module, children first as ``nn.Module.apply`` does, with whole tensors of it alone.
 
@@ -173,10 +169,10 @@ def _initialize(
                     continue
                 done.add(id(sharded))
                 value = value.to(sharded.param.dtype)
-                wire.deal(Entry(sharded.name, sharded.param, sharded), value if wire.rank == 0 else None)
-            for name, buffer in module._buffers.items():
+                wire.deal(Entry(sharded.param, sharded), value if wire.rank == 0 else None)
+            for buffer in module._buffers.values():
                 if buffer is not None:
-                    wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
+                    wire.deal(Entry(buffer, None), buffer if wire.rank == 0 else None)
         start_refresh_by_owner(sharded_params)
 
 

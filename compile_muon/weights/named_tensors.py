@@ -31,13 +31,11 @@ class Entry:
     """One tensor of a model.
 
     Args:
-        name: the first it has in ``model.state_dict()``.
         tensor: the parameter (its shard's DTensor) or buffer itself.
         sharded: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
         holder: the only rank that has it, elsewhere ``tensor`` is on the meta device; None for one as above.
     """
 
-    name: str
     tensor: Tensor
     sharded: ShardedParam | None
     holder: int | None = None
@@ -208,6 +206,6 @@ def weights_of(model: nn.Module) -> Weights:
     for name, value in tensors.items():
         if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
-    entries = {name: Entry(name, value, by_id.get(id(value))) for name, value in tensors.items()}
+    entries = {name: Entry(value, by_id.get(id(value))) for name, value in tensors.items()}
     first = sharded_params[0]
     return Weights(module, entries, aliases, others, sharded_params, group, first.ledger.status, first.hyper.device)

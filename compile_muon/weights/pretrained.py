@@ -20,8 +20,8 @@ from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.experts.load import Block, boxes, origins_of
 from compile_muon.files.safetensors import TensorFacts, TensorFile, nbytes, ordered
-from compile_muon.files.tensor_folder import TensorFolder, batches, parse_size, place, split
-from compile_muon.files.tensors import Box
+from compile_muon.files.tensor_folder import batches, parse_size, place, reader_of, split
+from compile_muon.files.tensors import Box, read_boxes
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
@@ -84,7 +84,7 @@ def _write_file(
     path: Path, facts: dict[str, TensorFacts], entries: dict[str, Entry], wire: Wire, ranks: Ranks, doing: str
 ) -> None:
     """One file; what fails on rank 0 ends it on all."""
-    facts = {name: facts[name] for name in ordered(facts)}
+    facts = ordered(facts)
     error: Exception | None = None
     file: TensorFile | None = None
     try:
@@ -206,7 +206,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
             return load_adapters(weights, folder, ranks, strict=strict)
         with ranks.together(f"{folder}: nothing was loaded"):
             weights.check_live()
-            stored = TensorFolder(folder)
+            stored = reader_of(folder)
             blocks = _fit(weights, stored.facts, strict)
         digest = hashlib.sha256(repr(sorted(stored.facts.items())).encode()).hexdigest()
         if found := ranks.compare({"digest": digest[:16]}):
@@ -216,7 +216,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
                 # Headers are looked through at each reading, and a file is mapped while it is read.
                 for batch in batches(_boxes(weights, blocks, ranks.rank), lambda box: box.target.nbytes, _BATCH_BYTES):
-                    stored.read(batch)
+                    read_boxes(batch, stored)
         finally:
             start_refresh_by_owner(weights.sharded_params)
 

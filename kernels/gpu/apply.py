@@ -9,6 +9,7 @@ written where ``found_inf`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -124,28 +125,38 @@ def apply_updates(
     scales: Sequence[float],
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
-) -> None:
+) -> list[int]:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, and momenta moved where they are given.
 
+    Those of one device and dtypes share launches.
+
     Args:
-        params: tensors of one dtype on one device, changed.
-        updates: one for each, of one dtype; :func:`takes` takes what belongs to each parameter.
+        params: changed.
+        updates: one for each.
         lr: a number or a one-element tensor.
         weight_decay: multiplies the unscaled lr. A one-element tensor of the dtype and device of lr and of the
             averages' weight, or a number.
         scales: one for each.
-        averages: of the parameters, momenta of one dtype and gradients of one.
+        averages: of the parameters.
         found_inf: one fp32 element on the device; 1 for nothing to be written.
+    Returns:
+        Numbers of the parameters with which something belongs that :func:`takes` does not take; they are left alone.
     """
-    if isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
+    lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
+    groups: dict[object, list[int]] = {}
+    left = []
+    for i, belonging in enumerate(zip(*lists, strict=True)):
+        if takes(*belonging):
+            alike = (belonging[0].device, *(x.dtype for x in belonging), is_wide(*belonging))
+            groups.setdefault(alike, []).append(i)
+        else:
+            left.append(i)
+    if groups and isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
         weight = weight_decay if averages is None else averages.weight
         lr = torch.stack([torch.as_tensor(x).reshape(()) for x in (lr, weight_decay, weight)])
-    belonging = zip(params, updates, *(() if averages is None else (averages.momenta, averages.grads)), strict=True)
-    wide = [is_wide(*each) for each in belonging]
-    for alike in (True, False):
-        chosen = [i for i, each in enumerate(wide) if each is alike]
-        for start in range(0, len(chosen), MOST):
-            chunk = chosen[start : start + MOST]
+    for group in groups.values():
+        for start in range(0, len(group), MOST):
+            chunk = group[start : start + MOST]
             launch(
                 [params[i] for i in chunk],
                 [updates[i] for i in chunk],
@@ -155,8 +166,10 @@ def apply_updates(
                 averages=None if averages is None else averages.of(chunk),
                 found_inf=found_inf,
             ).run()
-    written = [*params, *(() if averages is None else averages.momenta)]
+    taken = [i for group in groups.values() for i in group]
+    written = [params[i] for i in taken] + ([] if averages is None else [averages.momenta[i] for i in taken])
     torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
+    return left
 
 
 def launch(
@@ -177,30 +190,11 @@ def launch(
     on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
-    belonging = zip(params, updates, moved.momenta, moved.grads, strict=True)
-    return Launch(
-        apply_kernel,
-        sum(ceildiv(n, BLOCK) for n in elements),
-        params[0],
-        (
-            filled(params, MOST),
-            filled(updates, MOST),
-            filled(moved.momenta, MOST),
-            filled(moved.grads, MOST),
-            filled([coded(n) for n in elements], MOST),
-            filled([float(scale) for scale in scales], MOST),
-            lr if on_device else float(lr),
-            found_inf,
-            0.0 if on_device == 3 else weight_decay,
-            0.0 if on_device == 3 else moved.weight,
-        ),
-        {
-            "COUNT": MOST,
-            "LR_ON_DEVICE": on_device,
-            "FOUND_INF": found_inf is not None,
-            "MOMENTUM": averages is not None,
-            "WIDE": all(is_wide(*each) for each in belonging),
-            "BLOCK": BLOCK,
-            "num_warps": WARPS,
-        },
-    )
+    tensors = (params, updates, moved.momenta, moved.grads)
+    lists: list[Sequence[Any]] = [*tensors, [coded(n) for n in elements], [float(scale) for scale in scales]]
+    rates = (0.0, 0.0) if on_device == 3 else (weight_decay, moved.weight)
+    arguments = (*(filled(each, MOST) for each in lists), lr if on_device else float(lr), found_inf, *rates)
+    settings = {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
+    settings |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
+    settings["WIDE"] = all(is_wide(*each) for each in zip(*tensors, strict=True))
+    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, settings)

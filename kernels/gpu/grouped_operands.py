@@ -159,16 +159,8 @@ def grouped_launch(
     found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
     deal = dealt(found.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
-    return Launch(
-        kernel,
-        deal.programs,
-        out.flat,
-        (*arenas, found.shapes, found.places, len(out.layout.shapes), deal.waves, deal.width, *numbers),
-        {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
-        | {
-            "SQUARE": square,
-            "WIDE": min(PIECE, tile.rows, tile.cols),
-            "FLATTEN": tile.flattened(summand=plus is not None),
-        },
-        scratch=tile.descriptors,
-    )
+    order = (found.shapes, found.places, len(out.layout.shapes), deal.waves, deal.width)
+    settings = {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
+    settings |= {"SQUARE": square, "WIDE": min(PIECE, tile.rows, tile.cols)}
+    settings["FLATTEN"] = tile.flattened(summand=plus is not None)
+    return Launch(kernel, deal.programs, out.flat, (*arenas, *order, *numbers), settings, scratch=tile.descriptors)

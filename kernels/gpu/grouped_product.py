@@ -10,15 +10,7 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import (
-    first_tile,
-    grouped_launch,
-    last_tile,
-    load_part,
-    place_in_list,
-    read_shape,
-    source_of,
-)
+from .grouped_operands import first_tile, grouped_launch, last_tile, load_part, place_in_list, read_shape, source_of
 from .launch import Launch
 from .model import Tile
 from .operands import store_pieces

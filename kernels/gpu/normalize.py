@@ -133,23 +133,13 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     """out ← x / (safety · max(‖x‖, eps)) of each matrix; out has unit last stride."""
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
-    return Launch(
-        divide_kernel,
-        matrices * _tiles(rows, cols),
-        x,
-        (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety),
-        {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS},
-    )
+    arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
+    settings = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
+    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, settings)
 
 
 def normalize(
-    x: Tensor,
-    *,
-    dtype: torch.dtype,
-    eps: float,
-    safety: float,
-    out: Tensor | None = None,
-    norms: Tensor | None = None,
+    x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None, norms: Tensor | None = None
 ) -> Tensor:
     """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
 

@@ -73,13 +73,7 @@ def product_kernel(
 
 
 def product(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    tile: Tile,
-    *,
-    plus: Tensor | None = None,
-    beta: float = 0.0,
+    left: Tensor, right: Tensor, out: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
 ) -> Launch:
     """out ← left right + β plus.
 
@@ -92,23 +86,9 @@ def product(
         beta: multiplies ``plus``.
     """
     matrices, rows, cols = right.shape
-    summand = right if plus is None else plus
-    return Launch(
-        product_kernel,
-        matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols),
-        out,
-        (
-            operand(left, tile, tile.rows, tile.depth),
-            operand(right, tile, tile.depth, tile.cols),
-            None if plus is None else operand(plus, tile, tile.rows, tile.cols),
-            out,
-            rows,
-            cols,
-            *left.stride()[:2],
-            *right.stride()[:2],
-            *summand.stride()[:2],
-            *out.stride(),
-            beta,
-        ),
-        constants(tile, plus=plus is not None),
-    )
+    programs = matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols)
+    factors = operand(left, tile, tile.rows, tile.depth), operand(right, tile, tile.depth, tile.cols)
+    summand = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
+    strides = [stride for x in (left, right, right if plus is None else plus) for stride in x.stride()[:2]]
+    arguments = (*factors, summand, out, rows, cols, *strides, *out.stride(), beta)
+    return Launch(product_kernel, programs, out, arguments, constants(tile, plus=plus is not None))

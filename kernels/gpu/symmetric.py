@@ -113,29 +113,14 @@ def symmetric_product(
         gamma: added to the diagonal, before the result is rounded.
     """
     matrices, size, depth = left.shape
-    summand = left if plus is None else plus
+    programs = matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols)
     if right is None:
         other, second = left, operand(left, tile, tile.cols, tile.depth)
     else:
         other, second = right, operand(right, tile, tile.depth, tile.cols)
-    return Launch(
-        symmetric_kernel,
-        matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols),
-        out,
-        (
-            operand(left, tile, tile.rows, tile.depth),
-            second,
-            None if plus is None else operand(plus, tile, tile.rows, tile.cols),
-            operand(out, tile, tile.rows, tile.rows),
-            size,
-            depth,
-            *left.stride()[:2],
-            *other.stride()[:2],
-            *summand.stride()[:2],
-            *out.stride()[:2],
-            alpha,
-            beta / alpha,
-            gamma,
-        ),
-        constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0},
-    )
+    summand = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
+    operands = operand(left, tile, tile.rows, tile.depth), second, summand, operand(out, tile, tile.rows, tile.rows)
+    strides = [stride for x in (left, other, left if plus is None else plus, out) for stride in x.stride()[:2]]
+    arguments = (*operands, size, depth, *strides, alpha, beta / alpha, gamma)
+    settings = constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0}
+    return Launch(symmetric_kernel, programs, out, arguments, settings)

@@ -110,7 +110,7 @@ def test_the_disk_waits_for_who_works_in_a_buffer(tmp_path: Path, what: str) -> 
 @pytest.mark.parametrize("where", [GPU, HOST])
 def test_work_on_a_gpu_is_waited_for_and_nothing_is_copied(where: torch.device) -> None:
     made = buckets(1)
-    store = mock.Mock(device=where)
+    store = mock.Mock(spec=FileStore, device=where)
     stream = mock.Mock()
     with mock.patch.object(torch.accelerator, "current_stream", return_value=stream):
         pool = DeviceBuffers([(store, made, where)], count=1, real=True)
