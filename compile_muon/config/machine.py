@@ -95,7 +95,7 @@ def check_machine(field: str, value: object) -> str:
     return os.fspath(value)
 
 
-def read_machine(kind: type[C], record: object, where: str) -> C:
+def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
     """A dataclass of what the file of a machine holds; optional fields may be left out.
 
     Args:

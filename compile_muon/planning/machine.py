@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_muon.config.machine import load_as, read_machine
+from compile_muon.config.machine import load_as
 from compile_muon.kernels.gpu.tiles import Table as Tiles
 from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import Costs, Table, divided, interpolated
@@ -117,13 +117,8 @@ class Machine(Costs):
         return self.listed_rate(math.inf, dtype) * self.attention_fraction * (2 if causal else 1)
 
     def to_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` takes, once JSON has made lists of its tuples."""
+        """What :func:`compile_muon.config.machine.read_machine` takes, once JSON has made lists of its tuples."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: object, where: str = "machine") -> Machine:
-        """See :func:`compile_muon.config.machine.read_machine`."""
-        return read_machine(cls, record, where)
 
 
 def load_machine(name_or_path: str | os.PathLike, field: str = "machine") -> Machine:

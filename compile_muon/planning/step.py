@@ -83,7 +83,7 @@ def step_graphs(
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
-        made = Directions({sharded.name: directions[sharded.name] for sharded in muon}, projected=projected)
+        made = Directions(directions, projected=projected)
         with EagerGraph() as graph, noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
         found.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
