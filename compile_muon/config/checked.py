@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compile_muon.config.checks import taken
 from compile_muon.errors import ConfigError, config_error, raise_all
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Checked", "Mistakes", "setting"]
 
@@ -98,3 +101,20 @@ class Checked:
             with mistakes.collected():
                 good[name] = cls.checked(name, value, path(name))
         return good
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], mistakes: Mistakes, path: str) -> Self | None:
+        """One of the section that the user knows as ``path``, of what is right in it.
+
+        Returns:
+            None where its values contradict each other or lack one; what is wrong goes to ``mistakes``.
+        """
+        good = cls.canonical(values, mistakes, lambda name: f"{path}.{name}")
+        try:
+            return cls(**good)
+        except ConfigError as error:
+            for each in error.errors:
+                name = each.field.removeprefix(f"{cls.__name__}.")
+                if name in good or name not in values:  # else it has been complained of
+                    mistakes.add(each.renamed(f"{path}.{name}"))
+            return None

@@ -158,6 +158,7 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
             _put(given, key, top[key], key)
     _put_precision(given, top)
     experts = section(given, "expert_parallel", top.get("expert_parallel", {}))
+    mesh = section(given, "mesh", top["mesh"]) if "mesh" in top else None
     positions = dict(section(given, "sequence_parallel", top.get("sequence_parallel", {})))
     if (ranks := top.get("sequence_parallel_size")) is not None and positions.setdefault("size", ranks) != ranks:
         problem = f"contradicts sequence_parallel.size = {positions['size']!r}"
@@ -166,9 +167,9 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
-        mesh=_built(given, MeshConfig, "mesh", section(given, "mesh", top["mesh"])) if "mesh" in top else None,
-        expert_parallel=_built(given, ExpertParallelConfig, "expert_parallel", experts) or ExpertParallelConfig(),
-        sequence_parallel=_built(given, SequenceParallelConfig, "sequence_parallel", positions)
+        mesh=None if mesh is None else MeshConfig.read(mesh, given.mistakes, "mesh"),
+        expert_parallel=ExpertParallelConfig.read(experts, given.mistakes, "expert_parallel") or ExpertParallelConfig(),
+        sequence_parallel=SequenceParallelConfig.read(positions, given.mistakes, "sequence_parallel")
         or SequenceParallelConfig(),
     )
     more = f" and {len(given.hints) - _HINTS_SHOWN} more" if len(given.hints) > _HINTS_SHOWN else ""
@@ -334,21 +335,7 @@ def _read_compile(given: Given, value: object) -> CompileConfig:
             if isinstance(enabled, bool) and enabled != deep:
                 problem = f"contradicts compile.enabled = {enabled!r}"
                 raise config_error("compile.deepcompile", deep, problem, "keep one of the two")
-    settings = {"enabled": True, **settings}
-    return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
-
-
-def _built(given: Given, kind: type[C], path: str, values: Mapping[str, Any]) -> C | None:
-    """The section at ``path`` as a dataclass; None where its values contradict each other or lack one."""
-    good = kind.canonical(values, given.mistakes, lambda name: f"{path}.{name}")
-    try:
-        return kind(**good)
-    except ConfigError as error:
-        for each in error.errors:
-            name = each.field.removeprefix(f"{kind.__name__}.")
-            if name in good or name not in values:  # else it has been complained of
-                given.mistakes.add(each.renamed(f"{path}.{name}"))
-        return None
+    return CompileConfig.read({"enabled": True, **settings}, given.mistakes, "compile") or CompileConfig()
 
 
 def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConfig | None:
@@ -375,7 +362,7 @@ def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConf
             with given.mistakes.collected():
                 path = f"scheduler.params.{kind.rate_key}"
                 _put_rates(given, rates, path, algorithm, written=kind.rate_key in said)
-    return _built(given, kind, "scheduler.params", params)
+    return kind.read(params, given.mistakes, "scheduler.params")
 
 
 def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,18 +23,18 @@ from compile_muon.config.checks import (
     takes,
 )
 from compile_muon.errors import config_error
+from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 
-__all__ = ["READERS", "check_machine", "costs_for", "known_machines", "load_costs", "read_machine", "read_record"]
+__all__ = ["READERS", "check_machine", "costs_for", "known_machines", "load_as", "load_costs", "read_machine"]
 
 _FOLDER = Path(__file__).parent / "machines"
-#: fields that a file must have, and those that the planner reads (``compile_muon.planning.machine``) and nothing here
+#: fields that a file must have, though :class:`Costs` has defaults for them
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
-_PLANNED = (
-    *("name", "device", "memory_bytes", "attention_fraction", "attention_rates"),
-    *("function_seconds", "host_seconds", "late_seconds", "host_bandwidth", "disk_bandwidth", "sources"),
-    *("host_memory_bandwidth", "architecture", "processors", "collective_processors"),
-)
+
+_DEVICES = ("cuda", "cpu")
+#: what the host does of a step
+_HOST = ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz")
 
 Reader = Callable[[str, object], Any]
 C = TypeVar("C", bound=Costs)
@@ -44,7 +45,7 @@ def known_machines() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
-def read_record(name_or_path: str | os.PathLike, field: str = "machine") -> object:
+def _read_record(name_or_path: str | os.PathLike, field: str) -> object:
     """What the file of a machine holds: by name, or one that `python -m compile_muon calibrate` wrote.
 
     A name is what has neither a folder nor a suffix.
@@ -70,10 +71,14 @@ def read_record(name_or_path: str | os.PathLike, field: str = "machine") -> obje
         raise config_error(field, given, problem, "measure again: `python -m compile_muon calibrate`") from None
 
 
+def load_as(kind: type[C], name_or_path: str | os.PathLike, field: str) -> C:
+    """A machine by its name, or from a JSON file; arguments and errors as of :func:`read_machine` and of its file."""
+    return read_machine(kind, _read_record(name_or_path, field), f"{field} {os.fspath(name_or_path)}")
+
+
 def load_costs(name_or_path: str | os.PathLike, field: str = "machine") -> Costs:
-    """What a machine costs; arguments and errors as of :func:`read_record` and :func:`read_machine`."""
-    record = read_record(name_or_path, field)
-    return read_machine(Costs, READERS, record, f"{field} {os.fspath(name_or_path)}", passed_over=_PLANNED)
+    """What a machine costs; see :func:`load_as`."""
+    return load_as(Costs, name_or_path, field)
 
 
 def costs_for(name_or_path: str | None, device: str) -> Costs:
@@ -90,27 +95,19 @@ def check_machine(field: str, value: object) -> str:
     return os.fspath(value)
 
 
-def read_machine(
-    kind: type[C],
-    readers: Mapping[str, Reader],
-    record: object,
-    where: str,
-    *,
-    required: Collection[str] = (),
-    passed_over: Collection[str] = (),
-) -> C:
+def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
     """A dataclass of what the file of a machine holds; optional fields may be left out.
 
     Args:
-        kind: :class:`Costs`, or one that has more.
-        readers: of its fields, each by name.
+        kind: :class:`Costs`, or one that has more; what only others have is not looked at.
         where: how the user calls the file.
-        required: fields that the file must have, beside those of :class:`Costs`.
-        passed_over: those that it may have, and that nobody reads.
     Raises:
         ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
     """
-    found = read_fields(f"{where}: ", record, readers, (*_REQUIRED, *required), passed_over)
+    own = {field.name for field in fields(kind)}
+    readers = {name: reader for name, reader in READERS.items() if name in own}
+    passed_over = [name for name in READERS if name not in own]
+    found = _fields(f"{where}: ", record, readers, (*_REQUIRED, *_without_default(kind)), passed_over)
     for number, protocol in enumerate(found.get("protocols", ())):
         if len(protocol.latencies) != len(found["links"]):
             problem = f"has {len(protocol.latencies)} of them for {len(found['links'])} links"
@@ -122,7 +119,7 @@ def read_machine(
 # -------------------------------------------------------------------------------------------- reading what JSON holds
 
 
-def read_fields(
+def _fields(
     prefix: str,
     record: object,
     readers: Mapping[str, Reader],
@@ -141,21 +138,29 @@ def read_fields(
     return {name: readers[name](f"{prefix}{name}", value) for name, value in given.items() if name in readers}
 
 
+def _without_default(kind: type) -> list[str]:
+    return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def _or_none(reader: Reader) -> Reader:
+    return lambda path, value: None if value is None else reader(path, value)
+
+
 def _sequence(path: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise config_error(path, value, f"must be a list, not {type(value).__name__}", "write [...]")
     return value
 
 
-def text(path: str, value: object) -> str:
+def _text(path: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise config_error(path, value, "is not a text", 'write "..."')
     return value
 
 
 _positive = partial(check_real, positive=True)
-count = partial(check_integer, low=1)
-_count_or_none = partial(check_integer, low=0)
+_count = partial(check_integer, low=1)
+_natural = partial(check_integer, low=0)
 
 
 def _pair(path: str, value: object, entry: Reader = _positive) -> tuple[float, float]:
@@ -180,7 +185,7 @@ def _fractions(path: str, value: object) -> Table:
     return table
 
 
-def tables(path: str, value: object) -> dict[str, Table]:
+def _tables(path: str, value: object) -> dict[str, Table]:
     """By dtype."""
     found = {}
     for dtype, table in check_mapping(path, value).items():
@@ -191,7 +196,7 @@ def tables(path: str, value: object) -> dict[str, Table]:
 
 
 def _rates(path: str, value: object) -> dict[str, Table]:
-    found = tables(path, value)
+    found = _tables(path, value)
     if not found:
         raise config_error(path, value, "is empty", "give the rate of one dtype at least")
     return found
@@ -211,7 +216,7 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
     found: list[Link] = []
     for row, record in enumerate(_sequence(path, value)):
         at = f"{path}[{row}]"
-        link = Link(**read_fields(f"{at}.", record, _LINK, ("within", "bandwidth", "latency")))
+        link = Link(**_fields(f"{at}.", record, _LINK, _without_default(Link)))
         if found and (found[-1].within is None or (link.within is not None and link.within % found[-1].within)):
             problem = "does not hold whole blocks of the link before"
             raise config_error(f"{at}.within", link.within, problem, "sort them")
@@ -223,7 +228,7 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
 
 def _protocols(path: str, value: object) -> tuple[Protocol, ...]:
     return tuple(
-        Protocol(**read_fields(f"{path}[{row}].", record, _PROTOCOL, ("name", "start_seconds", "latencies")))
+        Protocol(**_fields(f"{path}[{row}].", record, _PROTOCOL, _without_default(Protocol)))
         for row, record in enumerate(_sequence(path, value))
     )
 
@@ -234,24 +239,61 @@ def _latencies(path: str, value: object) -> tuple[float, ...]:
 
 def _kinds(path: str, value: object) -> dict[str, tuple[float, float]]:
     readers = dict.fromkeys(COLLECTIVES, partial(_pair, entry=check_real))
-    return read_fields(f"{path}.", value, readers, problem="is not a kind of collective")
+    return _fields(f"{path}.", value, readers, problem="is not a kind of collective")
+
+
+def _host(path: str, value: object) -> dict[str, float]:
+    return _fields(f"{path}.", value, dict.fromkeys(_HOST, check_real), problem="is nothing that is known")
+
+
+def _device(path: str, value: object) -> str:
+    if value not in _DEVICES:
+        raise config_error(path, value, "is not a device", f"use one of {', '.join(map(repr, _DEVICES))}")
+    return str(value)
+
+
+def _architecture(path: str, value: object) -> str:
+    if value != "" and value not in load_tables():
+        remedy = f"use one of {', '.join(load_tables())}, or leave it out"
+        raise config_error(path, value, "is none that kernels/gpu/tiles.json has", remedy)
+    return str(value)
+
+
+def _sources(path: str, value: object) -> dict[str, str]:
+    return {name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()}
 
 
 _LINK: dict[str, Reader] = {
-    "within": lambda path, value: None if value is None else count(path, value),
+    "within": _or_none(_count),
     "bandwidth": _positive,
     "latency": check_real,
     "fraction": check_share,
     "bandwidths": _table,
 }
 _PROTOCOL: dict[str, Reader] = {
-    "name": text,
+    "name": _text,
     "start_seconds": check_real,
     "latencies": _latencies,
     "fraction": check_share,
     "tree": check_boolean,
 }
+#: of the planner's fields, and of those of :class:`Costs`
 READERS: dict[str, Reader] = {
+    "name": _text,
+    "device": _device,
+    "memory_bytes": _count,
+    "attention_fraction": _or_none(check_share),
+    "attention_rates": _tables,
+    "function_seconds": check_real,
+    "host_seconds": _host,
+    "late_seconds": check_real,
+    "host_bandwidth": check_real,
+    "host_memory_bandwidth": check_real,
+    "disk_bandwidth": check_real,
+    "architecture": _architecture,
+    "processors": _natural,
+    "collective_processors": _natural,
+    "sources": _sources,
     "memory_bandwidth": _positive,
     "kernel_seconds": _positive,
     "rates": _rates,
@@ -263,6 +305,6 @@ READERS: dict[str, Reader] = {
     "start_seconds": check_real,
     "protocols": _protocols,
     "collectives": _kinds,
-    "cores": _count_or_none,
-    "fill_entries": _count_or_none,
+    "cores": _natural,
+    "fill_entries": _natural,
 }

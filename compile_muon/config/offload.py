@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from compile_muon.config.checked import Checked, setting
+from compile_muon.config.checked import Checked, Mistakes, setting
 from compile_muon.config.checks import (
     check_boolean,
     check_choice,
@@ -73,19 +73,21 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
     if isinstance(value, OffloadConfig):
         return value
     section = check_mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
-    given: dict[str, Any] = {key: entry for key, entry in section.items() if key not in _NOT_READ}
     known = [f.name for f in fields(OffloadConfig)]
-    for key, entry in given.items():
-        if key not in known:
-            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
+    _refuse_unknown(field, section, known)
     if section.get("device", "none") in (None, "none"):
         return None
-    try:
-        return OffloadConfig(**given)
-    except ConfigError as error:
-        # The fields as the user wrote them.
-        own = [each.renamed(each.field.replace("OffloadConfig", field)) for each in error.errors]
-        raise own[0] if len(own) == 1 else error from None
+    mistakes = Mistakes()
+    given = {key: entry for key, entry in section.items() if key in known}
+    found = OffloadConfig.read(given, mistakes, field)
+    mistakes.raise_all()
+    return found
+
+
+def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for key, entry in section.items():
+        if key not in (*known, *_NOT_READ):
+            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
 
 
 @takes('"cpu"')
@@ -93,9 +95,6 @@ def check_offload_param(field: str, value: object) -> str | None:
     """The device, alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
         return check_choice(field, value, allowed=("cpu",))
-    known = ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ)
-    for key, entry in value.items():
-        if key not in known:
-            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
+    _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ))
     device = value.get("device", "none")
     return None if device in (None, "none") else check_choice(field, device, allowed=("cpu",))

@@ -102,25 +102,19 @@ class Captured:
             codegen=self.codegen,
             others=others,
         )
-        transfers = self._transfers(machine.shared_by(self.ranks))
-        if transfers is not None:  # what is under way at the end of a step is so when the next begins
-            transfers.next_step(play(transfers=transfers).seconds)
-        return play(transfers=transfers)
-
-    def _transfers(self, machine: Machine) -> OffloadTransfers | None:
         if self.offload is None:
-            return None
-        moves = [
-            move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())
-        ]
-        disk = (machine.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0
-        return OffloadTransfers(
-            moves,
+            return play()
+        own = machine.shared_by(self.ranks)
+        transfers = OffloadTransfers(
+            [move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())],
             buffers=self.offload.buffer_count,
-            host=machine.host_bandwidth,
-            disk=disk,
-            memory=machine.host_memory_bandwidth,
+            host=own.host_bandwidth,
+            disk=(own.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0,
+            memory=own.host_memory_bandwidth,
         )
+        # What is under way at the end of a step is so when the next begins.
+        transfers.next_step(play(transfers=transfers).seconds)
+        return play(transfers=transfers)
 
 
 def capture_step(

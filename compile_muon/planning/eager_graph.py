@@ -15,7 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from compile_muon.passes import GraphKind
 from compile_muon.passes.language.work import Work, note_work
+from compile_muon.planning.simulate import Played
 from compile_muon.planning.simulate.offload_transfers import Moves
 
 __all__ = ["EagerGraph"]
@@ -44,14 +46,16 @@ class EagerGraph(TorchDispatchMode):
         self._pending: Moves = ()
         self.elsewhere = False
 
-    def done(self, returned: Sequence[Tensor] = ()) -> GraphModule:
-        """The graph.
+    def played(self, name: str, returned: Sequence[Tensor] = (), **part: Any) -> Played:
+        """The graph, as a part of a step.
 
         Args:
             returned: of its tensors, those that others read afterwards.
+            part: what :class:`Played` says of it.
         """
         self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
-        return GraphModule(nn.Module(), self._graph)
+        gm = GraphModule(nn.Module(), self._graph)
+        return Played(gm, GraphKind.STEP, name, eager=True, moves=self.moves, **part)
 
     @contextmanager
     def noting(self, work: Work) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """A machine as the planner sees it: what the core knows of its costs, and how fast it computes and what it holds.
 
-``compile_muon.config`` has files of several machines; ``.machines`` measures others. docs/reference/machines.md is the
-same for users.
+``compile_muon.config.machine`` reads it from a file, of which there are several; ``.machines`` measures others.
+docs/reference/machines.md is the same for users.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_muon.config import machine as reading
-from compile_muon.config.checks import check_integer, check_mapping, check_real, check_share
-from compile_muon.errors import config_error
+from compile_muon.config.machine import load_as
 from compile_muon.kernels.gpu.tiles import Table as Tiles
 from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import Costs, Table, divided, interpolated
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Machine", "load_machine"]
-
-_DEVICES = ("cuda", "cpu")
-
-#: what the host does of a step, as :attr:`Machine.host_seconds` has it
-_HOST = ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,61 +117,10 @@ class Machine(Costs):
         return self.listed_rate(math.inf, dtype) * self.attention_fraction * (2 if causal else 1)
 
     def to_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` takes, once JSON has made lists of its tuples."""
+        """What :func:`compile_muon.config.machine.read_machine` takes, once JSON has made lists of its tuples."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: object, where: str = "machine") -> Machine:
-        """The machine of what a JSON file holds; see :func:`compile_muon.config.machine.read_machine`.
-
-        Raises:
-            ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
-        """
-        required = ("name", "device", "memory_bytes")
-        return reading.read_machine(cls, _READERS | reading.READERS, record, where, required=required)
 
 
 def load_machine(name_or_path: str | os.PathLike, field: str = "machine") -> Machine:
-    """A machine by its name, or from a JSON file; see :func:`compile_muon.config.machine.read_record`."""
-    return Machine.from_json(reading.read_record(name_or_path, field), f"{field} {os.fspath(name_or_path)}")
-
-
-def _device(path: str, value: object) -> str:
-    if value not in _DEVICES:
-        raise config_error(path, value, "is not a device", f"use one of {', '.join(map(repr, _DEVICES))}")
-    return str(value)
-
-
-def _host(path: str, value: object) -> dict[str, float]:
-    readers = dict.fromkeys(_HOST, check_real)
-    return reading.read_fields(f"{path}.", value, readers, problem="is nothing that is known")
-
-
-def _architecture(path: str, value: object) -> str:
-    if value != "" and value not in load_tables():
-        remedy = f"use one of {', '.join(load_tables())}, or leave it out"
-        raise config_error(path, value, "is none that kernels/gpu/tiles.json has", remedy)
-    return str(value)
-
-
-def _sources(path: str, value: object) -> dict[str, str]:
-    return {name: reading.text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()}
-
-
-_READERS: dict[str, reading.Reader] = {
-    "name": reading.text,
-    "device": _device,
-    "memory_bytes": reading.count,
-    "attention_fraction": lambda path, value: None if value is None else check_share(path, value),
-    "attention_rates": reading.tables,
-    "function_seconds": check_real,
-    "host_seconds": _host,
-    "late_seconds": check_real,
-    "host_bandwidth": check_real,
-    "host_memory_bandwidth": check_real,
-    "disk_bandwidth": check_real,
-    "architecture": _architecture,
-    "processors": lambda path, value: check_integer(path, value, 0),
-    "collective_processors": lambda path, value: check_integer(path, value, 0),
-    "sources": _sources,
-}
+    """See :func:`compile_muon.config.machine.load_as`."""
+    return load_as(Machine, name_or_path, field)

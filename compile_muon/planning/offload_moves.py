@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
@@ -74,6 +75,7 @@ def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
     return OnHost(to_host, to_device, streamed)
 
 
+@dataclass(eq=False)
 class _Noted:
     """Provides what ``provider`` does to a commit that ``graph`` records.
 
@@ -82,15 +84,14 @@ class _Noted:
         on_disk: whether states are in a file.
     """
 
-    def __init__(
-        self, provider: OffloadedStates, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool
-    ) -> None:
-        self._on_disk = on_disk
-        self._provider, self._graph, self._fetched = provider, graph, fetched
+    provider: OffloadedStates
+    graph: EagerGraph
+    fetched: frozenset[ShardedParam]
+    on_disk: bool
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        return self._fetched
+        return self.fetched
 
     def provide(
         self,
@@ -101,25 +102,25 @@ class _Noted:
         moved: Collection[ShardedParam] = (),
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        for own, states in self._provider.provide(sharded_params, what, step, moved=moved):
-            buckets, read_only = self._provider.provided
+        for own, states in self.provider.provide(sharded_params, what, step, moved=moved):
+            buckets, read_only = self.provider.provided
             computed: Moves = ()
             # Until the next are provided: what the host writes is looked at and sent back there, which COMPUTE has.
-            self._graph.elsewhere = self._provider.computes(own[0])
-            if self._graph.elsewhere:
+            self.graph.elsewhere = self.provider.computes(own[0])
+            if self.graph.elsewhere:
                 # States of a file cross no link, and count as if they did.
-                buckets, computed = buckets if self._on_disk else [], [(Move.COMPUTE, _on_host(own))]
-            self._graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
+                buckets, computed = buckets if self.on_disk else [], [(Move.COMPUTE, _on_host(own))]
+            self.graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
             yield own, states
-            self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
-        self._graph.elsewhere = False
+            self.graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
+        self.graph.elsewhere = False
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        with self._provider.writing(found_inf):
+        with self.provider.writing(found_inf):
             yield
-        self._graph.move([(Move.COMMIT, None)])
+        self.graph.move([(Move.COMMIT, None)])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._provider, name)
+        return getattr(self.provider, name)

@@ -230,17 +230,14 @@ def _prices(
     progress: Callable[[str], None],
 ) -> list[Price]:
     """Of the candidate shown, resident."""
-    backend = "nccl" if question.machine.device == "cuda" else "gloo"
-    target = Target(world.ranks, candidate.config(question.config), candidate.axes, backend)
-    counts = [tokens // question.batch.tokens for tokens in question.price]
     found = []
     for price in prices(
         lambda count: traced(count, candidate.sharing),
-        target,
+        _resident(question, candidate, world.ranks),
         question.machine,
         rank=world.candidates[world.shown].rank,
         tokens=question.batch.tokens,
-        counts=counts,
+        counts=[tokens // question.batch.tokens for tokens in question.price],
     ):
         found.append(price)
         progress(f"{world.ranks} ranks, {price.tokens:,} tokens a step: {price.share:+.1%} over AdamW, simulated")
@@ -288,29 +285,34 @@ def _same_step(candidate: Candidate, known: Figures, config: Config) -> bool:
     return one and (candidate.stage, known.stage) == (2, 1) and candidate.axes == known.mesh
 
 
+def _resident(question: Question, candidate: Candidate, world: int) -> Target:
+    """With all state on the device."""
+    backend = "nccl" if question.machine.device == "cuda" else "gloo"
+    return Target(world, candidate.config(question.config), candidate.axes, backend)
+
+
 def _simulated(trace: Trace, question: Question, candidate: Candidate, world: int) -> tuple[Figures, Timeline]:
-    machine = question.machine
-    config = candidate.config(question.config)
-    backend = "nccl" if machine.device == "cuda" else "gloo"
+    machine, own = question.machine, question.machine.shared_by(world)
     offload = question.config.zero.offload
+    target = _resident(question, candidate, world)
+    config = target.config
 
-    def target(offload: OffloadConfig | None) -> Target:
-        return Target(world, replace(config, zero=replace(config.zero, offload=offload)), candidate.axes, backend)
+    def elsewhere(offload: OffloadConfig | None) -> Target:
+        return replace(target, config=replace(config, zero=replace(config.zero, offload=offload)))
 
-    owned = trace.owner_work(target(offload))
+    owned = trace.owner_work(elsewhere(offload))
     rank = max(range(world), key=owned.__getitem__)
 
     def offloaded(offload: OffloadConfig) -> Timeline:
-        return trace.captured(target(offload), rank=rank).simulated(machine)
+        return trace.captured(elsewhere(offload), rank=rank).simulated(machine)
 
-    captured = trace.captured(target(None), rank=rank)
+    captured = trace.captured(target, rank=rank)
     resident = captured.simulated(machine)
     step = resident if offload is None else offloaded(offload)
     plain = resident
     if config.algorithm == "muon":
-        adamw = Target(world, with_adamw(config), candidate.axes, backend)
+        adamw = replace(target, config=with_adamw(config))
         plain = trace.captured(adamw, rank=rank).simulated(machine)
-    limit = machine.shared_by(world).memory_bytes
     tokens = question.batch.tokens * config.zero.micro_batches / candidate.sharing
     newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
     plain_exposed = sum(plain.exposed.values())
@@ -320,9 +322,9 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         mesh=dict(candidate.axes),
         asked=candidate.asked,
         rank=rank,
-        fits=resident.peak.total <= limit,
+        fits=resident.peak.total <= own.memory_bytes,
         peak_bytes=resident.peak.total,
-        limit_bytes=limit,
+        limit_bytes=own.memory_bytes,
         memory={name: nbytes for name, nbytes in resident.peak.by_category.items() if nbytes},
         largest=resident.peak.largest,
         sent=dict(step.traffic.by_axis),
@@ -342,11 +344,10 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         offload_waits=dict(step.offload_waits),
         offload_moved=step.moved,
     )
-    given = captured.states, machine.shared_by(world)
-    if captured.on_host and (rate := given[1].host_bandwidth):  # a step reads and writes each of these weights
-        figures = _later(figures, captured.on_host / rate)
-    figures = with_offload(figures, offload, *given)
-    return _warned(figures, _remedy(figures, *given, offloaded)), step
+    if captured.on_host and own.host_bandwidth:  # a step reads and writes each of these weights
+        figures = _later(figures, captured.on_host / own.host_bandwidth)
+    figures = with_offload(figures, offload, captured.states, own)
+    return _warned(figures, _remedy(figures, captured.states, own, offloaded)), step
 
 
 def with_offload(

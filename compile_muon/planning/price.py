@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from compile_muon.config import Config
 from compile_muon.planning.candidates import with_adamw
 from compile_muon.planning.capture import Captured
 from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace
 
 __all__ = ["Price", "percent", "prices", "with_micro_batches"]
@@ -95,29 +96,25 @@ def prices(
         return traced(micro_batches).captured(replace(target, config=config), rank=rank)
 
     @cache
-    def step(count: int, adamw: bool) -> _Step:
+    def step(count: int, adamw: bool) -> Timeline:
         played = captured(1, adamw) if count == 1 else captured(_SEVERAL, adamw)
         if count == _SEVERAL - 1:  # without the one in the midst
             each = len(traced(_SEVERAL).visits) // _SEVERAL
             played = replace(played, graphs=(*played.graphs[:each], *played.graphs[2 * each :]))
-        found = played.simulated(machine)
-        return _Step(found.seconds, sum(found.exposed.values()), found.peak.total)
+        return played.simulated(machine)
 
-    def steps(count: int, adamw: bool) -> _Step:
-        if count <= _SEVERAL:
-            return step(count, adamw)
-        fewer, several = step(_SEVERAL - 1, adamw), step(_SEVERAL, adamw)
-        seconds, exposed = several.seconds - fewer.seconds, several.exposed - fewer.exposed
-        more = count - _SEVERAL
-        return _Step(several.seconds + more * seconds, several.exposed + more * exposed, several.peak)
+    def steps(count: int, adamw: bool) -> tuple[float, float, int]:
+        """Seconds, of them exposed, and the most that is live."""
+        played = step(min(count, _SEVERAL), adamw)
+        seconds, exposed = played.seconds, sum(played.exposed.values())
+        if more := max(0, count - _SEVERAL):
+            fewer = step(_SEVERAL - 1, adamw)
+            seconds += more * (seconds - fewer.seconds)
+            exposed += more * (exposed - sum(fewer.exposed.values()))
+        return seconds, exposed, played.peak.total
 
     for count in counts:
-        muon, adamw = steps(count, False), steps(count, True)
-        fits = max(muon.peak, adamw.peak) <= limit
-        yield Price(tokens * count, fits, muon.seconds, muon.exposed, adamw.seconds, adamw.exposed)
-
-
-class _Step(NamedTuple):
-    seconds: float
-    exposed: float
-    peak: int
+        seconds, exposed, peak = steps(count, adamw=False)
+        adamw_seconds, adamw_exposed, adamw_peak = steps(count, adamw=True)
+        fits = max(peak, adamw_peak) <= limit
+        yield Price(tokens * count, fits, seconds, exposed, adamw_seconds, adamw_exposed)

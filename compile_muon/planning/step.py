@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from compile_muon.config import FrameOptions
 from compile_muon.engine.commit import commit
@@ -23,7 +22,6 @@ from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.step_graph import StepGraphs
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes import GraphKind
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.work import Category, Work
@@ -71,8 +69,7 @@ def step_graphs(
                 projected = project(optimizer.engine.step, late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
-                gm = graph.done([each.gradient for each in projected.values()])
-                found.append(replace(_played(gm, "projection"), moves=graph.moves))
+                found.append(graph.played("projection", [each.gradient for each in projected.values()]))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))
             kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
             StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)
@@ -86,11 +83,10 @@ def step_graphs(
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
-        made = Directions({sharded.name: directions[sharded.name] for sharded in muon}, projected=projected)
+        made = Directions(directions, projected=projected)
         with EagerGraph() as graph, noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
-        written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
-        found.append(replace(written, fused=_fused(optimizer)))
+        found.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
 
 
@@ -101,16 +97,12 @@ def _fused(optimizer: MuonZero) -> bool:
     return methods <= {MUON, ADAMW} and not any(group.get("cautious_decay") for group in groups)
 
 
-def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = False) -> Played:
-    return Played(gm, GraphKind.STEP, name, eager=True, counted=counted, waits=waits)
-
-
 def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, Played]:
-    sharded_params = [sharded for sharded in optimizer.engine.params if sharded.spec.muon is not None]
-    rows = fingerprint([sharded.local_grad for sharded in sharded_params if sharded.name in ready]) if ready else ()
+    sharded_params = [sharded for sharded in optimizer.engine.params if sharded.name in ready]
+    rows = fingerprint([sharded.local_grad for sharded in sharded_params]) if ready else ()
     made = {
         sharded.name: Speculation(ready[sharded.name], row, edits_of(sharded.momentum_buffer), sharded.rates)
-        for sharded, row in zip((a for a in sharded_params if a.name in ready), rows, strict=True)
+        for sharded, row in zip(sharded_params, rows, strict=True)
     }
     steps = optimizer.engine.step
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
@@ -118,7 +110,7 @@ def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepCh
         checks = told(steps, agreed, made)
         asked(steps, checks, agreed, made)
         checks.reduce()
-    return checks, _played(graph.done(), "checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
+    return checks, graph.played("checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
 def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
@@ -127,20 +119,18 @@ def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: S
         wrong = directions_not_finite([sharded.spec for sharded in late], directions)
         checks.add("direction", [sharded.name for sharded in late], wrong)
         checks.reduce()
-    return _played(graph.done(), "checks", counted=False)
+    return graph.played("checks", counted=False)
 
 
 def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
     """What a step gathers, and behind all that, how each gather is finished by whoever reads a weight."""
-    together = gathers(sharded_params)
-    works = [Work(Category.REFRESH, number) for number, _ in enumerate(together)]
+    under_way = []
     with EagerGraph() as graph:
-        under_way = []
-        for work, gather in zip(works, together, strict=True):
-            with graph.noting(work):
+        for number, gather in enumerate(gathers(sharded_params)):
+            with graph.noting(Work(Category.REFRESH, number)):
                 under_way.append(Refresh.start(gather, "refresh"))
-        for work, refresh in zip(works, under_way, strict=True):
-            with graph.noting(work):
+        for number, refresh in enumerate(under_way):
+            with graph.noting(Work(Category.REFRESH, number)):
                 graph.wait(refresh.received)
                 refresh.finish()
-    return replace(_played(graph.done(), "refresh"), drops=("exchange",), finished_by_forward=True)
+    return graph.played("refresh", drops=("exchange",), finished_by_forward=True)

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,19 +28,22 @@ from compile_muon.planning.machines.samples import (
 
 __all__ = ["completed", "fit"]
 
+S = TypeVar("S", bound=Sample)
+
 #: bytes of collectives from which on the cores do little else than copy them
 _LARGE = 2**20
 
 
 def fit(measured: Measured, name: str) -> Machine:
     """A description out of the samples that are not held out."""
-    seen = [sample for sample in measured.samples if not sample.held_out]
-    products = [sample for sample in seen if isinstance(sample, ProductSample)]
-    moves = [sample for sample in seen if isinstance(sample, MoveSample)]
-    collectives = [sample for sample in seen if isinstance(sample, CollectiveSample)]
+
+    def seen(kind: type[S]) -> list[S]:
+        return [sample for sample in measured.samples if isinstance(sample, kind) and not sample.held_out]
+
+    products, collectives, transfers = seen(ProductSample), seen(CollectiveSample), seen(TransferSample)
     least = measured.kernel_seconds
     # never more than ten times what the seconds say, where these are hardly more than those of the least kernel
-    bandwidths = tuple((float(s.nbytes), s.nbytes / max(s.seconds - least, 0.1 * s.seconds)) for s in moves)
+    bandwidths = tuple((float(s.nbytes), s.nbytes / max(s.seconds - least, 0.1 * s.seconds)) for s in seen(MoveSample))
     by_dtype = {dtype: [s for s in products if s.dtype == dtype] for dtype in dict.fromkeys(s.dtype for s in products)}
     starts = {dtype: _start(same, least) for dtype, same in by_dtype.items()}
     link, start_seconds, kinds = _link(collectives, measured.cores)
@@ -54,24 +58,23 @@ def fit(measured: Measured, name: str) -> Machine:
         links=(link,),
         bandwidths=bandwidths,
         start_seconds=start_seconds,
-        late_seconds=_late([s for s in seen if isinstance(s, LateSample)], measured.cores),
+        late_seconds=_late(seen(LateSample), measured.cores),
         collectives=kinds,
         cores=measured.cores,
-        host_bandwidth=_bandwidth("host", seen),
-        host_memory_bandwidth=_bandwidth("adamw", seen),
-        disk_bandwidth=_bandwidth("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
+        host_bandwidth=_bandwidth("host", transfers),
+        host_memory_bandwidth=_bandwidth("adamw", transfers),
+        disk_bandwidth=_bandwidth("disk", transfers) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
-    functions = [sample for sample in seen if isinstance(sample, FunctionSample)]
-    attention = [sample for sample in seen if isinstance(sample, AttentionSample)]
+    attention = seen(AttentionSample)
     return replace(
         machine,
-        function_seconds=_function_seconds(functions, machine),
+        function_seconds=_function_seconds(seen(FunctionSample), machine),
         attention_rates={
             dtype: _attention([s for s in attention if s.dtype == dtype], machine)
             for dtype in dict.fromkeys(s.dtype for s in attention)
         },
-        host_seconds=_host([s for s in seen if isinstance(s, StepSample)], collectives),
+        host_seconds=_host(seen(StepSample), collectives),
     )
 
 
@@ -92,9 +95,9 @@ def completed(machine: Machine, base: Machine) -> Machine:
     return replace(machine, **kept, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"})
 
 
-def _bandwidth(way: str, samples: Sequence[Sample]) -> float:
+def _bandwidth(way: str, samples: Sequence[TransferSample]) -> float:
     """Bytes/s of a rank; 0 where it was not measured."""
-    return max((s.served / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
+    return max((s.served / s.seconds for s in samples if s.way == way), default=0.0)
 
 
 def _operations(sample: ProductSample) -> float:

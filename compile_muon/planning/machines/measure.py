@@ -270,28 +270,23 @@ def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _products(clock: _Clock) -> Iterator[Sample]:
-    plan = clock.plan
-    for dtype, (held_out, size) in itertools.product(
-        _DTYPES, [(False, size) for size in plan.sizes] + [(True, size) for size in plan.between]
-    ):
+    sizes = [(False, size) for size in clock.plan.sizes] + [(True, size) for size in clock.plan.between]
+    for dtype, (held_out, size) in itertools.product(_DTYPES, sizes):
         for m, n, k, batch in _shapes(size):
-            kind = getattr(torch, dtype)
-            lead = (batch,) if batch > 1 else ()
-            shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
-            sets = _turns(
-                clock,
-                lambda shapes=shapes, kind=kind: [  # type: ignore[misc]
-                    torch.randn(shape, device=clock.device).to(kind) for shape in shapes
-                ],
-            )
-            multiply = torch.bmm if batch > 1 else torch.mm
-
-            def run(f=multiply, sets=sets):  # type: ignore[no-untyped-def]
-                a, b, out = next(sets)
-                f(a, b, out=out)
-
-            seconds = clock.seconds(run, replayed=True)
+            seconds = _product(clock, m, n, k, batch, getattr(torch, dtype))
             yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
+
+
+def _product(clock: _Clock, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> float:
+    lead, multiply = ((batch,), torch.bmm) if batch > 1 else ((), torch.mm)
+    shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+    sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(dtype) for shape in shapes])
+
+    def run() -> None:
+        a, b, out = next(sets)
+        multiply(a, b, out=out)
+
+    return clock.seconds(run, replayed=True)
 
 
 def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,7 +192,7 @@ def newton_schulz_seconds(node: Node, machine: Machine) -> float:
         assert machine.tiles is not None
         products = sum(launched.seconds(machine.tiles, machine.processors) for launched in listed)
         return products + sum(map(machine.move_seconds, _beside_products(node, machine)))
-    return sum(_matrices_seconds(node, machine, *group) for group in _stacks(node, machine))
+    return sum(_shape_seconds(node, machine, count, *shape) for shape, count in _shapes(node).items())
 
 
 def list_launches(node: Node, machine: Machine) -> list[Launched] | None:
@@ -200,8 +201,8 @@ def list_launches(node: Node, machine: Machine) -> list[Launched] | None:
     if machine.tiles is None or not call.symmetric or call.by_shape:
         return None
     groups: dict[str, list[tuple[tuple[int, int, int], int]]] = {}
-    for b, k, width, given, _ in _tensors(node):
-        groups.setdefault(call.form(k, width), []).append(((b, k, width), given))
+    for b, k, width, dtype, _ in _tensors(node):
+        groups.setdefault(call.form(k, width), []).append(((b, k, width), dtype.itemsize))
     found: list[Launched] = []
     for form, tensors in groups.items():
         how = Steps(form, call.triples, tuple(call.restarts), call.dtype == "float16", call.itemsize, call.limit)
@@ -219,13 +220,21 @@ def newton_schulz_beside(node: Node, machine: Machine) -> float:
     return max(1.0, sum(each.seconds_when_held(machine.tiles, machine.processors, held) for each in listed) / alone)
 
 
-def _tensors(node: Node) -> Iterator[tuple[int, int, int, int, bool]]:
-    """``(matrices, k, l, bytes of an entry, whether it is tall)`` of each tensor of a call, none empty."""
+def _tensors(node: Node) -> Iterator[tuple[int, int, int, torch.dtype, bool]]:
+    """``(matrices, k, l, dtype, whether it is tall)`` of each tensor of a call, none empty."""
     for x in node.args[0]:
         value = tensor_value(x)
         rows, cols = (int(size) for size in value.shape[-2:])
         if value.numel():
-            yield value.shape[:-2].numel(), min(rows, cols), max(rows, cols), value.dtype.itemsize, rows > cols
+            yield value.shape[:-2].numel(), min(rows, cols), max(rows, cols), value.dtype, rows > cols
+
+
+def _shapes(node: Node) -> Counter[tuple[int, int]]:
+    """How many matrices a call has of each shape."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for b, k, width, _, tall in _tensors(node):
+        counts[(width, k) if tall else (k, width)] += b
+    return counts
 
 
 def _beside_products(node: Node, machine: Machine) -> Iterator[int]:
@@ -233,8 +242,8 @@ def _beside_products(node: Node, machine: Machine) -> Iterator[int]:
     call = _Call(node, machine)
     itemsize = call.itemsize
     copied: dict[tuple[int, int, int, bool], list[tuple[int, int]]] = {}
-    for b, k, width, given, tall in _tensors(node):
-        entries = b * k * width
+    for b, k, width, dtype, tall in _tensors(node):
+        entries, given = b * k * width, dtype.itemsize
         measured = 4 * b * (width if tall else k) if call.norms else given * entries
         if k * width <= SMALL:
             copied.setdefault((k, width, given, tall), []).append((entries, measured))
@@ -248,18 +257,6 @@ def _beside_products(node: Node, machine: Machine) -> Iterator[int]:
             if call.norms:
                 yield 2 * measured
         yield from (measured, (given + itemsize) * entries)
-
-
-def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]:
-    """``(how many, together, rows, cols)`` of the matrices of a call."""
-    counts: dict[tuple[int, int], int] = {}
-    for x in node.args[0]:
-        value = tensor_value(x)
-        rows, cols = (int(size) for size in value.shape[-2:])
-        counts[rows, cols] = counts.get((rows, cols), 0) + value.shape[:-2].numel()
-    for (rows, cols), count in counts.items():
-        if count and rows and cols:
-            yield (count, 1, rows, cols) if machine.device == "cpu" else (1, count, rows, cols)
 
 
 class _Call:
@@ -286,8 +283,9 @@ class _Call:
         return chosen_form(self.method, rows, cols, len(self.triples), len(self.restarts), symmetric=self.symmetric)
 
 
-def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows: int, cols: int) -> float:
+def _shape_seconds(node: Node, machine: Machine, count: int, rows: int, cols: int) -> float:
     call = _Call(node, machine)
+    times, batch = (count, 1) if machine.device == "cpu" else (1, count)
     k, l = sorted((rows, cols))  # noqa: E741
     products = _Counted()
     FORMS[call.form(rows, cols)]((k, l), call.triples, call.restarts, products)
@@ -312,12 +310,12 @@ def launches(node: Node, machine: Machine) -> int:
         return len(listed) + sum(1 for _ in _beside_products(node, machine))
     call = _Call(node, machine)
     products: dict[Any, int] = {}
-    stacks = list(_stacks(node, machine))
-    for _, _, rows, cols in stacks:
-        form = call.form(rows, cols)
+    shapes = _shapes(node)
+    for shape in shapes:
+        form = call.form(*shape)
         together = call.symmetric and not call.by_shape
-        products[form if together else (rows, cols)] = (5 if form == "gram" else 3) * len(call.triples)
-    return sum(products.values()) + (_BESIDE if call.symmetric else 2 * _BESIDE) * len(stacks)
+        products[form if together else shape] = (5 if form == "gram" else 3) * len(call.triples)
+    return sum(products.values()) + (_BESIDE if call.symmetric else 2 * _BESIDE) * len(shapes)
 
 
 def workspace_bytes(node: Node, machine: Machine) -> int:
@@ -328,25 +326,18 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
     """
     call = _Call(node, machine)
     if machine.device == "cpu":
-        return max(
-            ((rows * cols + 2 * min(rows, cols) ** 2) * call.itemsize for *_, rows, cols in _stacks(node, machine)),
-            default=0,
-        )
+        return max(((k * width + 2 * k**2) * call.itemsize for _, k, width, _, _ in _tensors(node)), default=0)
     groups: dict[Any, list[Stack]] = {}
-    for x in node.args[0]:
-        value = tensor_value(x)
-        k, l = sorted(int(size) for size in value.shape[-2:])  # noqa: E741
-        count, given = value.shape[:-2].numel(), value.dtype.itemsize
-        if not (count and k):
-            continue
-        how = (call.form(k, l), len(call.triples), len(call.restarts))
-        if call.by_shape and quack.fits(k, l, value.dtype, getattr(torch, call.dtype)):
-            groups.setdefault((k, l), []).append(Stack(count, work_bytes(k, l, *how, call.itemsize)))
+    for b, k, width, dtype, _ in _tensors(node):
+        how = (call.form(k, width), len(call.triples), len(call.restarts))
+        key: tuple[object, ...]
+        if call.by_shape and quack.fits(k, width, dtype, getattr(torch, call.dtype)):
+            key, each = (k, width), work_bytes(k, width, *how, call.itemsize)
         elif call.symmetric and not call.by_shape:
-            each = list_bytes(k, l, *how, given, call.itemsize)
-            groups.setdefault(how, []).append(Stack(count, each))
+            key, each = how, list_bytes(k, width, *how, dtype.itemsize, call.itemsize)
         else:
-            groups.setdefault((k, l, value.dtype), []).append(Stack(count, batch_bytes(k, l, given, call.itemsize)))
+            key, each = (k, width, dtype), batch_bytes(k, width, dtype.itemsize, call.itemsize)
+        groups.setdefault(key, []).append(Stack(b, each))
     return max((_largest_chunk(stacks, call.limit) for stacks in groups.values()), default=0)
 
 

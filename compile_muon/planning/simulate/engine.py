@@ -364,7 +364,7 @@ class _Player:
 
     def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
         """Begin to copy shards of a bucket."""
-        lifted[node] = self._ways.lift(nbytes(node), max(self.now, self.host))
+        lifted[node] = self._ways.travel("in", nbytes(node), max(self.now, self.host))
 
     def _landed(self, until: Sequence[float], act: Callable[[], None]) -> None:
         """Do what reads these copies."""

@@ -101,7 +101,7 @@ class OffloadTransfers:
             self._read_ahead(now)
             opened, there = self._waiting.popleft()
             self.bytes_in += opened.nbytes
-            now = max(now, self._travel("in", opened.nbytes, max(there, now)) if self._disk else there)
+            now = max(now, self.travel("in", opened.nbytes, max(there, now)) if self._disk else there)
         elif bucket is not None:
             self._kept[bucket] = self._write(bucket, now)
             heapq.heappush(self._free, self._kept[bucket])
@@ -117,16 +117,12 @@ class OffloadTransfers:
         and those of the first two once the device is done with them."""
         first = self._asked[0] if self._asked else now
         left = first if len(self._asked) < 3 else self._asked[-2]
-        there = self._travel("out", step.to_host, left)
-        done = self._travel("host", step.streamed, there)
+        there = self.travel("out", step.to_host, left)
+        done = self.travel("host", step.streamed, there)
         self._asked = [*(self._asked or [first]), done]
         self.bytes_out += step.to_host
         self.bytes_in += step.to_device
-        return max(now, self._travel("in", step.to_device, done))
-
-    def lift(self, nbytes: int, now: float) -> float:
-        """Copy a shard of a weight to the device; when it is there."""
-        return self._travel("in", nbytes, now)
+        return max(now, self.travel("in", step.to_device, done))
 
     def next_step(self, seconds: float) -> None:
         """The step has taken so long: times count from its end on."""
@@ -141,15 +137,15 @@ class OffloadTransfers:
         while self._free and self._next < len(self._order):
             bucket = self._order[self._next]
             begin = max(now, heapq.heappop(self._free), self._kept.get(bucket, now))
-            self._waiting.append((bucket, self._travel("disk" if self._disk else "in", bucket.nbytes, begin)))
+            self._waiting.append((bucket, self.travel("disk" if self._disk else "in", bucket.nbytes, begin)))
             self._next += 1
 
     def _write(self, bucket: Bucket, now: float) -> float:
         self.bytes_out += bucket.nbytes
-        end = self._travel("out", bucket.nbytes, now)
-        return self._travel("disk", bucket.nbytes, end) if self._disk else end
+        end = self.travel("out", bucket.nbytes, now)
+        return self.travel("disk", bucket.nbytes, end) if self._disk else end
 
-    def _travel(self, way: str, nbytes: int, now: float) -> float:
+    def travel(self, way: str, nbytes: int, now: float) -> float:
         """Over this way as soon as it is free; when it is over."""
         start = max(now, self._ways[way])
         rate = {"disk": self._disk, "host": self._memory}.get(way, self._host)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_muon.config.machine import READERS, load_costs
+from compile_muon.config.machine import READERS, load_costs, read_machine
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import Costs, Link, Protocol
 from compile_muon.planning.machine import Machine
@@ -45,7 +45,7 @@ def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
     assert fused.attention_rate(64, 512, "bfloat16", causal=True) == 16e12  # half of the operations
     assert fused.attention_rate(64, 512, "float32") == fused.rate(64, "float32")
     assert NODES.attention_rate(64, 512, "bfloat16") == NODES.rate(64, "bfloat16")
-    assert Machine.from_json(fused.to_json()) == fused
+    assert read_machine(Machine, fused.to_json()) == fused
 
 
 def test_attention_that_was_measured_goes_by_its_sequence() -> None:
@@ -54,7 +54,7 @@ def test_attention_that_was_measured_goes_by_its_sequence() -> None:
     assert known.attention_rate(64, 128, "float32") == pytest.approx(2e12)
     assert known.attention_rate(64, 128, "float32", causal=False) == pytest.approx(1e12)
     assert known.attention_rate(64, 128, "bfloat16", causal=False) == 8e12
-    assert Machine.from_json(known.to_json()) == known
+    assert read_machine(Machine, known.to_json()) == known
 
 
 def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
@@ -65,7 +65,7 @@ def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
     assert cores.shared_by(8).host_seconds == {kind: 2 * seconds for kind, seconds in host.items()}
     assert cores.shared_by(8).function_seconds == 2.0
     assert [cores.shared_by(ranks).late_seconds for ranks in (2, 4, 8)] == [0.5, 0.5, 1.0]
-    assert Machine.from_json(cores.to_json()) == cores
+    assert read_machine(Machine, cores.to_json()) == cores
 
 
 LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
@@ -78,7 +78,7 @@ WAYS = replace(NODES, protocols=(LL, TREE))
 
 @pytest.mark.parametrize("machine", [NODES, CPU, WAYS])
 def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
-    for again in (Machine.from_json(machine.to_json()), pickle.loads(pickle.dumps(machine))):
+    for again in (read_machine(Machine, machine.to_json()), pickle.loads(pickle.dumps(machine))):
         assert again == machine
         assert hash(again) == hash(machine)
     assert replace(machine, kernel_seconds=1.0) != machine
@@ -158,17 +158,18 @@ WAY = {"name": "tree", "start_seconds": 1.0, "latencies": [1.0]}
 )
 def test_what_is_wrong_in_a_description_is_named(record: object, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Machine.from_json(record)
+        read_machine(Machine, record)
     assert caught.value.field == (field if field == "machine" else f"machine: {field}")
 
 
 def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> None:
     """The planner's fields are no business of a training run, but a mistyped one is."""
-    planned = {field.name for field in fields(Machine)} - {field.name for field in fields(Costs)}
-    assert READERS.keys() == {field.name for field in fields(Costs)}
+    core = {field.name for field in fields(Costs)}
+    planned = {field.name for field in fields(Machine)} - core
+    assert READERS.keys() == planned | core
     file = tmp_path / "ours.json"
     file.write_text(json.dumps(GOOD | dict.fromkeys(planned, "whatever")))
-    assert load_costs(file) == Costs(**{name: getattr(CPU, name) for name in READERS})
+    assert load_costs(file) == Costs(**{name: getattr(CPU, name) for name in core})
     file.write_text(json.dumps(GOOD | {"protocol": []}))
     with pytest.raises(ConfigError, match="ours.json: protocol = .*is not a field"):
         load_costs(file)
@@ -176,7 +177,7 @@ def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> 
 
 def test_fields_with_a_default_may_be_left_out() -> None:
     needed = ("name", "device", "memory_bytes", "memory_bandwidth", "kernel_seconds", "rates", "links")
-    machine = Machine.from_json({name: GOOD[name] for name in needed})
+    machine = read_machine(Machine, {name: GOOD[name] for name in needed})
     assert (machine.cores, machine.bandwidths, machine.start_seconds, machine.memory_fraction) == (0, (), 0, 1)
     assert dict(machine.collectives) == {}
     assert machine.protocols == ()

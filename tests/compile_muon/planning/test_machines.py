@@ -12,7 +12,7 @@ from compile_muon import __main__ as cli
 from compile_muon import config
 from compile_muon.config import Config, load_config
 from compile_muon.config.convert import convert
-from compile_muon.config.machine import costs_for, known_machines, load_costs
+from compile_muon.config.machine import costs_for, known_machines, load_costs, read_machine
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import COLLECTIVES, Link
 from compile_muon.planning.machine import Machine, load_machine
@@ -248,14 +248,14 @@ def test_products_that_are_all_large_start_as_the_least_kernel_does() -> None:
     large = [s for s in of_the_truth() if not isinstance(s, ProductSample) or min(s.m, s.n, s.k) >= 256]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, tuple(large)), "large")
     assert set(found.product_starts.values()) == {1e-6}
-    assert Machine.from_json(found.to_json()) == found
+    assert read_machine(Machine, found.to_json()) == found
 
 
 def test_ranks_that_never_met_have_a_machine_too() -> None:
     alone = [sample for sample in of_the_truth() if sample.group != "collectives"]
     found = fit(Measured("cpu", 1e-6, 2, 1, 10**10, tuple(alone)), "alone")
     assert found.collective_seconds("all_gather", 0.0, [0]) == 0
-    assert Machine.from_json(found.to_json()) == found
+    assert read_machine(Machine, found.to_json()) == found
 
 
 def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
@@ -267,7 +267,7 @@ def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
     assert found.host_seconds == H100.host_seconds and found.fill_entries == H100.fill_entries
     assert found.tiles == H100.tiles and found.kernel_seconds == 2e-6
     assert found.rates.keys() == TRUTH.rates.keys()
-    assert Machine.from_json(found.to_json()) == found
+    assert read_machine(Machine, found.to_json()) == found
     several = completed(fit(Measured("cuda", 2e-6, 0, 8, 10**10, tuple(samples)), "node"), H100)
     assert [link.within for link in several.links] == [8, None]
     assert several.links[0].bandwidth == pytest.approx(1e9, rel=0.2) and several.links[1] == H100.links[1]
