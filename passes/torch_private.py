@@ -411,8 +411,8 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
 
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """Inside a backend: what stands for a tensor that Dynamo has not seen, whose shape AOTAutograd would take for one of
-    many."""
+    """Inside a backend: what stands for a tensor that Dynamo has not seen, and whose shape AOTAutograd would therefore
+    take for one of many."""
     from torch._subclasses import FakeTensor
 
     context = torch._guards.TracingContext.try_get()

@@ -50,8 +50,9 @@ def _placed(shard: Tensor, param: DTensor) -> Tensor:
         return like_parameter(param, shard)
     if shard.stride() != own.stride():
         shard = torch.empty_like(own).copy_(shard)
-    # With the very spec of the parameter: PyTorch has its hash, and knows what operators make of it.
-    return DTensor(shard, param._spec, requires_grad=False)
+    # With the very spec of the parameter: PyTorch has its hash, and knows what operators make of it. Past an __init__
+    # that does nothing, for which PyTorch would leave and enter Dynamo.
+    return DTensor.__new__(DTensor, shard, param._spec, requires_grad=False)
 
 
 class _Placed(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 In Dynamo's graph the first thing that happens to a parameter is ``to_local``. It can happen ahead of the frame, for one
 node of autograd, which then knows how gradients are placed: AOTAutograd would work that out anew for each in each
-backward. Nor does it compile graphs that have inputs of a subclass and return two views of one tensor, as frames between
-graph breaks do.
+backward. Nor does it compile graphs that have inputs of a subclass and return two views of one tensor, as frames
+between graph breaks do.
 """
 
 from __future__ import annotations
