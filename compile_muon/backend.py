@@ -25,6 +25,7 @@ from compile_muon.engine.direct_reads import read_whole
 from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
 from compile_muon.engine.gathered_copies import written_in_forward
+from compile_muon.engine.local import locals_of
 from compile_muon.engine.other_holders import refuse_replaced
 from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.errors import ConfigError, warn_user
@@ -38,7 +39,6 @@ from compile_muon.passes import (
     saved_by,
 )
 from compile_muon.passes.costs import Costs
-from compile_muon.passes.dynamo.local_inputs import taking_shards
 from compile_muon.passes.language.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
@@ -47,6 +47,7 @@ from compile_muon.passes.torch_private import (
     compile_fx,
     compile_fx_inner,
     lacks_compiler,
+    of_constant_shape,
     order_saved_values,
 )
 from compile_muon.progress import underway
@@ -252,10 +253,20 @@ def compile_frame(
     # Two optimizers may have the same extension, and a frame both.
     further = {each.name: each for ledger in ledgers for each in ledger.hooks.dynamo_passes}
     gm = run_passes(gm, (*further.values(), *DYNAMO_PASSES), ctx)
-    inputs = [x.to_local() if position in ctx.shards else x for position, x in enumerate(example_inputs)]
+    inputs = _with_shards(example_inputs, ctx.shards) if ctx.shards else list(example_inputs)
+    for place in ctx.shards:
+        inputs[place] = of_constant_shape(inputs[place])
     compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
     run = compile_(gm, inputs, _Frame(options, ctx.frame, costs), lowering)
-    return taking_shards(run, ctx.shards) if ctx.shards else run
+    return (lambda *args: run(*_with_shards(args, ctx.shards))) if ctx.shards else run
+
+
+def _with_shards(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """``args`` of which some are DTensors, these as the shards behind them."""
+    given = list(args)
+    for place, shard in zip(places, locals_of([args[place] for place in places]), strict=True):
+        given[place] = shard
+    return given
 
 
 #: only names dumps; nothing depends on it

@@ -97,10 +97,10 @@ class Traffic:
         )
 
 
-def _sums(*parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    counts: Counter[str] = Counter()
-    for part in parts:
-        counts.update(dict(part))
+def _sums(left: tuple[tuple[str, int], ...], right: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    counts = dict(left)
+    for name, number in right:
+        counts[name] = counts.get(name, 0) + number
     return tuple(sorted(counts.items()))
 
 

@@ -94,7 +94,7 @@ class PassContext:
     user_outputs: int = 0
     saved: dict[str, str] = field(default_factory=dict)
     left: int = 0
-    shards: frozenset[int] = frozenset()
+    shards: Sequence[int] = ()
     timings: dict[str, float] = field(default_factory=dict)
     exchange_bytes: int = 0
 

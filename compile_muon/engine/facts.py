@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def begin(trained: Trained) -> Begun:
     _whole_gradients(ledger := trained.ledger)
     muon = [sharded for sharded in trained.muon if sharded.grad is not None]
     rest = [sharded for sharded in trained.rest if sharded.grad is not None]
-    agreed = agreement(trained) if trained.compares else None
+    rates = trained.rates()
+    agreed = agreement(trained, rates) if trained.compares else None
     made = {sharded: found for sharded in muon if (found := sharded.speculations.current) is not None}
     candidates = {a: m for a, m in made.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))}
     # Where the host must know of edits, autograd has noted how it left the gradient.
@@ -85,7 +87,8 @@ def begin(trained: Trained) -> Begun:
     together = not ledger.hooks.peers.alone
     mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, together=together)
     used = {} if mode.at_once else ready
-    return Begun(mode, facts, told(trained, agreed, used, problem), agreed, muon, rest, candidates, used)
+    checks = told(trained, agreed, rates, used, problem)
+    return Begun(mode, facts, checks, agreed, muon, rest, candidates, used)
 
 
 def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tensor:
@@ -114,14 +117,23 @@ def read(trained: Trained, checks: StepChecks, known: Facts) -> Facts:
     return replace(known, held=held, gradients=gradients, spoiled=checks.spoiled(), directions=directions)
 
 
-def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: Exception | None = None) -> StepChecks:
-    """The half of a step's checks that the host knows; with the reason why this rank refuses the step, if it does."""
+def told(
+    trained: Trained,
+    agreement: Agreement | None,
+    rates: Mapping[str, Any],
+    ready: Ready,
+    problem: Exception | None = None,
+) -> StepChecks:
+    """The half of a step's checks that the host knows.
+
+    Args:
+        rates: of all groups.
+        problem: why this rank refuses the step, if it does.
+    """
     checks = StepChecks(trained.group, trained.device, trained.ledger.status.step, problem)
-    checks.add_facts(
-        "missing", {sharded.name: float(sharded.grad is None) for sharded in (*trained.muon, *trained.rest)}
-    )
-    checks.add_facts("ready", {sharded.name: float(sharded.name in ready) for sharded in trained.muon})
-    checks.add_rates({name: rate for name, rate in trained.rates().items() if not isinstance(rate, Tensor)})
+    checks.add_facts("missing", {a.name: float(a.grad is None) for a in (*trained.muon, *trained.rest)})
+    checks.add_facts("ready", {a.name: float(a.name in ready) for a in trained.muon})
+    checks.add_rates({name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)})
     if agreement is not None:
         agreement.put(checks)
     return checks
@@ -161,11 +173,14 @@ def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedPara
     return torch.stack([found[a] for a in states])
 
 
-def agreement(trained: Trained) -> Agreement:
-    """What every rank must bring to this step alike."""
-    values = trained.rates()
-    scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    settings = {name: repr(value) for name, value in values.items() if name not in scalars}
+def agreement(trained: Trained, rates: Mapping[str, Any]) -> Agreement:
+    """What every rank must bring to this step alike.
+
+    Args:
+        rates: of all groups.
+    """
+    scalars = {name: rate for name, rate in rates.items() if isinstance(rate, Tensor)}
+    settings = {name: repr(rate) for name, rate in rates.items() if name not in scalars}
     step, every = trained.ledger.status.step, trained.config.zero.check_replicas
     copies = Copies.of(trained.ledger.sharded_params, trained.optimizer.state) if every and step % every == 0 else None
     return Agreement(step, settings, scalars, trained.ledger.frame_log, copies)
@@ -178,8 +193,9 @@ def _whole_gradients(ledger: Ledger) -> None:
     """
     for sharded in ledger.sharded_params:
         sharded.place_gradient()
-        if sharded.spec.layout.accumulates:
-            sharded.sums.check(sharded.grad, sharded.name)
+        if not sharded.spec.layout.accumulates:
+            continue
+        sharded.sums.check(sharded.grad, sharded.name)
         if sharded.sums.delivered is not None:
             sharded.add_gradient(transfers.reduce_grad(sharded.sums.delivered, sharded.spec))
             ledger.count(traffic_of_reduction(sharded.text))

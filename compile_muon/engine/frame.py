@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 from compile_muon.agreement.status import TRAINING
 from compile_muon.config import FrameOptions
 from compile_muon.engine.dtensors import edits_of
-from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.resident import keep_fresh
 from compile_muon.engine.sharded_param import ShardedParam, receiving, sharded_param_of
 from compile_muon.engine.speculation import Speculation
@@ -98,10 +97,8 @@ def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedPar
 
 def _note(half: str, frame: str, sharded_params: Sequence[ShardedParam], details: Sequence[str]) -> None:
     """Leave a visit that met other ranks in the frame log of every optimizer whose parameters it read."""
-    read: dict[Ledger, list[str]] = {}
-    for sharded in sharded_params:
-        read.setdefault(sharded.ledger, []).append(sharded.name)
-    for ledger, names in read.items():
+    for ledger in dict.fromkeys([sharded.ledger for sharded in sharded_params]):
+        names = [sharded.name for sharded in sharded_params if sharded.ledger is ledger]
         ledger.frame_log.note(half, frame, names, details)
 
 
@@ -145,6 +142,7 @@ class ForwardGraph:
         values = {i: node.meta.get("val") for node, i in placeholders.items()}
         self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
+        self._states = list(dict.fromkeys([*self._read, *self._trained]))
         self._run, self._traffic = lowering(gm, inputs, ctx)
         self._inference = ctx.kind is GraphKind.INFERENCE
         self._visited = False
@@ -152,7 +150,9 @@ class ForwardGraph:
     def __call__(self, args: list[Any]) -> Any:
         if not self._read:
             return self._run(args)
-        sharded_params, trained = _params_at(args, self._read), _params_at(args, self._trained)
+        found = dict(zip(self._states, _params_at(args, self._states), strict=True))
+        sharded_params = [found[place] for place in self._read]
+        trained = [found[place] for place in self._trained]
         if trained and compiled_autograd_active():
             raise MuonZeroError(
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
@@ -161,16 +161,17 @@ class ForwardGraph:
         ledger: Ledger = sharded_params[0].ledger
         names = [sharded.name for sharded in sharded_params]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
-            for hooks in dict.fromkeys(sharded.ledger.hooks for sharded in sharded_params):
-                for before in hooks.before_forward:
+            ledgers = {sharded.ledger: sharded.gathered for sharded in sharded_params}
+            for read in ledgers:
+                for before in read.hooks.before_forward:
                     before(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
-            for gathered in dict.fromkeys(sharded.gathered for sharded in sharded_params):
+            for read, gathered in ledgers.items():
                 gathered.check()
+                read.options = self._options
             for sharded in sharded_params:
                 keep_fresh(sharded)
-                sharded.ledger.options = self._options
             for sharded in trained:
                 sharded.visits.forward()
                 sharded.watch()
@@ -205,10 +206,11 @@ class BackwardGraph:
 
     def __post_init__(self) -> None:
         self.grads = reduced_grads(self.gm)
+        self._states = [grad.state_index for grad in self.grads]
         self._outputs = len(self.gm.graph.output_node().args[0])
 
     def __call__(self, args: list[Any]) -> Any:
-        sharded_params = _params_at(args, [grad.state_index for grad in self.grads])
+        sharded_params = _params_at(args, self._states)
         if not sharded_params:
             return self._visit(args, sharded_params)
         status, names = sharded_params[0].ledger.status, [sharded.name for sharded in sharded_params]
@@ -224,10 +226,10 @@ class BackwardGraph:
         request = self._request(sharded_params, receives, call)
         # Who keeps what others have dropped adds to another gradient than they do.
         details = [
-            f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose.value
+            f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose
             for sharded, purpose in zip(sharded_params, request.purposes, strict=True)
         ]
-        run, traffic = self._variant(request, sharded_params)
+        run, traffic = self._variants.get(request) or self._compile(request, sharded_params)
         taken = [sharded_params[i].sums.take(call) for i in request.unreduced_inputs]
         carried = [sharded_params[i].local_grad.detach() for i in request.carried_inputs]
         # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
@@ -257,7 +259,7 @@ class BackwardGraph:
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             if delivers:
                 sharded.begin_backward(call)
-        for ledger in dict.fromkeys(sharded.ledger for sharded in sharded_params):
+        for ledger in dict.fromkeys([sharded.ledger for sharded in sharded_params]):
             if ledger.before_backward is not None:
                 ledger.before_backward()
         purposes = [
@@ -272,25 +274,26 @@ class BackwardGraph:
             return BackwardRequest(
                 purposes=tuple(purposes),
                 unreduced=tuple(
-                    delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
-                    for (a, p), delivers in zip(both, receives, strict=True)
+                    [
+                        delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
+                        for (a, p), delivers in zip(both, receives, strict=True)
+                    ]
                 ),
-                carried=tuple(p is Purpose.SPECULATE and a.grad is not None for a, p in both),
+                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in both]),
             )
 
         wanted = request(purposes)
-        speculating = sum(Purpose.SPECULATE in known.purposes for known in self._variants)
-        if wanted not in self._variants and Purpose.SPECULATE in purposes and speculating >= _MAX_SPECULATING:
-            return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
-        return wanted
+        speculating = [known for known in self._variants if Purpose.SPECULATE in known.purposes]
+        if len(speculating) < _MAX_SPECULATING or Purpose.SPECULATE not in purposes or wanted in self._variants:
+            return wanted
+        return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
 
-    def _variant(self, request: BackwardRequest, sharded_params: Sequence[ShardedParam]) -> Lowered:
-        if request not in self._variants:
-            ctx = replace(self.ctx, request=request, timings={})
-            gm = copy.deepcopy(self.gm)
-            with self._context.restored():
-                self._variants[request] = self.lowering(gm, self.inputs, ctx)
-            if sharded_params:
-                sharded_params[0].ledger.counters.graphs += 1
-                sharded_params[0].ledger.left = max(sharded_params[0].ledger.left, ctx.left)
-        return self._variants[request]
+    def _compile(self, request: BackwardRequest, sharded_params: Sequence[ShardedParam]) -> Lowered:
+        ctx = replace(self.ctx, request=request, timings={})
+        gm = copy.deepcopy(self.gm)
+        with self._context.restored():
+            self._variants[request] = lowered = self.lowering(gm, self.inputs, ctx)
+        if sharded_params:
+            sharded_params[0].ledger.counters.graphs += 1
+            sharded_params[0].ledger.left = max(sharded_params[0].ledger.left, ctx.left)
+        return lowered

@@ -152,8 +152,8 @@ class Ledger:
             return Purpose.ACCUMULATE if sharded.spec.layout.accumulates else Purpose.REDUCE
         if sharded.spec.layout.accumulates and not self._may_be_last(sharded, self.accumulation_steps or 1):
             return Purpose.ACCUMULATE
-        worthwhile = alone and self._may_be_last(sharded, self._expected) and self._speculates(sharded)
-        return Purpose.SPECULATE if speculates and worthwhile else Purpose.REDUCE
+        worthwhile = speculates and alone and self._may_be_last(sharded, self._expected)
+        return Purpose.SPECULATE if worthwhile and self._speculates(sharded) else Purpose.REDUCE
 
     def keeps(self, sharded: ShardedParam, call: int) -> bool:
         """Whether a gradient that eager code made stays on the rank, as :meth:`purpose` says of graphs."""

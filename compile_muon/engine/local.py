@@ -6,7 +6,7 @@ penalty on its norm or an inner loop's step, would have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,43 +16,58 @@ from torch.distributed.tensor import DTensor
 from compile_muon.engine.dtensor_parameter import ShardedParameter
 from compile_muon.engine.dtensors import like_parameter
 
-__all__ = ["local_of", "of_trained"]
+__all__ = ["local_of", "locals_of", "of_trained"]
 
 
 def local_of(param: DTensor) -> Tensor:
     """The shard behind a parameter; its gradient becomes one of the parameter."""
-    return cast("Tensor", _Local.apply(param))
+    return locals_of([param])[0]
 
 
-class _Local(torch.autograd.Function):
+def locals_of(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
+    """The same of several, for one node of autograd."""
+    return cast("tuple[Tensor, ...]", _Locals.apply(*params))
+
+
+class _Locals(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, param: DTensor) -> Tensor:
-        ctx.param = param
-        return param._local_tensor.view_as(param._local_tensor)
+    def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.params = params
+        ctx.set_materialize_grads(False)
+        return tuple([param._local_tensor.detach() for param in params])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Placed.apply(grad, ctx.param, torch.is_grad_enabled())
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        place = _Placed.apply if torch.is_grad_enabled() else _placed
+        pairs = zip(grads, ctx.params, strict=True)
+        return tuple([None if grad is None else place(grad, param) for grad, param in pairs])
+
+
+def _placed(shard: Tensor, param: DTensor) -> Tensor:
+    """A gradient of the parameter, in whose strides autograd keeps it."""
+    own = param._local_tensor
+    if shard.dtype is not own.dtype:
+        return like_parameter(param, shard)
+    if shard.stride() != own.stride():
+        shard = torch.empty_like(own).copy_(shard)
+    # With the very spec of the parameter: PyTorch has its hash, and knows what operators make of it. Past an __init__
+    # that does nothing, for which PyTorch would leave and enter Dynamo.
+    return DTensor.__new__(DTensor, shard, param._spec, requires_grad=False)
 
 
 class _Placed(torch.autograd.Function):
-    """The inverse.
-
-    Args:
-        continues: whether losses will be made of the result: those meet plain ones, as penalties on parameters do.
-    """
+    """The inverse, of which losses will be made: those meet plain ones, as penalties on parameters do."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, param: DTensor, continues: bool) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, param: DTensor) -> Tensor:
         ctx.param = param
         found: Any = like_parameter(param, shard)
-        if continues:
-            found.__class__ = ShardedParameter
+        found.__class__ = ShardedParameter
         return cast("Tensor", found)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        return _Local.apply(grad.redistribute(placements=ctx.param.placements)), None, None
+        return local_of(grad.redistribute(placements=ctx.param.placements)), None
 
 
 class _TrainedCopy(Tensor):

@@ -163,7 +163,8 @@ class Recorded:
             used: directions of backward that it uses; None for a step like which there will be none.
         """
         for sharded in step.ledger.sharded_params:  # a graph waits for nothing that was started outside of it
-            sharded.await_refresh()
+            if sharded.refresh is not None:
+                sharded.await_refresh()
         facts, groups = checks.facts, step.optimizer.param_groups
         places: dict[str, dict[str, int]] = {}
         values = list(facts)
@@ -175,15 +176,15 @@ class Recorded:
                     values.append(float(group[name]))
         self._steps += 1
         kind = None if used is None or _must_be_launched(step) else self._kind(step, used)
-        if kind is not None and kind not in self._recordings and kind in self._seen and self._has_room():
-            self._recordings[kind] = self._record(step, launch, self._given(step, values, len(facts), places), values)
-        if kind is None or kind not in self._recordings:
+        recording = None if kind is None else self._recordings.get(kind)
+        if recording is None and kind is not None and kind in self._seen and self._has_room():
+            recording = self._record(step, launch, self._given(step, values, len(facts), places), values)
+            self._recordings[kind] = recording
+        if recording is None:
             self._miss(kind)
             found = launch(self._given(step, values, len(facts), places))
         else:
-            self._missed = 0
-            recording = self._recordings[kind] = self._recordings.pop(kind)  # the latest one
-            recording.used = self._steps
+            self._missed, recording.used = 0, self._steps
             found = self._replay(recording, values, checks)
         found.checks.send()
         return found
@@ -204,7 +205,7 @@ class Recorded:
         """Whether one more graph may be kept: where more kinds of steps take turns, those that are stay."""
         if len(self._recordings) < _MOST:
             return True
-        oldest = next(iter(self._recordings))
+        oldest = min(self._recordings, key=lambda kind: self._recordings[kind].used)
         if self._steps - self._recordings[oldest].used <= _PATIENCE:
             return False
         self._recordings.pop(oldest).release()
@@ -271,12 +272,12 @@ class Recorded:
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in given]
         address = self.address
         for sharded in (*step.muon, *step.rest):
-            kind += (sharded.text, address(sharded.local), address(sharded.momentum))
-            kind.append(sharded.entered)
+            # A momentum is among the states: one that is elsewhere is in no graph.
+            kind += (sharded.text, sharded.entered, address(sharded.local))
             if (grad := sharded.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
-            kind += map(address, _states(step, sharded))
+            kind += [address(state) for state in _states(step, sharded)]
             if (made := used.get(sharded.name)) is not None:
                 kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
             if sharded.resident is not None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,9 @@ class ShardedParam:
     def place_gradient(self) -> None:
         """``.grad`` as the parameter is placed, which a gradient of eager code may not be; collective then."""
         param, grad = self.param, self.grad
-        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return
+        if grad._spec.placements != param._spec.placements:
             param.grad = grad.redistribute(placements=param.placements)
 
     def add_gradient(self, shard: Tensor) -> None:
@@ -253,9 +255,10 @@ class ShardedParam:
 
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
-        if self.grad is None and call != self.visits.current:
+        grad = self.grad
+        if grad is None and call != self.visits.current:
             self._drop()
-        self.sums.begin(call, self.grad, self.name)
+        self.sums.begin(call, grad, self.name)
 
     def watch(self) -> None:
         """Have autograd say when it writes ``.grad``: at stage 1, where a step must know of edits without asking the
@@ -284,7 +287,7 @@ class ShardedParam:
     def keep_gradient(self) -> None:
         """Move a gradient to which more will be added out of a CUDA graph, which writes the next one to its place. It
         comes to the same memory in each step, unless somebody holds that of the last."""
-        if self.grad is None or not self.ledger.replays_between or self.ledger.is_last(self):
+        if not self.ledger.replays_between or self.grad is None or self.ledger.is_last(self):
             return
         grad, kept = self.local_grad.detach(), self.accumulated
         if kept is not None and kept.data_ptr() == grad.data_ptr():
@@ -320,4 +323,5 @@ def receiving(sharded_params: Iterable[ShardedParam]) -> list[bool]:
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
     """The sharded parameter whose ``momentum`` this very tensor is, or None."""
-    return cast("ShardedParam | None", holder_of(tensor))
+    holder: Any = holder_of(tensor)
+    return holder

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -35,8 +34,8 @@ __all__ = ["StepChecks"]
 _WRONG = ("refused", "momentum", "rate", "differs", "direction")
 _OF_ALL = ("missing", "ready")
 
-#: (what, how many numbers of it) in the order in which they stand in a vector
-_Spans = tuple[tuple[str, int], ...]
+#: (what, names of its numbers) in the order in which they stand in a vector
+_Labels = list[tuple[str, Collection[str]]]
 
 
 @dataclass
@@ -54,11 +53,11 @@ class StepChecks:
     device: torch.device
     step: int = 1
     refusal: Exception | None = None
-    _names: list[tuple[str, str]] = field(default_factory=list)
+    _labels: _Labels = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
-    _facts: list[tuple[str, str, float]] = field(default_factory=list)
-    _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
-    _own: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _facts: list[tuple[str, Mapping[str, float]]] = field(default_factory=list)
+    _reduced: list[tuple[_Labels, Tensor]] = field(default_factory=list)
+    _own: list[tuple[_Labels, Tensor]] = field(default_factory=list)
     _each: set[str] = field(default_factory=set)
     _further: dict[str, None] = field(default_factory=dict)
     _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -71,7 +70,7 @@ class StepChecks:
 
     def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
         """Put ``values`` (one fp32 number per name) under ``what``."""
-        self._names += [(what, name) for name in names]
+        self._labels.append((what, names))
         self._values.append(values)
 
     def add_wrong(self, what: str, names: Sequence[str], flags: Tensor) -> None:
@@ -85,7 +84,7 @@ class StepChecks:
 
     def add_facts(self, what: str, facts: Mapping[str, float]) -> None:
         """Put numbers that the host knows under ``what``."""
-        self._facts += [(what, name, number) for name, number in facts.items()]
+        self._facts.append((what, facts))
 
     def add_each(self, what: str, numbers: Tensor | Sequence[float]) -> None:
         """Put this rank's numbers where :meth:`each` finds them beside every other rank's.
@@ -195,7 +194,7 @@ class StepChecks:
     @property
     def facts(self) -> list[float]:
         """What :meth:`add_facts` was given since the last time, in its order."""
-        return [number for _, _, number in self._facts]
+        return [number for _, facts in self._facts for number in facts.values()]
 
     def again(self, step: int, refusal: Exception | None) -> StepChecks:
         """The same numbers of a later step, which a graph has written anew; none is read yet."""
@@ -210,7 +209,7 @@ class StepChecks:
             facts: fp32, :attr:`facts` on the device; None for them to be copied there.
         """
         if self._facts:
-            self._names += [(what, name) for what, name, _ in self._facts]
+            self._labels += self._facts
             if facts is None:
                 host = pinned_numbers(self.facts, torch.float32, self.device)
                 facts = host.to(self.device, non_blocking=True)
@@ -220,10 +219,10 @@ class StepChecks:
             return
         vector = torch.cat(self._values)
         if self.group is not None:
-            self._own.append((self._names, vector.clone()))
+            self._own.append((self._labels, vector.clone()))
             dist.all_reduce(vector, group=self.group)
-        self._reduced.append((self._names, vector))
-        self._names, self._values = [], []
+        self._reduced.append((self._labels, vector))
+        self._labels, self._values = [], []
 
     def total(self, what: str) -> Tensor:
         """Sum of the numbers under ``what``, reduced but not read yet; 0-dim fp64, on the device.
@@ -231,10 +230,12 @@ class StepChecks:
         Squares of gradients that are finite each may be inf together in fp32.
         """
         sums = []
-        for names, vector in self._reduced:
-            places = [i for i, (kind, _) in enumerate(names) if kind == what]
-            if places:  # added by one call, so they are neighbours
-                sums.append(vector[places[0] : places[-1] + 1].sum(dtype=torch.float64))
+        for labels, vector in self._reduced:
+            start = 0
+            for kind, names in labels:
+                if kind == what:
+                    sums.append(vector[start : start + len(names)].sum(dtype=torch.float64))
+                start += len(names)
         if not sums:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return functools.reduce(torch.add, sums)
@@ -246,8 +247,8 @@ class StepChecks:
         """
         against = torch.zeros((), device=self.device)
         speaking, each = frozenset((*_WRONG, *state_labels(), *self._further)), frozenset(self._each)
-        for names, vector in self._reduced:
-            spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
+        for labels, vector in self._reduced:
+            spans = tuple((what, len(names)) for what, names in labels)
             wrong, of_all, first = masks = _masks(spans, speaking, each, self._world, self.device)
             self._masks.append(masks)  # a graph reads them for as long as these checks are kept
             # inf and NaN stay what they are when multiplied by zero.
@@ -282,9 +283,10 @@ class StepChecks:
         vector, copied = self._copy
         if copied is not None and not (earlier and copied.query()):
             copied.synchronize()
-        labels = [label for names, _ in self._reduced for label in names]
-        for (what, name), number in zip(labels, vector.tolist(), strict=True):
-            self._read.setdefault(what, {})[name] = number
+        numbers = vector.tolist()
+        for what, names in (label for labels, _ in self._reduced for label in labels):
+            self._read.setdefault(what, {}).update(zip(names, numbers, strict=False))
+            del numbers[: len(names)]
         self._copy, self._reduced = None, []
 
     def ranks(self, wrong: Mapping[str, Collection[str]]) -> str:
@@ -297,8 +299,10 @@ class StepChecks:
             return ""
         mine = any(
             name in wrong.get(what, ()) and number != 0 and (what != "gradient" or not math.isfinite(number))
-            for names, vector in self._own
-            for (what, name), number in zip(names, vector.tolist(), strict=True)
+            for labels, vector in self._own
+            for (what, name), number in zip(
+                ((what, name) for what, names in labels for name in names), vector.tolist(), strict=True
+            )
         )
         found = gather_objects(mine, self.group)
         ranks = [rank for rank, holds in enumerate(found) if holds]
@@ -310,16 +314,18 @@ class StepChecks:
 
     def spoiled(self) -> dict[str, list[str]]:
         """Names of what the optimizer has, and that is not finite, by kind."""
-        return {what: sorted(self.names(what)) for what in ("momentum", *state_labels(), "rate", *self._further)}
+        kinds = ("momentum", *state_labels(), "rate", *self._further)
+        return {what: sorted(self.names(what)) for what in kinds if what in self._read}
 
     def names(self, what: str) -> set[str]:
         """Names under ``what`` whose number is not zero."""
-        return {name for name, number in self.numbers(what).items() if number != 0}
+        numbers = self.numbers(what)
+        return {name for name, number in numbers.items() if number != 0} if any(numbers.values()) else set()
 
 
 @functools.lru_cache(maxsize=16)
 def _masks(
-    spans: _Spans, against: Set[str], each: Set[str], world: int, device: torch.device
+    spans: tuple[tuple[str, int], ...], against: Set[str], each: Set[str], world: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
     rank 0's number where all ranks' must be the same, which else is its own."""

@@ -106,8 +106,9 @@ def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepCh
     }
     steps = optimizer.engine.step
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
-        agreed = agreement(steps) if steps.compares else None
-        checks = told(steps, agreed, made)
+        rates = steps.rates()
+        agreed = agreement(steps, rates) if steps.compares else None
+        checks = told(steps, agreed, rates, made)
         asked(steps, checks, agreed, made)
         checks.reduce()
     return checks, graph.played("checks", counted=False, waits=not optimizer.engine.ledger.checks_later)

@@ -1,22 +1,23 @@
-"""Shards as inputs of a frame in place of the DTensors they are of, where AOTAutograd would refuse those.
+"""Shards as inputs of a frame in place of the DTensors they are of.
 
-It compiles no graph that has inputs of a subclass and returns two views of one tensor, as frames between graph breaks
-do. In Dynamo's graph the first thing that happens to a parameter is ``to_local``; that can happen ahead of the frame,
-for one more node of autograd each.
+In Dynamo's graph the first thing that happens to a parameter is ``to_local``. It can happen ahead of the frame, for one
+node of autograd, which then knows how gradients are placed: AOTAutograd would work that out anew for each in each
+backward. Nor does it compile graphs that have inputs of a subclass and return two views of one tensor, as frames
+between graph breaks do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
+from ..language.markers import UNSHARD
 from ..pipeline import GraphKind, GraphPass, PassContext
 
-__all__ = ["TAKE_SHARDS", "called", "example_value", "taking_shards"]
+__all__ = ["TAKE_SHARDS", "called", "example_value"]
 
 
 def example_value(node: Node) -> Any:
@@ -43,30 +44,21 @@ def _returns_views(gm: GraphModule) -> bool:
 
 
 def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    if not _returns_views(gm):
-        return gm
-    positions = []
+    must, positions = _returns_views(gm), []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
         local = [user for user in users if _is_to_local(user) and user.args == (node,)]
         if not isinstance(example_value(node), DTensor) or not users or len(local) < len(users):
             continue
+        if not (must or all(reader.target is UNSHARD for user in local for reader in user.users)):
+            continue  # whoever asks for a shard may say how its gradient is placed
         node.meta = {**node.meta, "example_value": example_value(local[0])}
         for user in local:
             user.replace_all_uses_with(node)
             gm.graph.erase_node(user)
         positions.append(position)
-    ctx.shards = frozenset(positions)
+    ctx.shards = tuple(positions)
     return gm
 
 
 TAKE_SHARDS = GraphPass("take_shards", _take_shards, kinds=(GraphKind.DYNAMO,))
-
-
-def taking_shards(run: Callable[..., Any], shards: frozenset[int]) -> Callable[..., Any]:
-    """``run`` of shards, to be called with parameters.
-
-    Args:
-        shards: which arguments are such.
-    """
-    return lambda *args: run(*(x.to_local() if i in shards else x for i, x in enumerate(args)))

@@ -102,7 +102,7 @@ class BackwardRequest:
         )
 
     def _indices(self, purpose: Purpose) -> tuple[int, ...]:
-        return tuple(i for i, chosen in enumerate(self.purposes) if chosen is purpose)
+        return tuple([i for i, chosen in enumerate(self.purposes) if chosen is purpose])
 
     @property
     def accumulated(self) -> tuple[int, ...]:
@@ -117,12 +117,12 @@ class BackwardRequest:
     @property
     def unreduced_inputs(self) -> tuple[int, ...]:
         """Indices whose sum of earlier micro-batches is an input: the first extra inputs."""
-        return tuple(i for i, given in enumerate(self.unreduced) if given)
+        return tuple([i for i, given in enumerate(self.unreduced) if given])
 
     @property
     def carried_inputs(self) -> tuple[int, ...]:
         """Indices whose ``.grad`` so far is an input: the next extra inputs."""
-        return tuple(i for i, given in enumerate(self.carried) if given)
+        return tuple([i for i, given in enumerate(self.carried) if given])
 
     @property
     def extra_outputs(self) -> int:
@@ -140,13 +140,14 @@ class BackwardRequest:
         Raises:
             ValueError: not ``extra_outputs`` of them.
         """
-        if len(extra) != self.extra_outputs:
-            raise ValueError(f"{len(extra)} extra outputs where the request has {self.extra_outputs}")
-        count = len(self.accumulated)
+        kept, made = self.accumulated, self.speculated
+        count = len(kept) + len(made) + bool(made)
+        if len(extra) != count:
+            raise ValueError(f"{len(extra)} extra outputs where the request has {count}")
         return Extras(
-            dict(zip(self.accumulated, extra[:count], strict=True)),
-            dict(zip(self.speculated, extra[count : count + len(self.speculated)], strict=True)),
-            extra[-1] if self.speculated else None,
+            dict(zip(kept, extra, strict=False)),
+            dict(zip(made, extra[len(kept) :], strict=False)),
+            extra[-1] if made else None,
         )
 
     @property

@@ -154,7 +154,11 @@ class Method:
 
     def has(self, rate: str) -> bool:
         """Whether its groups hold a rate of this name."""
-        return any(own.name == rate for own in self.rates)
+        return rate in self._names
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(rate.name for rate in self.rates)
 
 
 @dataclass(frozen=True)
