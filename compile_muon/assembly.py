@@ -24,7 +24,7 @@ from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
 from compile_muon.mesh import DataPlace, Mesh, resolve_mesh, target_device
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.groups import Group, plan, warn_of_shared_rates
+from compile_muon.model.groups import Group, plan, warn_of_shared_rates, warn_of_unread
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
@@ -135,6 +135,7 @@ def assemble(
         saves_whole(model)
     warn_of_half_masters(made.trained)
     warn_of_shared_rates(config, groups)
+    warn_of_unread(config, groups)
     if config.compile.cuda_graphs and device.type == "cpu":
         warn_user("compile.cuda_graphs = True: there are none on a CPU, and nothing is recorded; leave it out")
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,16 @@ from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.views import with_views
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
 
-__all__ = ["Group", "group_problems", "plan", "state_problems", "value_problems", "values_of", "warn_of_shared_rates"]
+__all__ = [
+    "Group",
+    "group_problems",
+    "plan",
+    "state_problems",
+    "value_problems",
+    "values_of",
+    "warn_of_shared_rates",
+    "warn_of_unread",
+]
 
 _NOT_RATES = ("params", "param_names")
 
@@ -181,6 +190,30 @@ def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConf
                 f"{names}, for which MuonZero takes {float(config.adamw.lr):g} otherwise; give these a group of their "
                 'own, with "method" where the rate is meant'
             )
+
+
+def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
+    """Tell of the settings that were given and that no method of these groups reads."""
+    methods = [group.method for group in groups]
+    unread = [
+        prefix + f.name
+        for half, kind, prefix in ((config.muon, MatrixMethod, ""), (config.adamw, ElementMethod, "adamw_"))
+        if (own := [method for method in methods if isinstance(method, kind)])
+        for f in fields(half)
+        if not any(_reads(method, f.name) for method in own) and getattr(half, f.name) != f.default
+    ]
+    if unread:
+        names = listed([*dict.fromkeys(method.name for method in methods)])
+        warn_user(f"{listed(unread)}: has no effect, since no method in use ({names}) reads it; leave it out")
+
+
+def _reads(method: Method, name: str) -> bool:
+    """Whether a method heeds a setting of its half of the configuration."""
+    if isinstance(method, MatrixMethod) and name in ("nesterov", "momentum_dtype"):
+        return method.keeps_momentum and (method.nesterov or name != "nesterov")
+    if isinstance(method, MatrixMethod) and name == "adjust_lr":
+        return method.adjust_lr is not None
+    return method.has(name) or name not in ("lr", "momentum", "weight_decay", "betas", "eps")
 
 
 def _defaults(config: Config, method: Method) -> dict[str, Any]:

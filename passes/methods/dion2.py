@@ -66,6 +66,7 @@ DION2 = MatrixMethod(
     ),
     adjust_lr="spectral",
     before=_before,
+    nesterov=False,
     advance=_advance,
     whole=_whole,
     phase=lambda rates: float(rates["fraction"]),

@@ -93,6 +93,7 @@ MUOWN = MatrixMethod(
     ),
     adjust_lr="match_rms_adamw",
     before=_before,
+    nesterov=False,
     project=_project,
     project_sums=_project_sums,
     row_sums=_row_sums,

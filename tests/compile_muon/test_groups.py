@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,25 @@ def test_rates_for_all_groups_are_those_of_a_method_and_in_its_range(settings: d
         made(**settings)
     if "groups" in settings:
         made(**settings | {"rates": {"basis_every": 3}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"method": "muonh", "weight_decay": 0.05, "adamw_weight_decay": 0.05}, "weight_decay"),
+        ({"method": "soap", "momentum": 0.9, "adjust_lr": "spectral"}, "momentum, adjust_lr"),
+        ({"method": "dion2", "nesterov": False, "adjust_lr": 0.2}, "nesterov"),
+        ({"auxiliary": "lion", "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}, "adamw_eps"),
+        ({"method": "soap", "momentum": 0.9, "groups": {"up.weight": {"method": "normuon"}}}, None),
+        ({"momentum": 0.9, "nesterov": False, "adamw_eps": 1e-6}, None),
+    ],
+)
+def test_a_setting_that_no_method_reads_is_told(settings: dict[str, Any], told: str | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made(**settings)
+    found = [str(w.message).partition(":")[0] for w in caught if "no method in use" in str(w.message)]
+    assert found == ([] if told is None else [told])
 
 
 def test_all_mistakes_are_in_one_message() -> None:
