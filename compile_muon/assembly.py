@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import Config
+from compile_muon.config.machine import costs_for
 from compile_muon.engine.extension import Extension, check_extensions, hooks_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
@@ -110,14 +111,12 @@ def assemble(
             key = each.configured, each.method.name if own else ""
             tensor = sharing.setdefault(key, new_hyper(each.method, device))
             hypers |= dict.fromkeys(each.members, tensor)
-    ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
-    ledger.status = RankStatus(group, device)
+    costs = costs_for(config.machine, device.type).shared_by(1 if ranks is None else ranks.size)
+    ledger = Ledger(zero.gradient_accumulation_steps, zero.update, costs=costs, status=RankStatus(group, device))
     shared = None if cut is None else SharedSequences(cut, compares=compares)
     features: list[Extension] = [each for each in (stages, offloaded, shared) if each is not None]
     provider = hooks_of([*features, *extensions]).state_provider
-    ledger.sharded_params = shard_model(
-        model, assignments, config, ranks, roles, ledger, hypers, device, provider, spread
-    )
+    sharded_params = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, provider, spread)
     if shared is not None:
         assert ranks is not None
         shared.plan.apply(model, ranks.sequence, ranks.everyone, compares=compares)
@@ -125,8 +124,8 @@ def assemble(
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
     features += extensions
-    ledger.hooks = hooks_of(features)
-    ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
+    hooks = hooks_of(features)
+    ledger.begin(sharded_params, hooks, checks_later=zero.checks_read == "next_step" and hooks.peers.alone)
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.sharded_params)

@@ -99,7 +99,7 @@ def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -
     for sharded in begun.candidates:
         if sharded.name in decision.use:
             sharded.speculations.used()
-    trained.ledger.counters.used += len(decision.use)
+    trained.ledger.count(used=len(decision.use))
     reason = "clipped" if clipped else "edited"
     trained.ledger.discarded([sharded for sharded in begun.candidates if sharded.name not in decision.use], reason)
     for sharded in trained.muon:

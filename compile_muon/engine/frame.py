@@ -170,7 +170,7 @@ class ForwardGraph:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
             for read, gathered in ledgers.items():
                 gathered.check()
-                read.options = self._options
+                read.runs(self._options)
             for sharded in sharded_params:
                 keep_fresh(sharded)
             for sharded in trained:
@@ -178,8 +178,9 @@ class ForwardGraph:
                 sharded.watch()
             results = self._run(args)
         ledger.count(self._traffic)
-        ledger.counters.graphs += not self._visited
-        self._visited = True
+        if not self._visited:
+            ledger.compiled()
+            self._visited = True
         if self._meets:
             _note("forward", self._frame, sharded_params, [_buckets(self._options)])
         return results
@@ -223,7 +224,7 @@ class BackwardGraph:
         call = current_backward()
         receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
-            sharded.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
+            sharded.visits.arrive(delivers)  # inside a graph, which runs below autograd, nobody could ask
         request = self._request(sharded_params, receives, call)
         # Who keeps what others have dropped adds to another gradient than they do.
         details = [
@@ -248,7 +249,7 @@ class BackwardGraph:
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
             sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches))
-            sharded.ledger.counters.speculated += 1
+            sharded.ledger.count(speculated=1)
         if sharded_params:
             sharded_params[0].ledger.count(traffic)
         if traffic.collectives:
@@ -295,6 +296,5 @@ class BackwardGraph:
         with self._context.restored():
             self._variants[request] = lowered = self.lowering(gm, self.inputs, ctx)
         if sharded_params:
-            sharded_params[0].ledger.counters.graphs += 1
-            sharded_params[0].ledger.left = max(sharded_params[0].ledger.left, ctx.left)
+            sharded_params[0].ledger.compiled(ctx.left)
         return lowered

@@ -28,6 +28,8 @@ from compile_muon.passes.ranges import ranged
 
 __all__ = ["Counters", "Ledger"]
 
+NOTHING = Traffic()
+
 
 @dataclass
 class Counters:
@@ -135,6 +137,59 @@ class Ledger:
                 activation checkpointing of old runs blocks without gradients first.
         """
         return EVALUATION if evaluates and not self.balance() else TRAINING
+
+    # ------------------------------------------------------------------ what it is told
+
+    def begin(self, sharded_params: Sequence[ShardedParam], hooks: Hooks, *, checks_later: bool) -> None:
+        """The optimizer has its parameters and extensions now."""
+        self.sharded_params, self.hooks, self.checks_later = list(sharded_params), hooks, checks_later
+
+    def join(self, sharded: ShardedParam) -> None:
+        """One parameter more, of a copied module."""
+        self.sharded_params.append(sharded)
+
+    def call_before_backward(self, call: Callable[[], None]) -> None:
+        """Have a call made ahead of each backward graph."""
+        self.before_backward = call
+
+    def runs(self, options: FrameOptions) -> None:
+        """A frame with these options runs forward."""
+        self.options = options
+
+    def compiled(self, left: int = 0) -> None:
+        """A graph was lowered and compiled.
+
+        Args:
+            left: bytes that a backward graph has held, and holds no more in ``step()``.
+        """
+        self.counters.graphs += 1
+        self.left = max(self.left, left)
+
+    def count(self, traffic: Traffic = NOTHING, *, speculated: int = 0, used: int = 0, in_step: int = 0) -> None:
+        """Add what a graph sent and computed, and directions that backward made, steps applied, and steps made."""
+        counters = self.counters
+        counters.speculated += speculated
+        counters.used += used
+        counters.in_step += in_step
+        if traffic is not NOTHING:
+            counters.traffic = counters.traffic + traffic
+            self.status.collectives += sum(number for _, number in traffic.collectives)
+
+    def skipped(self) -> int:
+        """A step was left out; returns how many in a row were."""
+        self.counters.skipped += 1
+        self.counters.skipped_in_a_row += 1
+        return self.counters.skipped_in_a_row
+
+    def written(self) -> None:
+        """A step was not."""
+        self.counters.skipped_in_a_row = 0
+
+    def latest_gathers(self, of: Any, make: Callable[[], Any]) -> Any:
+        """What :attr:`gathers` has, made anew where it is of others."""
+        if self.gathers is None or self.gathers[0] != of:
+            self.gathers = of, make()
+        return self.gathers[1]
 
     # ------------------------------------------------------------------ backward
 
@@ -248,11 +303,6 @@ class Ledger:
         """``zero_grad()``: nothing that belongs to the old gradients may reach the next step."""
         for sharded in self.sharded_params:
             sharded.drop_gradient()
-
-    def count(self, traffic: Traffic) -> None:
-        """Add what a graph sent and computed."""
-        self.counters.traffic = self.counters.traffic + traffic
-        self.status.collectives += sum(number for _, number in traffic.collectives)
 
     def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
         """``with ledger.range(...):`` as :func:`ranged`, where frames make ranges."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compile_muon.engine.dtensors import edits_of, local_tensor
+from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.pinned import pinned_numbers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
@@ -259,7 +259,7 @@ class Recorded:
         recording.replay()
         torch.autograd.graph.increment_version(recording.written)  # as every in-place operation does; a graph does not
         for sharded in recording.resident:
-            sharded.refreshed_at = edits_of(sharded.param)
+            sharded.note_refreshed()
         found = recording.launched
         # The next replay writes what this one found; users keep norms.
         return Launched(found.checks.again(checks.step, checks.refusal), found.norm.clone(), found.traffic)

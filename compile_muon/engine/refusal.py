@@ -66,7 +66,7 @@ def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *
     others = trained.ledger.hooks.peers.elsewhere()
     if not wrong and not others:
         return False
-    zero, counters = trained.config.zero, trained.ledger.counters
+    zero = trained.config.zero
     if wrong:
         found = _named(trained, checks, wrong, later=later)
     else:
@@ -79,11 +79,10 @@ def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *
         raise NonFiniteError(
             f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps out"
         )
-    counters.skipped += 1
-    counters.skipped_in_a_row += 1
-    if counters.skipped_in_a_row >= zero.max_skipped_steps:
+    in_a_row = trained.ledger.skipped()
+    if in_a_row >= zero.max_skipped_steps:
         raise NonFiniteError(
-            f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
+            f"{problem}; {in_a_row} steps in a row were skipped (max_skipped_steps): training "
             "does not recover by itself, go back to a checkpoint"
         )
     if is_first_rank():

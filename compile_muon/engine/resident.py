@@ -107,9 +107,8 @@ def _latest_gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
         return []
     ledger = sharded_params[0].ledger
     of = [(sharded, sharded.spec) for sharded in sharded_params]
-    if ledger.gathers is None or ledger.gathers[0] != of:
-        ledger.gathers = of, gathers(sharded_params)
-    return ledger.gathers[1]
+    found: list[Gather] = ledger.latest_gathers(of, lambda: gathers(sharded_params))
+    return found
 
 
 def _gathered_alone(sharded: ShardedParam) -> bool:

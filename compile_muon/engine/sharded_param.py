@@ -111,7 +111,7 @@ class ShardedParam:
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         own["accumulated"] = None
         copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, entered=None, **own)
-        copied.ledger.sharded_params.append(copied)
+        copied.ledger.join(copied)
         memo[id(self)] = copied
         return copied
 
@@ -183,8 +183,17 @@ class ShardedParam:
     def begin_refresh(self, refresh: Refreshing) -> None:
         """The resident weight will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
         assert self.resident is not None
-        self.refresh, self.refreshed_at = refresh, edits_of(self.param)
+        self.refresh = refresh
+        self.note_refreshed()
         torch.autograd.graph.increment_version(self.resident)
+
+    def note_refreshed(self) -> None:
+        """The resident weight is, or will be, that of the shards as they are."""
+        self.refreshed_at = edits_of(self.param)
+
+    def tag(self, names: tuple[str, ...]) -> None:
+        """Users have set these attributes on the parameter."""
+        self.tags = names
 
     def end_refresh(self) -> None:
         """It has come."""

@@ -81,7 +81,7 @@ class Step(Trained):
         peers.confirm(wrong=bool(wrong))
         if refused(self, begun.checks, wrong):
             return False
-        self.ledger.counters.skipped_in_a_row = 0
+        self.ledger.written()
         note(self, begun, decision, clipped=facts.clipped)
         self.fetches = fetches_of(self, begun, decision)
         commit(self, made, self.fetches)
@@ -156,7 +156,7 @@ class Step(Trained):
         if refused(self, checks, facts.wrong(directions), later=True):
             return False
         self.count_step()
-        self.ledger.counters.skipped_in_a_row = 0
+        self.ledger.written()
         return True
 
     @property
@@ -183,8 +183,7 @@ class Step(Trained):
         return facts
 
     def _count(self, begun: Begun, decision: Decision, traffic: Traffic) -> None:
-        self.ledger.count(traffic)
-        self.ledger.counters.in_step += len(decision.make & begun.facts.wanted)
+        self.ledger.count(traffic, in_step=len(decision.make & begun.facts.wanted))
 
     def _refreshed(self, begun: Begun) -> list[ShardedParam]:
         """Whose resident weights follow this step, in the order in which the model has them, which is about that of

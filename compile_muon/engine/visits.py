@@ -55,6 +55,10 @@ class Visits:
         # Not by what is owed: a forward of one rank alone, to count operations, say, must not set it apart.
         return self.in_call == 1 and self.usual <= 1
 
+    def arrive(self, delivers: bool) -> None:
+        """A backward visit begins; whether its backward adds to ``.grad``."""
+        self.delivers = delivers
+
     def drop(self) -> None:
         """The gradients so far were dropped; what is owed stays owed (``zero_grad()`` may come between the two)."""
         self.backwards = 0

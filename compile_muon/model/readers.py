@@ -155,7 +155,7 @@ def _tagged(sharded: ShardedParam, whole: Tensor) -> Tensor:
     found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
     public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
     if public != sharded.tags:
-        sharded.tags = public
+        sharded.tag(public)
     vars(whole).update(found)
     return whole
 

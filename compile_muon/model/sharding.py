@@ -169,7 +169,6 @@ def shard_model(
     """
     named = dict(model.named_parameters())
     costs = costs_for(config.machine, device.type)
-    ledger.costs = costs.shared_by(1 if mesh is None else mesh.size)
     specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
     owners = owners_of(specs, ledger.costs)
     if mesh is not None:

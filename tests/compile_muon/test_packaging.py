@@ -352,6 +352,49 @@ def test_the_check_of_private_names_can_fail(source: str, found: list[str]) -> N
     assert private_reaches({"lower": lower, "upper": source}) == found
 
 
+#: what is written by its own methods only, and what holders call it
+WRITTEN_BY_ITSELF = {
+    "ledger.py": "ledger",
+    "sharded_param.py": "sharded|copied|a",
+    "visits.py": "visits",
+    "sums.py": "sums",
+    "speculation.py": "speculations",
+    "recorded.py": "recorded",
+}
+
+
+def writes_of_others(sources: Mapping[str, str]) -> list[str]:
+    """Where code assigns to an attribute of what only writes itself."""
+    found = []
+    for module, source in sources.items():
+        others = "|".join(names for file, names in WRITTEN_BY_ITSELF.items() if not module.endswith(f"/{file}"))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                holder = re.sub(r"\[.*?\]|_params|\.counters", "", ast.unparse(node.value))
+                if re.fullmatch(rf"(.*\.)?({others})", holder):
+                    found.append(f"{module}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_the_ledger_and_its_parameters_are_written_by_their_own_methods() -> None:
+    paths = sorted((ROOT / "compile_muon").rglob("*.py"))
+    assert not writes_of_others({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("self.ledger.counters.used += 1", ["upper:1 self.ledger.counters.used"]),
+        ("sharded_params[0].ledger.left = 3", ["upper:1 sharded_params[0].ledger.left"]),
+        ("for sharded in all: sharded.tags = ()", ["upper:1 sharded.tags"]),
+        ("sharded_params[i].visits.delivers = True", ["upper:1 sharded_params[i].visits.delivers"]),
+        ("sharded.param.grad = None; self.counters = 0; ledger.join(sharded)", []),
+    ],
+)
+def test_the_check_of_writes_can_fail(source: str, found: list[str]) -> None:
+    assert writes_of_others({"upper": source}) == found
+
+
 #: what loops over extensions and names none, beside all of engine/
 CORE = ("backend", "optimizer")
 _FEATURES = {"qk", "muonclip", "logit", "logits", "attention", "attentions", "heads"}  # MuonClip
