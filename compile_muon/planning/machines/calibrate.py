@@ -81,18 +81,15 @@ def _as_rank(
         group: of :func:`torch.distributed.init_process_group`; torchrun says it by environment variables.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    mine = not dist.is_initialized()
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    if mine:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
     try:
         first = dist.get_rank() == 0
         measured = measure(plan_for(device, quick), note if first else lambda text: None, disk)
         return measured if first else None
     finally:
-        if mine:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _with_ranks(ranks: int, quick: bool, disk: Path | None, console: Console) -> Measured:
