@@ -131,14 +131,11 @@ def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan,
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
-            _normalized(x, norms, plan), plan.steps, plan.restarts, products, out=out, folding=folding(products, plan)
-        )
+            normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
+            plan.steps, plan.restarts, products, out=out, folding=folding(products, plan),
+        )  # fmt: skip
 
 
 def folding(products: M, plan: Plan) -> M | None:
     """What folds aI + Z into one matrix: bfloat16 would round it too coarsely."""
     return products if plan.dtype == torch.float16 else None
-
-
-def _normalized(x: Tensor, norms: Tensor | None, plan: Plan) -> Tensor:
-    return normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms)
