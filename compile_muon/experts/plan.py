@@ -264,7 +264,6 @@ def _check_devices(plan: ExpertPlan, mesh: DeviceMesh) -> None:
     for name in plan.parameters:
         device = plan._model.get_parameter(name).device
         if device.type not in ("meta", mesh.device_type):
-            raise config_error(
-                name, str(device), f"is not on a {mesh.device_type} device, where the mesh is",
-                "move the model there before its experts are shared, or build it on the meta device",
-            )  # fmt: skip
+            problem = f"is not on a {mesh.device_type} device, where the mesh is"
+            remedy = "move the model there before its experts are shared, or build it on the meta device"
+            raise config_error(name, str(device), problem, remedy)
