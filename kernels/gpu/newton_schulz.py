@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
-from ..stability import Triple
 from .launch import where_it_runs
 from .model import Tile
 from .normalize import normalize
@@ -62,11 +61,6 @@ class Products(Aten):
         tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
         symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
         return out
-
-    def factor(self, x: Tensor, step: Triple) -> Tensor:
-        """``aI + b x + c x²``, [b, k, k], new."""
-        a, b, c = step
-        return self.symmetric(x, x, plus=x, beta=b, alpha=c, gamma=a)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
