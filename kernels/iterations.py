@@ -60,13 +60,12 @@ class Products(Protocol[M]):
 
 
 class Folding(Protocol[M]):
-    """What makes F = aI + Z at once, and takes products of symmetric matrices that have no summand."""
+    """What makes F = aI + bR + cR² at once, and takes products of symmetric matrices that have no summand."""
 
-    def factor(self, x: M, step: Triple) -> M:
-        """``aI + b x + c x²`` of symmetric x, new, rounded once."""
-
-    def symmetric(self, left: M, right: M) -> M:
-        """As ``Products.symmetric``: ``left right``."""
+    def symmetric(
+        self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
+    ) -> M:
+        """As ``Products.symmetric``: ``alpha left right + beta plus + gamma I``, new, rounded once."""
 
 
 def standard(
@@ -96,7 +95,7 @@ def standard(
         if folding is None:
             x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=end)
         else:
-            x = products.general(folding.factor(A, (a, b, c)), x, out=end)
+            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=end)
     return x
 
 
@@ -140,8 +139,8 @@ def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
 def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M]) -> M:
     """:func:`_segment` with F for aI + Z."""
     Q: M | None = None
-    for i, step in enumerate(steps):
-        F = folding.factor(R, step)
+    for i, (a, b, c) in enumerate(steps):
+        F = folding.symmetric(R, R, plus=R, beta=b, alpha=c, gamma=a)
         if i + 1 < len(steps):
             S = folding.symmetric(R, F)
             R = folding.symmetric(F, S)

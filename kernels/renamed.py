@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -26,13 +25,7 @@ def former(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
         names: the new name of each old one.
     """
 
-    def getter(name: str) -> object:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warn_renamed(f"{module}.{name}", f"{module}.{names[name]}")
-        return getattr(sys.modules[module], names[name])
-
-    return getter
+    return _getter(module, module, names.get)
 
 
 def moved(module: str, now: str, names: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], object]:
@@ -44,11 +37,15 @@ def moved(module: str, now: str, names: Mapping[str, str] = MappingProxyType({})
         names: the new name of each one that is called otherwise there.
     """
 
+    return _getter(module, now, lambda name: None if name.startswith("__") else names.get(name, name))
+
+
+def _getter(module: str, now: str, called: Callable[[str], str | None]) -> Callable[[str], object]:
     def getter(name: str) -> object:
-        there = importlib.import_module(now)
-        if name.startswith("__") or not hasattr(there, names.get(name, name)):
+        there, new = importlib.import_module(now), called(name)
+        if new is None or not hasattr(there, new):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warn_renamed(f"{module}.{name}", f"{now}.{names.get(name, name)}")
-        return getattr(there, names.get(name, name))
+        warn_renamed(f"{module}.{name}", f"{now}.{new}")
+        return getattr(there, new)
 
     return getter

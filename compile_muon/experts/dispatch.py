@@ -85,10 +85,8 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     """
     dispatch: ExpertDispatch | None = getattr(self, RECORD, None)
     if dispatch is None:
-        raise config_error(
-            "experts_implementation", IMPLEMENTATION, f"{type(self).__name__} has its experts to itself",
-            f'leave it out, and set "{FIELD}"',
-        )  # fmt: skip
+        problem = f"{type(self).__name__} has its experts to itself"
+        raise config_error("experts_implementation", IMPLEMENTATION, problem, f'leave it out, and set "{FIELD}"')
     if dispatch.capacity_factor is not None:
         return _with_capacity(self, dispatch, hidden_states, top_k_index, top_k_weights)
     if torch.compiler.is_compiling() and not _sizes_are_traced():
@@ -167,10 +165,9 @@ def _own(module: Any, dispatch: ExpertDispatch, name: str) -> Tensor:
     stack = getattr(module, name)
     own = stack.to_local() if isinstance(stack, DTensor) else stack
     if own.shape[0] * dispatch.size != dispatch.experts:
-        raise config_error(
-            name, list(own.shape), f"is not one rank's part of {dispatch.experts} experts on {dispatch.size} ranks",
-            "run the model with its experts shared, outside of full_parameters()",
-        )  # fmt: skip
+        problem = f"is not one rank's part of {dispatch.experts} experts on {dispatch.size} ranks"
+        remedy = "run the model with its experts shared, outside of full_parameters()"
+        raise config_error(name, list(own.shape), problem, remedy)
     return own
 
 
@@ -275,10 +272,9 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
     one = [1] * dispatch.size
     found = _all_to_all(mine, one, one, dispatch.group).tolist()
     if len(set(found)) > 1:
-        raise config_error(
-            f"{FIELD}.capacity_factor", dispatch.capacity_factor, f"ranks have {found} tokens, and static shapes need "
-            "as many on each", "pad batches to one length and drop the last incomplete one, or leave it out",
-        )  # fmt: skip
+        problem = f"ranks have {found} tokens, and static shapes need as many on each"
+        remedy = "pad batches to one length and drop the last incomplete one, or leave it out"
+        raise config_error(f"{FIELD}.capacity_factor", dispatch.capacity_factor, problem, remedy)
 
 
 # ------------------------------------------------------------------------------------------------------- the exchange

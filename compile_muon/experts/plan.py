@@ -86,7 +86,7 @@ class ExpertPlan:
         _check_devices(self, mesh)
         rank, group = mesh.get_local_rank(), mesh.get_group().group_name
         cut: dict[nn.Parameter, nn.Parameter] = {}
-        configs: dict[int, Any] = {}
+        configs: dict[int, Any] = {}  # changed copies, by the identity of the original
         for planned in self.modules:
             module: Any = self._model.get_submodule(planned.path)
             for name in planned.stacks:
@@ -96,7 +96,9 @@ class ExpertPlan:
                 module._parameters[name] = cut[stack]
             config = module.config
             if id(config) not in configs:
-                configs[id(config)] = _switched(config)
+                configs[id(config)] = copy.copy(config)  # what is inside it is shared
+                # Not its property: that would change the configs inside, which are the model's own.
+                configs[id(config)]._experts_implementation_internal = IMPLEMENTATION
             module.config = configs[id(config)]
             setattr(module, RECORD, ExpertDispatch(group, self.size, planned.experts, self.capacity_factor))
 
@@ -113,14 +115,6 @@ def _slice(stack: nn.Parameter, mesh: DeviceMesh, rank: int, size: int) -> nn.Pa
     new = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), requires_grad=stack.requires_grad)
     vars(new).update(vars(stack))
     return new
-
-
-def _switched(config: Any) -> Any:
-    """The same config, with ours as the experts' implementation; what is inside it is shared."""
-    ours = copy.copy(config)
-    # Not its property: that would change the configs inside, which are the model's own.
-    ours._experts_implementation_internal = IMPLEMENTATION
-    return ours
 
 
 def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None = None) -> ExpertPlan:
@@ -264,7 +258,6 @@ def _check_devices(plan: ExpertPlan, mesh: DeviceMesh) -> None:
     for name in plan.parameters:
         device = plan._model.get_parameter(name).device
         if device.type not in ("meta", mesh.device_type):
-            raise config_error(
-                name, str(device), f"is not on a {mesh.device_type} device, where the mesh is",
-                "move the model there before its experts are shared, or build it on the meta device",
-            )  # fmt: skip
+            problem = f"is not on a {mesh.device_type} device, where the mesh is"
+            remedy = "move the model there before its experts are shared, or build it on the meta device"
+            raise config_error(name, str(device), problem, remedy)

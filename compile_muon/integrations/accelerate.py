@@ -262,10 +262,9 @@ class _Sharded:
             ConfigError: of shards, whose rows are no copies of each other.
         """
         if isinstance(tensor, DTensor):
-            raise config_error(
-                "accelerator.reduce", "DTensor", "is sharded: LocalSGD and averages by hand want a copy on each rank",
-                "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives",
-            )  # fmt: skip
+            problem = "is sharded: LocalSGD and averages by hand want a copy on each rank"
+            remedy = "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives"
+            raise config_error("accelerator.reduce", "DTensor", problem, remedy)
         return self._plain["reduce"](tensor, *args, **kwargs)
 
     def join_uneven_inputs(self, joinables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,10 +274,9 @@ class _Sharded:
             ConfigError: of a sharded one.
         """
         if any(is_sharded(model) for model in joinables):
-            raise config_error(
-                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing for any",
-                "leave it out: prepared loaders give every rank as many batches (even_batches)",
-            )  # fmt: skip
+            problem = "a rank without a batch gathers nothing for any"
+            remedy = "leave it out: prepared loaders give every rank as many batches (even_batches)"
+            raise config_error("accelerator.join_uneven_inputs", "a sharded model", problem, remedy)
         return self._plain["join_uneven_inputs"](joinables, *args, **kwargs)
 
     # ------------------------------------------------------------------ whole weights

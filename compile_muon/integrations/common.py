@@ -44,11 +44,9 @@ def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults
     """
     if isinstance(source, Config):
         return source
-    mistakes = Mistakes()
-    try:
+    mistakes, values = Mistakes(), dict[str, Any]()
+    with mistakes.collected():
         values = as_mapping(source, mistakes)
-    except ConfigError:
-        return source
     if mistakes.found:
         return source
     values = {**values, **{key: value for key, value in defaults.items() if key not in values}}

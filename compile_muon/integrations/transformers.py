@@ -274,10 +274,9 @@ class MuonTrainer(Trainer):
         steps = {int(step): folder for name, folder in folders.items() if (step := name.rpartition("-")[2]).isdigit()}
         whole = [step for step, folder in steps.items() if (folder / TRAINER_STATE_NAME).is_file()]
         if steps and not whole:
-            raise config_error(
-                "resume_from_checkpoint", True, f"saving {listed(sorted(folders))} was cut off, and there is no other",
-                f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out",
-            )  # fmt: skip
+            problem = f"saving {listed(sorted(folders))} was cut off, and there is no other"
+            remedy = f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out"
+            raise config_error("resume_from_checkpoint", True, problem, remedy)
         return str(steps[max(whole)]) if whole else True
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:

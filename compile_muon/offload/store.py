@@ -31,7 +31,7 @@ from compile_muon.files.disk import unnamed_file
 __all__ = ["ALIGNED", "Bucket", "FileStore", "Slot", "Store"]
 
 ALIGNED = 4096  # bytes: requests past the page cache begin and end with a page
-_PIECE = 8 << 20  # bytes of one request: several are under way at a time
+_PIECE, _THREADS = 8 << 20, 4  # bytes of one request, and how many are under way at a time
 
 
 def _up(nbytes: int) -> int:
@@ -165,19 +165,17 @@ class Store:
         return self._tensors[slot]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Place:
     """Of one slot in the file.
 
     Args:
         offset: of generation 0, in bytes.
         begin: in its bucket.
-        generation: which is current; a step writes the other.
     """
 
     offset: int
     begin: int
-    generation: int = 0
 
 
 @dataclass(eq=False)
@@ -223,8 +221,7 @@ class FileStore(Store):
         buckets: of slots; each slot in one. Rows of a larger one begin and end with a page, but for its last.
         buffers: how many buckets may be in memory.
         pin: for copies that a GPU makes by itself.
-        threads: requests under way at a time.
-        enter: what each of these threads begins with.
+        enter: what each thread that reads and writes begins with.
     Raises:
         OffloadError: the folder is not there, or the disk has no room for all of it; nothing is left behind then.
     """
@@ -236,7 +233,6 @@ class FileStore(Store):
         *,
         buffers: int,
         pin: bool = False,
-        threads: int = 4,
         enter: Callable[[], object] | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -253,17 +249,17 @@ class FileStore(Store):
             slot: tuple(_viewed(memory[g * self.nbytes + start :], slot) for g in range(2))
             for slot, start in start_of.items()
         }
-        self._first: dict[Slot, Slot] = {}  # of those that are rows of one
+        # Which is current; a step writes the other.
+        self._generation = dict.fromkeys(wholes, 0)
         for bucket in buckets:
             begin = 0
             for slot in bucket.slots:
                 self._places[slot] = _Place(start_of[slot.whole] + slot.begin, begin)
-                self._first.setdefault(slot.whole, slot)
                 begin += _up(slot.nbytes)
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         count = min(buffers, len(buckets)) if largest else 0
         self._held = [_Held(self._buffer(largest, pin=pin)) for _ in range(count)]
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload", initializer=enter)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload", initializer=enter)
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
 
@@ -303,8 +299,7 @@ class FileStore(Store):
         held.drop_reads()
         held.bucket, held.ahead = bucket, True
         if read:
-            current = [self._places[slot].generation for slot in bucket.slots]
-            held.reading = self._requests(self._read, held, bucket, current, held.left)
+            held.reading = self._requests(self._read, held, bucket, False, held.left)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Its buffer may be for another one."""
@@ -322,8 +317,7 @@ class FileStore(Store):
                 if other.wrote is bucket:  # to the same place
                     self._finish(other)
             held = next(held for held in self._held if held.bucket is bucket)
-            others = [1 - self._places[slot].generation for slot in bucket.slots]
-            held.writing = self._requests(self._write, held, bucket, others, ready)
+            held.writing = self._requests(self._write, held, bucket, True, ready)
             held.bucket, held.wrote, held.opened = None, bucket, False  # not what is current
 
     def finish(self) -> None:
@@ -335,10 +329,8 @@ class FileStore(Store):
     def commit(self, buckets: Collection[Bucket]) -> None:
         """The generation that was written becomes current."""
         with self._lock:
-            for bucket in buckets:
-                for slot in bucket.slots:
-                    if slot in self._places:
-                        self._places[slot].generation ^= 1
+            for whole in {slot.whole for bucket in buckets for slot in bucket.slots} & self._generation.keys():
+                self._generation[whole] ^= 1
             for held in self._held:
                 if held.bucket in buckets:
                     held.bucket, held.ahead = None, False  # read before
@@ -355,7 +347,7 @@ class FileStore(Store):
 
     def current(self, slot: Slot) -> Tensor:
         """As mapped from the file."""
-        return self._mapped[slot][self._places[self._first[slot]].generation]
+        return self._mapped[slot][self._generation[slot]]
 
     def forget(self, bucket: Bucket) -> None:
         """What was read of it ahead."""
@@ -403,14 +395,14 @@ class FileStore(Store):
         call: Callable[[Tensor, int], int],
         held: _Held,
         bucket: Bucket,
-        generations: Sequence[int],
+        other: bool,
         ready: Callable[[], object] | None,
     ) -> list[Future[int]]:
-        """Neighbours of one generation in pieces, once ``ready`` returns."""
+        """Neighbours of the current generation, or of the other, in pieces, once ``ready`` returns."""
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
-        for slot, generation in zip(bucket.slots, generations, strict=True):
-            own = self._places[slot]
+        for slot in bucket.slots:
+            own, generation = self._places[slot], self._generation[slot.whole] ^ other
             size, place = _up(slot.nbytes), generation * self.nbytes + own.offset
             if runs and runs[-1][2] + runs[-1][1] == place:
                 runs[-1][1] += size

@@ -102,10 +102,8 @@ def _per_module(init: Callable[..., Any]) -> Init:
     if isinstance(owner, nn.Module) and getattr(init, "__name__", "") in ("init_weights", "initialize_weights"):
         found = _hugging_face(owner)
         if found is None:
-            raise config_error(
-                "init", init, "initializes all of a model at once",
-                "give a function of one module, f(module), as nn.Module.apply takes it",
-            )  # fmt: skip
+            remedy = "give a function of one module, f(module), as nn.Module.apply takes it"
+            raise config_error("init", init, "initializes all of a model at once", remedy)
         return found
     return init
 

@@ -10,7 +10,6 @@ from torch.profiler import record_function
 from ..batching import Stack, chunked, wide
 from ..call_plan import Plan
 from ..iterations import FORMS
-from ..stability import Triple
 from . import newton_schulz
 from .arena import SMALL, Layout, Matrices, list_bytes
 from .grouped_product import grouped_product
@@ -63,11 +62,6 @@ class GroupedProducts:
         numbers = {"alpha": alpha, "beta": beta, "gamma": gamma}
         grouped_symmetric(left, right, out, tile, self.alone.processors, plus=plus, **numbers).run()
         return out
-
-    def factor(self, x: Matrices, step: Triple) -> Matrices:
-        """``aI + b x + c x²``, k × k, new."""
-        a, b, c = step
-        return self.symmetric(x, x, plus=x, beta=b, alpha=c, gamma=a)
 
     def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool, summand: bool) -> Tile:
         results = results_of(operand.layout, triangle=triangle, square=operand.square)

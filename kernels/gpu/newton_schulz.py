@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
-from ..stability import Triple
 from .launch import where_it_runs
 from .model import Tile
 from .normalize import normalize
@@ -62,11 +61,6 @@ class Products(Aten):
         tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
         symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
         return out
-
-    def factor(self, x: Tensor, step: Triple) -> Tensor:
-        """``aI + b x + c x²``, [b, k, k], new."""
-        a, b, c = step
-        return self.symmetric(x, x, plus=x, beta=b, alpha=c, gamma=a)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
@@ -131,14 +125,11 @@ def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan,
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
-            _normalized(x, norms, plan), plan.steps, plan.restarts, products, out=out, folding=folding(products, plan)
-        )
+            normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
+            plan.steps, plan.restarts, products, out=out, folding=folding(products, plan),
+        )  # fmt: skip
 
 
 def folding(products: M, plan: Plan) -> M | None:
     """What folds aI + Z into one matrix: bfloat16 would round it too coarsely."""
     return products if plan.dtype == torch.float16 else None
-
-
-def _normalized(x: Tensor, norms: Tensor | None, plan: Plan) -> Tensor:
-    return normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms)

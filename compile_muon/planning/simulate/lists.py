@@ -136,13 +136,10 @@ class _Noted:
         return True
 
     def symmetric(
-        self, left: bool, right: bool, *, plus: bool | None = None, beta: float = 0, alpha: float = 1
+        self, left: bool, right: bool, *, plus: bool | None = None, beta: float = 0, alpha: float = 1, gamma: float = 0
     ) -> bool:
-        part = "bR + cR², and aI" if alpha != 1 else "S and R"
+        part = "bR + cR², and aI" if alpha != 1 or gamma else "S and R"
         return self._note(part, triangle=True, square=True, summand=plus is not None)
-
-    def factor(self, x: bool, step: object) -> bool:
-        return self.symmetric(x, x, plus=x, alpha=2)
 
     def general(
         self, left: bool, right: bool, *, plus: bool | None = None, beta: float = 0, out: object = None

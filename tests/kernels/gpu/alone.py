@@ -9,7 +9,6 @@ from compile_muon.kernels import reference
 from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.gpu.newton_schulz import Products, folding, orthogonalize_into
 from compile_muon.kernels.iterations import FORMS
-from compile_muon.kernels.stability import Triple
 
 __all__ = ["on_aten", "orthogonalize"]
 
@@ -17,13 +16,11 @@ __all__ = ["on_aten", "orthogonalize"]
 class Folding(reference.Aten):
     """Also `iterations.Folding`."""
 
-    def factor(self, x: Tensor, step: Triple) -> Tensor:
-        a, b, c = step
-        wide = x.float()
-        return (a * torch.eye(x.shape[-1], device=x.device) + b * wide + c * (wide @ wide)).to(x.dtype)
-
     def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, **numbers: float) -> Tensor:
-        return left @ right if plus is None else super().symmetric(left, right, plus=plus, **numbers)
+        if plus is None:
+            return left @ right
+        wide, one = left.float(), torch.eye(left.shape[-1], device=left.device)
+        return (numbers["gamma"] * one + numbers["beta"] * wide + numbers["alpha"] * (wide @ wide)).to(left.dtype)
 
 
 def on_aten(x: Tensor, plan: Plan) -> Tensor:
