@@ -22,7 +22,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +132,20 @@ def theirs(case: Case) -> float:
 
 
 #: steps of a yardstick, which are few milliseconds
-_MANY = 100
+_MANY = 300
 #: the case whose step is three CUDA graphs
 THREE_GRAPHS = "stage 3, 4 ranks, bf16, checks next_step, compile cuda_graphs: True"
 
 
-def yardsticks(alone: Alone) -> dict[str, float]:
+def yardsticks(alone: Alone) -> dict[str, Any]:
     """Host milliseconds of a step on one rank by what others use there, and of ours in three graphs on one of four."""
-    found = {}
+    found: dict[str, Any] = {}
     (case,) = (case for case in CASES if case.name == THREE_GRAPHS)
     with group_of(case.world, case.rank), inductor(case):
-        training = Training(case, alone)
+        training, batch = Training(case, alone), batch_of()
         for _ in range(WARM):
             training.step()
-        found[f"compile_muon, {case.name}"] = milliseconds(training.step, _MANY)
+        found[f"compile_muon, {case.name}"] = parts_of(partial(training.model, *batch), [training.optimizer])
         del training
     with group_of(1, 0, of_one=True):
         found["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of().parameters()))
@@ -159,17 +160,34 @@ def yardsticks(alone: Alone) -> dict[str, float]:
         optimizers = [adamw, *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
         batch = batch_of()
 
-        def step(model: Any = model, optimizers: Any = optimizers, batch: Any = batch) -> None:
+        def forward(model: Any = model, batch: Any = batch) -> Tensor:
             with torch.autocast("cuda", torch.bfloat16):
-                loss = model(*batch)
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                return model(*batch)
 
-        for _ in range(WARM):
-            step()
-        found[name] = milliseconds(step, _MANY)
+        parts_of(forward, optimizers, WARM)
+        found[name] = parts_of(forward, optimizers)
+    return found
+
+
+def parts_of(forward: Callable[[], Tensor], optimizers: Sequence[Any], times: int = _MANY) -> dict[str, float]:
+    """Host milliseconds of the parts of a step and of all of it, the least of some steps each."""
+    found: dict[str, float] = {}
+    for _ in range(times):
+        began = time.perf_counter()
+        loss = forward()
+        ends = {"forward": time.perf_counter()}
+        loss.backward()
+        ends["backward"] = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+        ends["step"] = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ends["zero_grad"] = time.perf_counter()
+        starts = [began, *ends.values()]
+        took = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
+        took["together"] = starts[-1] - began
+        found = {name: min(1e3 * seconds, found.get(name, float("inf"))) for name, seconds in took.items()}
     return found
 
 

@@ -239,8 +239,7 @@ class Ledger:
     @property
     def speculating(self) -> bool:
         """Whether any backward may still make directions: the same on every rank."""
-        muon = [sharded for sharded in self.sharded_params if sharded.spec.muon is not None]
-        return self.update != "step" and any(self._speculates(sharded) for sharded in muon)
+        return self.update != "step" and any(map(self._speculates, self.sharded_params))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

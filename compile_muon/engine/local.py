@@ -34,7 +34,10 @@ class _Locals(torch.autograd.Function):
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.params = params
         ctx.set_materialize_grads(False)
-        return tuple([param._local_tensor.detach() for param in params])
+        shards = [param._local_tensor.detach() for param in params]
+        # Autograd takes all results of a function for trained where one input is.
+        ctx.mark_non_differentiable(*[a for a, param in zip(shards, params, strict=True) if not param.requires_grad])
+        return tuple(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -245,8 +245,8 @@ class Recorded:
         """What was recorded, with what of it the host must know."""
         sharded_params = [sharded for sharded in (*step.muon, *step.rest) if sharded.grad is not None]
         resident = [sharded for sharded in (*step.muon, *step.rest) if sharded.resident is not None]
-        states = [_states(step, sharded) for sharded in sharded_params]
-        written = [*(sharded.local.detach() for sharded in sharded_params), *(x for row in states for x in row)]
+        states = [local_tensor(x) for sharded in sharded_params for x in step.optimizer.state[sharded.param].values()]
+        written = [*(sharded.local.detach() for sharded in sharded_params), *states]
         written += [sharded.resident.detach() for sharded in resident if sharded.resident is not None]
         hypers = [sharded.hyper for sharded in step.muon]
         return _Recording(replay, given, values, launched, written, resident, [*written, *hypers], release)
@@ -270,23 +270,19 @@ class Recorded:
         for group in step.optimizer.param_groups:
             method, given = step.method(group), _given(step.method(group))
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in given]
-        address = self.address
+        address, states = self.address, step.optimizer.state
         for sharded in (*step.muon, *step.rest):
             # A momentum is among the states: one that is elsewhere is in no graph.
-            kind += (sharded.text, sharded.entered, address(sharded.local))
+            held = [sharded.param, *states[sharded.param].values()]
             if (grad := sharded.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
-            kind += [address(state) for state in _states(step, sharded)]
+            kind += (sharded.text, sharded.entered, *[address(local_tensor(tensor)) for tensor in held])
             if (made := used.get(sharded.name)) is not None:
                 kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
             if sharded.resident is not None:
                 kind.append(address(sharded.resident))
         return tuple(kind)
-
-
-def _states(step: Trained, sharded: ShardedParam) -> list[Tensor]:
-    return [local_tensor(state) for state in step.optimizer.state[sharded.param].values()]
 
 
 def _must_be_launched(step: Trained) -> bool:

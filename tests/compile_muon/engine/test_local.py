@@ -37,6 +37,14 @@ def test_gradients_of_shards_are_those_of_the_parameters(params: list[DTensor]) 
         assert torch.equal(grad.to_local(), 2 * param.to_local().detach())
 
 
+def test_shards_of_frozen_parameters_are_not_trained(params: list[DTensor]) -> None:
+    params[0].requires_grad_(False)
+    first, second = local.locals_of(params)
+    assert not first.requires_grad and second.requires_grad
+    (first.sum() + second.sum()).backward()
+    assert params[0].grad is None and params[1].grad is not None
+
+
 def test_a_gradient_lies_as_the_shard(params: list[DTensor]) -> None:
     first, second = local.locals_of(params)
     given = torch.randn(2, 3)
