@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.config import FrameOptions
@@ -44,6 +44,9 @@ def _build(
 
     def placeholder(name: str, like: Tensor) -> torch.fx.Node:
         node = graph.placeholder(name)
+        if isinstance(like, FakeTensor):  # in plans; PyTorch would leave a view of one in the mode that it is of
+            with fake:
+                like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         node.meta["val"] = fake.from_tensor(like, static_shapes=True)
         inputs.append(node.meta["val"])
         return node

@@ -86,6 +86,7 @@ class EagerGraph(TorchDispatchMode):
             self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":
             args, kwargs = tree_map_only(Tensor, self._node, (args, kwargs or {}))
+            kwargs = tree_map_only(torch.Generator, lambda _: None, kwargs)  # no text says one, and nobody draws
             self._add(func, args, kwargs, results)
         return results
 
