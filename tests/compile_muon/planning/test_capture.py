@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import tiny_gpt
@@ -25,7 +24,6 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Link
 from compile_muon.passes.lowering import buckets
 from compile_muon.passes.lowering.schedule import SCHEDULE
-from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.machine import load_machine
@@ -321,16 +319,3 @@ def test_states_at_owners_are_planned(offload: str | None) -> None:
     else:
         assert sum(own.states["moments"] for own in ranks) >= whole
         assert all(own.simulated(SLOW).seconds > 0 for own in ranks)
-
-
-#: of each that there is, on ranks that hold whole states and on ranks that hold parts
-SETTINGS: list[dict[str, Any]] = [{"method": method.name} for method in METHODS if isinstance(method, MatrixMethod)]
-SETTINGS += [{"auxiliary": method.name} for method in METHODS if isinstance(method, ElementMethod)]
-SETTINGS += [{"momentum_dtype": dtype} for dtype in ("bfloat16", "8bit")]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings.values()))
-def test_every_method_and_dtype_is_planned(settings: dict[str, Any]) -> None:
-    found = step(1, world=2, **settings)
-    assert found.simulated(SLOW).seconds > 0
-    assert found.states

@@ -15,6 +15,7 @@ from compile_muon.config import Config, FrameOptions, config_from_kwargs
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes.costs import Link
 from compile_muon.passes.lowering import buckets
+from compile_muon.passes.methods import METHODS, MUON, MatrixMethod
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import with_adamw
 from compile_muon.planning.capture import shard, simulated_job
@@ -83,6 +84,27 @@ def test_micro_batches(stage: int) -> None:
 def test_adamw_of_a_trace_with_muon() -> None:
     found = compare(traced(), Target(4, with_adamw(configured(2)), AXES[1], "nccl"), rank=0)
     assert found.traffic.matrices == 0
+
+
+SETTINGS: list[dict[str, Any]] = [{"method": m.name} for m in METHODS if isinstance(m, MatrixMethod) and m is not MUON]
+SETTINGS += [{"auxiliary": "lion"}, {"momentum_dtype": "bfloat16"}, {"momentum_dtype": "8bit"}]
+#: with states at owners, and with random numbers; the others are in the full tier
+_OFTEN = ("soap", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, id=name, marks=() if name in _OFTEN else pytest.mark.full)
+        for each in SETTINGS
+        for name in each.values()
+    ],
+)
+def test_every_method_and_dtype_is_in_a_plan(settings: dict[str, Any]) -> None:
+    trace = trace_step(
+        load_subject("tiny_gpt:GPT", Batch(16, 8)).build, (TOKENS,), configured(1, **settings), options()
+    )
+    compare(trace, Target(4, configured(1, **settings), AXES[0], "nccl"), rank=1)
 
 
 def test_methods_groups_and_views_are_in_a_plan() -> None:
