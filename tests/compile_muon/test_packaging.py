@@ -502,6 +502,15 @@ def test_the_map_of_folders_is_whole() -> None:
     assert said == there
 
 
+def test_the_engine_says_in_which_order_to_read_it() -> None:
+    folder = ROOT / "compile_muon/engine"
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert said is not None
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} <= set(
+        re.findall(r"\w+", said.partition("\n")[2])
+    )
+
+
 def test_lint_checks_the_types_of_every_module() -> None:
     """mypy says that all is well of a package whose modules it does not find."""
     printed = subprocess.run(["make", "-n", "types"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
