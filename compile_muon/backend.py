@@ -39,7 +39,7 @@ from compile_muon.passes import (
     saved_by,
 )
 from compile_muon.passes.costs import Costs
-from compile_muon.passes.language.markers import UNSHARD, ReduceGrad
+from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
     Partitioner,

@@ -17,7 +17,7 @@ from compile_muon.engine.dtensors import edits_of
 from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.dynamo.local_inputs import called, example_value
-from compile_muon.passes.language.markers import UNSHARD
+from compile_muon.passes.markers import UNSHARD
 
 __all__ = ["read_whole"]
 

@@ -38,7 +38,7 @@ from compile_muon.passes import (
 )
 from compile_muon.passes.ahead import kernels_ahead
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
-from compile_muon.passes.language.markers import Orthogonalize, OrthogonalizeWith, ReduceGrad, Unshard
+from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
 from compile_muon.passes.torch_private import (
     SavedContext,

@@ -21,8 +21,8 @@ from compile_muon.engine.frame import Codegen, Lowered, Lowering, eager_codegen,
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.language.markers import Orthogonalize, OrthogonalizeWith
 from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
 from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 

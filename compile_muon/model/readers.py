@@ -26,8 +26,8 @@ from compile_muon.engine.resident import keep_fresh
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
-from compile_muon.passes.language.markers import UNSHARD
 from compile_muon.passes.language.spec import decode_dtype, encode_dtype
+from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
 
 __all__ = ["sharded_params_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]

@@ -26,9 +26,9 @@ from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.exchange.shares import by_parameter, shares
-from compile_muon.passes.language.markers import ReduceGrad, Unshard
 from compile_muon.passes.language.spec import ParamSpec
 from compile_muon.passes.lowering.buckets import bucket_matrices
+from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.candidates import with_sharing

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from ..language.markers import UNSHARD
+from ..markers import UNSHARD
 from ..pipeline import GraphKind, GraphPass, PassContext
 
 __all__ = ["TAKE_SHARDS", "called", "example_value"]

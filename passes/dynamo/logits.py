@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from ..language.holder import holder_of
-from ..language.markers import UNSHARD
 from ..language.spec import ParamSpec
+from ..markers import UNSHARD
 from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
 
 __all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]

@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..edit import replace
-from ..language.markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..language.spec import ParamSpec
+from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..pipeline import GraphPass, PassContext, tensor_value
 
 __all__ = ["DEDUPLICATE"]

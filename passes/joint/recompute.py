@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
-from ..language.markers import Unshard
+from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
 

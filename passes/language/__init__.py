@@ -1,1 +1,1 @@
-"""What the passes speak: markers, what they say of a parameter, and what a backward is asked for."""
+"""What markers say of a parameter, and what a backward is asked for."""

@@ -13,8 +13,8 @@ from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..exchange.shares import by_parameter
 from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS, row_sums
-from ..language.markers import Orthogonalize, OrthogonalizeWith
 from ..language.work import Category, Work, work_of
+from ..markers import Orthogonalize, OrthogonalizeWith
 from ..momentum import Updated, takes
 from ..pipeline import PassContext, tensor_value
 from .buckets import bucket_matrices, exchanged_bytes

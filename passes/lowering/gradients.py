@@ -7,10 +7,10 @@ from torch.fx import GraphModule, Node
 
 from ..edit import append_inputs, inline, insert_outputs, replace
 from ..exchange import transfers
-from ..language.markers import ReduceGrad
 from ..language.request import BackwardRequest, Purpose, ReducedGrad
 from ..language.spec import decode_dtype
 from ..language.work import Category, Work
+from ..markers import ReduceGrad
 from ..pipeline import PassContext, tensor_value
 from .buckets import group_neighbours
 

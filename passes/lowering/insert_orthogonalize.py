@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
 from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS
-from ..language.markers import Orthogonalize, ReduceGrad
+from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
 from .gradients import reduced_grads
 

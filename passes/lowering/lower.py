@@ -6,7 +6,7 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
 from ..errors import PassContractError, RequestError
-from ..language.markers import Orthogonalize
+from ..markers import Orthogonalize
 from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 from .directions import lower_directions
 from .gradients import lower_gradients

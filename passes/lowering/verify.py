@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
 from ..joint.recompute import is_view_or_cast
-from ..language.markers import MARKERS
 from ..language.work import Category, work_of
+from ..markers import MARKERS
 from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 
 __all__ = ["VERIFY"]

@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 from ..edit import inline, replace
 from ..exchange import transfers
 from ..joint.recompute import is_view_or_cast
-from ..language.markers import Unshard
 from ..language.work import Category, Work
+from ..markers import Unshard
 from ..pipeline import PassContext
 from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident

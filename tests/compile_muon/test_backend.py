@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
 from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.kernels import newton_schulz
-from compile_muon.passes.language.markers import UNSHARD
+from compile_muon.passes.markers import UNSHARD
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

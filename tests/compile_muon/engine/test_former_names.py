@@ -46,7 +46,6 @@ def test_names_of_the_first_version_warn_and_are_taken() -> None:
         ("runtime.peers", "engine.peers", "Peers"),
         ("runtime.state_provider", "engine.state_provider", "StateProvider"),
         ("passes.layout", "passes.language.layout", "Layout"),
-        ("passes.markers", "passes.language.markers", "ReduceGrad"),
         ("passes.spec", "passes.language.spec", "MuonSpec"),
     ],
 )

@@ -21,8 +21,8 @@ from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.joint.recompute import is_view_or_cast
 from compile_muon.passes.language.layout import Layout
-from compile_muon.passes.language.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from compile_muon.passes.language.spec import ParamSpec
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 

@@ -22,10 +22,10 @@ from compile_muon.config import CompileConfig
 from compile_muon.passes import LOWERING_PASSES, GraphKind, PassContext, PassOptions, Purpose, ranges, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.language.layout import Layout
-from compile_muon.passes.language.markers import Orthogonalize
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 from compile_muon.passes.language.work import Category, Work, note_work
 from compile_muon.passes.lowering.annotate import ANNOTATE
+from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.ranges import COLORS, DOMAIN, RANGE_POP, RANGE_PUSH, ranged
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 

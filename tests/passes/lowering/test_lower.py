@@ -9,7 +9,7 @@ from torch import nn
 from compile_muon import MuonZero
 from compile_muon.passes import GraphKind, Purpose, reduced_grads
 from compile_muon.passes.collectives import collectives
-from compile_muon.passes.language.markers import MARKERS
+from compile_muon.passes.markers import MARKERS
 
 WORLD = 3
 STAGES = (0, 1, 2, 3)

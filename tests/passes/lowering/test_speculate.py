@@ -22,8 +22,8 @@ from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import PassContractError, RequestError
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.layout import Axis, Layout
-from compile_muon.passes.language.markers import ORTHOGONALIZE, REDUCE_GRAD, Orthogonalize, ReduceGrad
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, Orthogonalize, ReduceGrad
 
 ACCUMULATE, REDUCE, SPECULATE = Purpose
 JORDAN = (3.4445, -4.7750, 2.0315) * 5

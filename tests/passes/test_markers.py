@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule
 
 from compile_muon.kernels import newton_schulz
 from compile_muon.passes.language.layout import Layout
-from compile_muon.passes.language.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, Orthogonalize, ReduceGrad, Unshard
 
 STEPS = (3.4445, -4.7750, 2.0315) * 5
 
