@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 
 from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 
-from ..aliases import base, nbytes
 from ..collectives import is_collective, is_wait
 from ..pipeline import GraphKind, GraphPass, PassContext
+from .aliases import base, nbytes
 
 __all__ = ["ROOM", "saved_by"]
 

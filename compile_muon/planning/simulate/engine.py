@@ -23,11 +23,11 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from compile_muon.offload.store import Bucket
-from compile_muon.passes.aliases import nbytes
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
+from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside

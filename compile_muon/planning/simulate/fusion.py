@@ -15,7 +15,7 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_muon.passes.aliases import base, is_free, mutated, nbytes
+from compile_muon.passes.lowering.aliases import base, is_free, mutated, nbytes
 from compile_muon.passes.pipeline import tensor_value
 
 __all__ = ["function_entries", "is_pointwise", "kernels", "moved_bytes", "read_bytes", "tagged"]

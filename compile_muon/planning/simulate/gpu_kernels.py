@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_muon.passes.aliases import base, is_free, mutated, nbytes, tensors
 from compile_muon.passes.collectives import is_collective, is_wait
+from compile_muon.passes.lowering.aliases import base, is_free, mutated, nbytes, tensors
 from compile_muon.planning.simulate.fusion import is_pointwise, read_bytes, tagged
 
 __all__ = ["Kernel", "fused_step", "gpu_kernels"]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_muon.passes.aliases import base, nbytes
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.language.work import Category, work_of
+from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import workspace_bytes

@@ -16,11 +16,11 @@ from torch.fx.node import map_arg
 from compile_muon.kernels.batching import batch_bytes
 from compile_muon.kernels.gpu.arena import work_bytes
 from compile_muon.passes import GraphKind
-from compile_muon.passes.aliases import base, is_free, mutated
 from compile_muon.passes.costs import Link
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category, Work, note_work
+from compile_muon.passes.lowering.aliases import base, is_free, mutated
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
 from compile_muon.planning.simulate.cost import (

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from .collectives import is_collective, is_wait
-from .lowering.refresh import AWAIT_REFRESH_OP
-from .torch_private import expected_size
+from ..collectives import is_collective, is_wait
+from ..torch_private import expected_size
+from .refresh import AWAIT_REFRESH_OP
 
 __all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]
 
