@@ -175,9 +175,9 @@ def rates_of_methods(page: str) -> list[Row]:
             if rate.meaning:
                 row = rate.name, as_json(rate.default), values_of_rate(rate), markdown(rate.meaning, page, {})
                 found.setdefault(row, []).append(f'`"{method.name}"`')
-    every = {name: [m for m in METHODS if m.has(name)] for name, *_ in found}
+    few = 4  # a row of more is one of nearly all
     return [
-        (*row[:3], row[3] if len(methods) == len(every[row[0]]) > 4 else f"{', '.join(methods)}: {row[3]}")
+        (*row[:3], row[3] if len(methods) > few else f"{', '.join(methods)}: {row[3]}")
         for row, methods in found.items()
     ]
 

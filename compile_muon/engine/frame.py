@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -249,7 +250,8 @@ class BackwardGraph:
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
             sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches))
-            sharded.ledger.count(speculated=1)
+        for ledger, number in Counter([sharded_params[index].ledger for index in extras.directions]).items():
+            ledger.count(speculated=number)
         if sharded_params:
             sharded_params[0].ledger.count(traffic)
         if traffic.collectives:

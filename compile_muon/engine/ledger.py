@@ -97,7 +97,7 @@ class Ledger:
         checks_later: whether a step's checks are read in the next; Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
         hooks: of the optimizer's extensions.
-        gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
+        gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.resident`.
         left: bytes that a backward graph has held, and holds no more in ``step()``.
     """
 
