@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import compilation_time_metrics
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = ["BACKEND", "Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
@@ -144,6 +144,8 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
         os.environ.update(_SHARED)
     shared = dist.FileStore(store, world)
     dist.init_process_group(_BACKENDS[BACKEND], store=shared, rank=rank, world_size=world, timeout=limit)
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _gather, "CPU")
     while True:
         try:
             task = connection.recv()
@@ -151,6 +153,17 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
             os._exit(0)
         _forget_groups()  # no rank uses them any more: all have answered
         connection.send(_run(*task))
+
+
+def _gather(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """PyTorch's functional all-gather on the host, ``DTensor.full_tensor()``'s, with the name of another collective.
+
+    Of its own Gloo keeps a name that is longer than 15 characters, from two threads without a lock: ranks that live long
+    abort with a corrupted heap (benchmarks/NOTES.md, torch 2.11 to 2.13).
+    """
+    gathered = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=_resolve_process_group(name))
+    return gathered
 
 
 def _forget_groups() -> None:
