@@ -197,18 +197,24 @@ def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
     methods = [group.method for group in groups]
     unread = [
         prefix + f.name
-        for half, kind, prefix in ((config.muon, MatrixMethod, ""), (config.adamw, ElementMethod, "adamw_"))
+        for half, kind, prefix in (
+            (config.muon, MatrixMethod, ""),
+            (config.muon.ns, MatrixMethod, "ns_"),
+            (config.adamw, ElementMethod, "adamw_"),
+        )
         if (own := [method for method in methods if isinstance(method, kind)])
         for f in fields(half)
-        if not any(_reads(method, f.name) for method in own) and getattr(half, f.name) != f.default
+        if not any(_reads(method, prefix, f.name) for method in own) and getattr(half, f.name) != f.default
     ]
     if unread:
         names = listed([*dict.fromkeys(method.name for method in methods)])
         warn_user(f"{listed(unread)}: has no effect, since no method in use ({names}) reads it; leave it out")
 
 
-def _reads(method: Method, name: str) -> bool:
-    """Whether a method heeds a setting of its half of the configuration."""
+def _reads(method: Method, prefix: str, name: str) -> bool:
+    """Whether a method heeds a setting of its part of the configuration."""
+    if isinstance(method, MatrixMethod) and prefix:
+        return method.orthogonalizes or name == "dtype"  # in which matrices travel, too
     if isinstance(method, MatrixMethod) and name in ("nesterov", "momentum_dtype"):
         return method.keeps_momentum and (method.nesterov or name != "nesterov")
     if isinstance(method, MatrixMethod) and name == "adjust_lr":

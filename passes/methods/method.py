@@ -291,6 +291,7 @@ class MatrixMethod(Method):
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
             is kept, and ``before`` is given an empty one.
+        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where no setting of it has an effect.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, what stands for the gradient in ``before`` and in the momentum, of a piece that
             has no rates, whose direction is the gradient, and whose states are those of rows; pure. Directions are made
@@ -319,6 +320,7 @@ class MatrixMethod(Method):
 
     adjust_lr: str | None = "original"
     before: Before | None = None
+    orthogonalizes: bool = field(default=True, kw_only=True)
     nesterov: bool = field(default=True, kw_only=True)
     project: Callable[[Piece], Tensor] | None = None
     project_sums: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -115,6 +115,7 @@ SOAP = MatrixMethod(
     ),
     adjust_lr=None,
     whole=_whole,
+    orthogonalizes=False,
     phase=_phase,
     launched=(_FIRST, _TURN),
 )

@@ -183,6 +183,7 @@ def test_rates_for_all_groups_are_those_of_a_method_and_in_its_range(settings: d
     [
         ({"method": "muonh", "weight_decay": 0.05, "adamw_weight_decay": 0.05}, "weight_decay"),
         ({"method": "soap", "momentum": 0.9, "adjust_lr": "spectral"}, "momentum, adjust_lr"),
+        ({"method": "soap", "ns_steps": 6, "ns_eps": 1e-6}, "ns_steps, ns_eps"),
         ({"method": "dion2", "nesterov": False, "adjust_lr": 0.2}, "nesterov"),
         ({"auxiliary": "lion", "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}, "adamw_eps"),
         ({"method": "soap", "momentum": 0.9, "groups": {"up.weight": {"method": "normuon"}}}, None),

@@ -209,8 +209,17 @@ def problems(method: Method) -> list[str]:
                 break
         if any(len(graphs) > 1 for graphs in by_phase.values()):
             found.append("whole: steps of one phase have several graphs")
-        plain = [random(*shape) for shape in SHAPES]
-        found += twice("whole", method.whole, plain, lambda xs: [x.clone() for x in xs], seen_of(method, 3))
+        plain, calls = [random(*shape) for shape in SHAPES], list[int]()
+
+        def copies(matrices: list[Tensor]) -> list[Tensor]:
+            calls.append(len(matrices))
+            return [x.clone() for x in matrices]
+
+        found += twice("whole", method.whole, plain, copies, seen_of(method, 3))
+        if bool(calls) != method.orthogonalizes:
+            found.append(
+                f"orthogonalizes: is {method.orthogonalizes}, and whole called newton_schulz {len(calls)} times"
+            )
     if method.project is not None:
         for shape in SHAPES:
             piece = piece_of(method, shape)
