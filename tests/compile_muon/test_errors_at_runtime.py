@@ -602,7 +602,7 @@ def test_a_state_whose_square_overflows_is_finite():
     lab.optimizer.step()
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("update", ["backward", pytest.param("step", marks=pytest.mark.full)])
 @pytest.mark.parametrize("cleared", ["all", "momentum_buffer", "exp_avg", "step", "parameter"])
 def test_state_that_was_taken_out_begins_anew(update, cleared):
     """As in torch.optim: the next step is that of an optimizer without this state."""

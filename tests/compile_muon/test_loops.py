@@ -343,7 +343,7 @@ def check(loop, ours, atol=1e-5):
     return metrics
 
 
-@pytest.mark.parametrize("update", ["auto", "backward", "step"])
+@pytest.mark.parametrize("update", ["auto", pytest.param("backward", marks=pytest.mark.full), "step"])
 @pytest.mark.parametrize("loop", list(LOOPS), ids=lambda loop: loop.__name__)
 def test_every_loop_is_right(loop, update):
     metrics = check(loop, Ours(update=update))
@@ -359,7 +359,16 @@ def test_every_loop_is_right(loop, update):
         assert 0 < used < expected + 1, metrics
 
 
-@pytest.mark.parametrize("loop", [clip_grad_norm, micro_batches_nobody_declared, zero_in_place, penalty_after_backward])
+GENERATED = [
+    clip_grad_norm,
+    *(
+        pytest.param(loop, marks=pytest.mark.full)
+        for loop in (micro_batches_nobody_declared, zero_in_place, penalty_after_backward)
+    ),
+]
+
+
+@pytest.mark.parametrize("loop", GENERATED)
 def test_generated_code(loop):
     check(loop, Ours(codegen="inductor"))
 

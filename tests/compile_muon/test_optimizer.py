@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -90,10 +91,14 @@ def train_both(model, optimizer, run, others, reference, steps=5, before=None):
 # --- bitwise ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+SETTINGS = list(product(["backward", "step"], ["original", "match_rms_adamw"], [True, False], [0.0, 0.1]))
+# Every third has each pair of values.
+THIRD = [
+    case if number % 3 == 0 else pytest.param(*case, marks=pytest.mark.full) for number, case in enumerate(SETTINGS)
+]
+
+
+@pytest.mark.parametrize(("update", "adjust", "nesterov", "decay"), THIRD)
 def test_bitwise_torch(update, adjust, nesterov, decay):
     model, optimizer, run = built(update=update, adjust_lr=adjust, nesterov=nesterov, weight_decay=decay)
     torch.manual_seed(0)
@@ -110,7 +115,7 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
     assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 1, 3])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_bitwise_torch_at_every_stage(stage, compiled):
     """At world 1 a stage changes nothing, and neither does leaving the model eager."""

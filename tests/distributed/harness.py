@@ -158,8 +158,8 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
 def _gather(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
     """PyTorch's functional all-gather on the host, ``DTensor.full_tensor()``'s, with the name of another collective.
 
-    Of its own Gloo keeps a name that is longer than 15 characters, from two threads without a lock: ranks that live long
-    abort with a corrupted heap (benchmarks/NOTES.md, torch 2.11 to 2.13).
+    Of its own Gloo keeps a name that is longer than 15 characters, from two threads without a lock: ranks that live
+    long abort with a corrupted heap (benchmarks/NOTES.md, torch 2.11 to 2.13).
     """
     gathered = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=_resolve_process_group(name))

@@ -302,7 +302,7 @@ def test_other_hyperparameters_on_one_rank(
     [
         ("eager", 1),
         ("eager", 3),
-        ("whole", 2),
+        pytest.param("whole", 2, marks=pytest.mark.full),
         *(
             pytest.param(*given, marks=pytest.mark.full if given == ("blocks", 0) else pytest.mark.campaign)
             for given in itertools.product(("whole", "blocks", "eager"), range(4))

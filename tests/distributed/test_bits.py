@@ -44,9 +44,9 @@ def everywhere(compiled: bool) -> dict[str, bytes]:
     ("world", "compiled"),
     [
         (2, False),
-        (4, False),
-        (4, True),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True))),
+        (2, True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, True), (3, True))),
+        pytest.param(4, False, marks=pytest.mark.campaign),
     ],
 )
 def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:

@@ -97,7 +97,10 @@ CASES = (
     ("mixtral", "selective", 2, 3),
     ("convnet", "selective", 1, 3),
 )
-INDUCTOR = (pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.full), ("convnet", "by_hand", 2, 0))
+INDUCTOR = (
+    pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.campaign),
+    pytest.param("convnet", "by_hand", 2, 0, marks=pytest.mark.full),
+)
 
 
 def test_every_model_way_and_stage_is_there() -> None:
@@ -185,7 +188,10 @@ def train_shared(reads: str) -> Report:
     return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=3, codegen="eager")
 
 
-@pytest.mark.parametrize("reads", ["by several", "before", "as an argument"])
+LATER = ["by several", *(pytest.param(how, marks=pytest.mark.full) for how in ("before", "as an argument"))]
+
+
+@pytest.mark.parametrize("reads", LATER)
 def test_weights_read_in_several_regions_are_gathered_again(ranks: Callable[[int], Ranks], reads: str) -> None:
     for rank, report in enumerate(ranks(2).run(train_shared, reads=reads)):
         assert not report.problems(), f"rank {rank}: {report.problems()}"

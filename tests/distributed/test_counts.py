@@ -234,6 +234,7 @@ def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int]
     assert meetings[0] == meetings[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_generated_code_waits_for_weights_layer_by_layer(ranks: Callable[[int], Ranks], stage: int) -> None:
     """Code generation neither drops the waits nor moves them together."""

@@ -108,7 +108,7 @@ def trained(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_averages_are_kept_shown_and_resharded(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
     found, other = ranks(2).run(trained, stage=stage, folder=str(tmp_path))
     assert found["alike"] and found["sent"]

@@ -307,8 +307,9 @@ def direct_reads(stage: int, compiled: bool) -> None:
     ("stage", "compiled"),
     [
         (0, False),
-        (3, True),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (3, False), (2, True), (1, True)]),
+        (3, False),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(3, True), (1, True)]),
+        *(pytest.param(*c, marks=pytest.mark.campaign) for c in [(0, True), (2, True)]),
     ],
 )
 def test_parameters_that_forward_reads_past_their_attributes_are_whole_or_named(

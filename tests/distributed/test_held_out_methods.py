@@ -179,7 +179,8 @@ def in_graphs(method: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("method", "world"),
     [
-        *(("tilted", 2), ("columns", 2), ("largest", 1), ("largest", 2)),
+        ("tilted", 2),
+        *(pytest.param("largest", world, marks=pytest.mark.full) for world in (1, 2)),
         *(pytest.param(name, 3, marks=pytest.mark.full) for name in VIEWS),
     ],
 )
@@ -195,8 +196,10 @@ def resumed(folder: str, **given: Any) -> dict[str, Tensor]:
         return saved(folder, **given)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("method", ["tilted", "columns"])
+@pytest.mark.parametrize(
+    ("method", "whole"),
+    [("tilted", False), *(pytest.param("columns", each, marks=pytest.mark.full) for each in (False, True))],
+)
 def test_its_states_are_saved_and_resharded(
     ranks: Callable[[int], Ranks], tmp_path: Any, method: str, whole: bool
 ) -> None:

@@ -77,6 +77,7 @@ def groups_of_two(shape: tuple[int, int]) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_communicators_are_made_once_for_a_mesh(ranks: Callable[[int], Ranks]) -> None:
     for first, second in ranks(4).run(groups_of_two, shape=(2, 2)):
         assert first == second
@@ -232,7 +233,7 @@ def told(over: str) -> tuple[str, dict[str, float]]:
     return str(optimizer.summary()), optimizer.totals()
 
 
-@pytest.mark.parametrize("over", ["shard", "all"])
+@pytest.mark.parametrize("over", [pytest.param("shard", marks=pytest.mark.full), "all"])
 def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks], over: str) -> None:
     for summary, metrics in ranks(4).run(told, over=over):
         assert "world 4 (replicate 2 x shard 2)" in summary

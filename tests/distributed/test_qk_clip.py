@@ -170,8 +170,8 @@ def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codege
 
 #: world, kind, key heads, own mask, stage, micro-batches, codegen
 CASES = [
-    pytest.param((2, "apart", 3, False, 3, 1, "eager"), marks=pytest.mark.full),
-    (2, "apart", 1, True, 1, 2, "eager"),
+    pytest.param((2, "apart", 3, False, 3, 1, "eager"), marks=pytest.mark.campaign),
+    pytest.param((2, "apart", 1, True, 1, 2, "eager"), marks=pytest.mark.full),
     (2, "fused", 1, False, 2, 1, "eager"),
     (1, "turned", 3, True, 2, 1, "eager"),
     pytest.param((1, "fused", 3, False, 2, 2, "inductor"), marks=pytest.mark.full),
@@ -191,7 +191,8 @@ def clipped_flex(**given: Any) -> None:
         clipped(own_mask=True, micro=1, codegen="eager", flex=True, **given)
 
 
-@pytest.mark.parametrize("case", [("apart", 1, 2), pytest.param(("fused", 3, 3), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("case", [("apart", 1, 2), pytest.param(("fused", 3, 3), marks=pytest.mark.campaign)])
 def test_flex_attention_says_its_largest_logits(ranks: Callable[[int], Ranks], case: tuple[Any, ...]) -> None:
     ranks(2).run(clipped_flex, **dict(zip(("kind", "keys", "stage"), case, strict=True)))
 
@@ -258,7 +259,8 @@ def clipped_latent(low_rank: int | None, stage: int) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("low_rank", "stage"), [(8, 3), pytest.param(None, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("low_rank", "stage"), [(8, 3), pytest.param(None, 2, marks=pytest.mark.campaign)])
 def test_latent_attention_scales_what_is_of_a_head(
     ranks: Callable[[int], Ranks], low_rank: int | None, stage: int
 ) -> None:
@@ -313,11 +315,13 @@ def clipped_in_parts(stage: int, over: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_ranks_that_share_sequences_see_some_of_the_heads(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(clipped_in_parts, stage=2, over="sequence")
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "stage"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.campaign)])
 def test_tensor_parallel_ranks_have_some_of_the_heads(ranks: Callable[[int], Ranks], world: int, stage: int) -> None:
     ranks(world).run(clipped_in_parts, stage=stage, over="tensor")
 

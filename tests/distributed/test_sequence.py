@@ -158,14 +158,14 @@ def trained(
 
 
 MODELS = [
-    pytest.param("Llama", {"stage": 0}, id="llama-0"),
+    pytest.param("Llama", {"stage": 0}, id="llama-0", marks=pytest.mark.full),
     pytest.param("Llama", {"stage": 1, "length": 15, "masked": True}, id="llama-1-odd-masked"),
     pytest.param("Llama", {"stage": 2, "packed": True, "model": {"num_key_value_heads": 1}}, id="llama-2-packed-mqa"),
     pytest.param(
         "Llama", {"stage": 3, "checkpointed": True, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
         id="llama-3-checkpointed-accumulated",
     ),
-    pytest.param("Llama", {"stage": 3, "length": 14, "regional": True}, id="llama-3-regional"),
+    pytest.param("Llama", {"stage": 3, "length": 14, "regional": True}, id="llama-3-regional", marks=pytest.mark.full),
     pytest.param(
         "Llama", {"stage": 3, "compiled": True, "length": 15, "model": {"num_hidden_layers": 1}},
         id="llama-3-compiled-odd",
@@ -176,15 +176,15 @@ MODELS = [
     ),
     pytest.param("Llama", {"stage": 3, "inputs": "labels", "masked": True}, id="llama-3-parts"),
     pytest.param("Llama", {"stage": 2, "inputs": "by hand", "packed": True}, id="llama-2-parts-by-hand"),
-    pytest.param("Gemma3", {"stage": 3}, id="sliding-window"),
-    pytest.param("DeepseekV3", {"stage": 3}, id="mla"),
+    pytest.param("Gemma3", {"stage": 3}, id="sliding-window", marks=pytest.mark.full),
+    pytest.param("DeepseekV3", {"stage": 3}, id="mla", marks=pytest.mark.full),
     pytest.param("Qwen3Moe", {"stage": 2}, id="moe", marks=pytest.mark.full),
     pytest.param("GptOss", {"stage": 3}, id="sinks", marks=pytest.mark.full),
     pytest.param("ModernBert", {"stage": 2, "masked": True}, id="encoder"),
     # Behind their last norm they view hidden states in the shape of all positions.
     pytest.param("GPT2", {"stage": 3, "length": 15, "rows": (1, 3, 2)}, id="gpt2-odd"),
     pytest.param("GPT2", {"stage": 2, "compiled": True}, id="gpt2-compiled", marks=pytest.mark.full),
-    pytest.param("GPTBigCode", {"stage": 1}, id="bigcode"),
+    pytest.param("GPTBigCode", {"stage": 1}, id="bigcode", marks=pytest.mark.full),
 ]  # fmt: skip
 
 
@@ -196,12 +196,15 @@ def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None: 
 
 RING = [
     pytest.param(
-        "Llama", {"stage": 3, "compiled": True, "length": 15, "model": {"num_hidden_layers": 1}}, id="compiled-odd"
+        "Llama",
+        {"stage": 3, "compiled": True, "length": 15, "model": {"num_hidden_layers": 1}},
+        id="compiled-odd",
+        marks=pytest.mark.full,
     ),
-    pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="both", marks=pytest.mark.full),
+    pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="both", marks=pytest.mark.campaign),
     pytest.param("Llama", {"stage": 2, "packed": True, "model": {"num_key_value_heads": 1}}, id="packed-mqa"),
-    pytest.param("DeepseekV3", {"stage": 1, "checkpointed": True}, id="mla-checkpointed"),
-    pytest.param("ModernBert", {"stage": 2, "masked": True, "length": 14}, id="encoder"),
+    pytest.param("DeepseekV3", {"stage": 1, "checkpointed": True}, id="mla-checkpointed", marks=pytest.mark.full),
+    pytest.param("ModernBert", {"stage": 2, "masked": True, "length": 14}, id="encoder", marks=pytest.mark.full),
 ]
 
 
@@ -226,7 +229,7 @@ def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: igno
             },
             id="more-ranks-than-heads",
         ),
-        ("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}),
+        pytest.param("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}, marks=pytest.mark.full),
         pytest.param("Llama", {"stage": 2, "size": 4, "length": 18}, marks=pytest.mark.full),
         pytest.param("Qwen3Moe", {"stage": 3, "experts": 2}, id="and experts", marks=pytest.mark.full),
         pytest.param("Llama", {"stage": 2, "beside": "replicate"}, id="and replicas", marks=pytest.mark.full),
@@ -263,7 +266,7 @@ def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> 
 
 @pytest.mark.parametrize(
     ("compiled", "stage", "attention"),
-    [(False, 3, "heads"), (True, 2, "heads"), pytest.param(True, 3, "ring", marks=pytest.mark.full)],
+    [(False, 3, "heads"), *(pytest.param(True, *each, marks=pytest.mark.full) for each in ((2, "heads"), (3, "ring")))],
 )
 def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:  # type: ignore[no-untyped-def]
     for problems in ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention):
@@ -319,7 +322,8 @@ def trained_on_images(*, compiled: bool) -> tuple[dict[str, Any], list[int]]:
     return report.problems(), seen
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("compiled", [False, True])
 def test_images_are_dealt_out_and_cross_borders(ranks, compiled) -> None:  # type: ignore[no-untyped-def]
     for problems, seen in ranks(2).run(trained_on_images, compiled=compiled):
         assert problems == {} and (compiled or seen == [2, 2])
@@ -584,6 +588,7 @@ def other_batches(world: int) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  # type: ignore[no-untyped-def]
     for later, first in ranks(4).run(other_batches, world=4):
         assert later.startswith("1: ") and first.startswith("0: ")
@@ -604,7 +609,11 @@ def other_shapes(compiled: bool, inputs: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "inputs"), [(True, "whole"), (False, "whole"), pytest.param(False, "sharded", marks=pytest.mark.full)]
+    ("compiled", "inputs"),
+    [
+        (False, "whole"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole"), (False, "sharded"))),
+    ],
 )
 def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs) -> None:  # type: ignore[no-untyped-def]
     fewer, more = ranks(2).run(other_shapes, compiled=compiled, inputs=inputs)
@@ -623,7 +632,8 @@ def counted(attention: str) -> tuple[dict[str, float], dict[str, int], tuple[int
     return dict(optimizer.traffic.by_axis), dict(optimizer.traffic.collectives), tuple(optimizer.data_place)
 
 
-@pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("attention", ["heads", "ring"])
 def test_bytes_and_exchanges_are_those_of_the_formula(ranks, attention) -> None:  # type: ignore[no-untyped-def]
     """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1).
 
@@ -738,6 +748,7 @@ def resumed(folder: str) -> bool:
     )
 
 
+@pytest.mark.full
 def test_checkpoints_go_between_sizes(ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert ranks(4).run(resumed, folder=str(tmp_path)) == [True] * 4
 

@@ -195,6 +195,7 @@ def test_the_trainer_trains_as_a_plain_loop(
         same(found, expected)
 
 
+@pytest.mark.full
 def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """The first pattern that is found in a name has it."""
     slow, fast = {"lr": 0.001, "betas": (0.8, 0.9)}, {"lr": 0.01, "weight_decay": 0.0}
@@ -216,15 +217,11 @@ def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int],
     ("world", "stage", "given"),
     [
         (2, 3, {"compiled": True}),
-        pytest.param(
-            2,
-            1,
-            {"loss": "ChunkedLossWrapper.Config(num_chunks=2)", "activation_checkpoint": "FullAC.Config()"},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(4, 2, {}, marks=pytest.mark.full),
+        (2, 1, {"loss": "ChunkedLossWrapper.Config(num_chunks=2)", "activation_checkpoint": "FullAC.Config()"}),
+        pytest.param(4, 2, {}, marks=pytest.mark.campaign),
     ],
 )
+@pytest.mark.full
 def test_ranks_that_share_a_context_train_as_one(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, given: dict[str, Any]
 ) -> None:

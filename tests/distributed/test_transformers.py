@@ -168,7 +168,8 @@ def train_sharing(folder: str, sequence: int) -> tuple[list[Any], ...]:
         return *(losses(trainer, name) for name in names), seen
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_ranks_that_share_sequences_train_as_half_as_many(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int
 ) -> None:

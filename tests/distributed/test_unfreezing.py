@@ -60,9 +60,9 @@ def losses(*, frozen: bool, stage: int, compiled: bool, **settings: Any) -> list
     [
         (1, False, {}),
         (2, False, {"method": "normuon", "offload": "cpu", "momentum_dtype": "bfloat16"}),
-        pytest.param(2, True, {"update": "backward"}, marks=pytest.mark.full),
+        pytest.param(2, True, {"update": "backward"}, marks=pytest.mark.campaign),
         pytest.param(3, False, {}, marks=pytest.mark.full),
-        (3, True, {"update": "backward"}),
+        pytest.param(3, True, {"update": "backward"}, marks=pytest.mark.full),
     ],
 )
 def test_trained_later_as_if_its_gradient_had_been_dropped(ranks, stage, compiled, settings) -> None:  # type: ignore[no-untyped-def]
