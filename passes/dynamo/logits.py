@@ -97,7 +97,7 @@ def _logits_in(maxima: Tensor) -> Tensor:
 
 
 # A CUDA graph that is replayed would not ask whether this backward trains: Inductor runs the op between the graphs.
-@torch.library.custom_op("muon_zero::note_logits", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@torch.library.custom_op("muon_zero::note_logits", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def note_logits(
     grad: Tensor,
     largest: Tensor,
