@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import is_sym_node
 from .errors import MuonZeroError
 
 __all__ = [
+    "BEFORE_2_13",
     "NoCompilerError",
     "Partitioner",
     "SavedContext",
@@ -71,6 +72,9 @@ __all__ = [
     "will_execute",
     "without_modes",
 ]
+
+#: of torch
+BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 class NoCompilerError(MuonZeroError, ShortenTraceback):

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
-from compile_muon.passes.torch_private import current_backward, meets_plain_tensor
+from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, meets_plain_tensor
 
 __all__ = ["ShardedParameter", "of_frozen", "part_of", "raw_gradient", "sharded_parameter"]
 
@@ -206,7 +206,7 @@ class _Shown(ShardedParameter):
 
 
 #: whether operators of a DTensor pass by ``__torch_dispatch__`` of a subclass
-_UNSEEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+_UNSEEN = BEFORE_2_13
 _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 

@@ -28,7 +28,13 @@ from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 from compile_muon.passes.markers import UNSHARD
-from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
+from compile_muon.passes.torch_private import (
+    BEFORE_2_13,
+    never_a_frame,
+    outside_transforms,
+    transforming,
+    untransformed,
+)
 
 __all__ = ["sharded_params_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
@@ -227,10 +233,19 @@ class _InForward(dict[str, Any]):
         self._module.__dict__["_parameters"][name] = value
 
 
+# Up to torch 2.12 Dynamo takes what `module.__dict__` has for the attribute of that name: a property that reads what it
+# stands for would be traced without end.
+_TABLE = "_parameters_held" if BEFORE_2_13 else "_parameters"
+
+
 def _table(module: nn.Module) -> dict[str, Any]:
     """``module._parameters``, which compiled frames look into with each attribute that is no parameter's."""
-    held: dict[str, Any] = module.__dict__["_parameters"]
+    held: dict[str, Any] = module.__dict__[_TABLE]
     return held if torch.compiler.is_compiling() or not in_forward() else _InForward(module)
+
+
+def _keep(module: nn.Module, held: dict[str, Any]) -> None:
+    module.__dict__["_parameters"] = module.__dict__[_TABLE] = held
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -475,12 +490,9 @@ def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
     def __prepare_scriptable__(self: nn.Module) -> nn.Module:
         raise _stays_here(self, "compiled by torch.jit")
 
-    def keep(self: nn.Module, held: dict[str, Any]) -> None:
-        self.__dict__["_parameters"] = held
-
     body: dict[str, Any] = {name: _reader(name) for name in names}
     if unseen:
-        body["_parameters"] = property(_table, keep)
+        body["_parameters"] = property(_table, _keep)
     own: list[Any] = [__new__, __setattr__, __delattr__, register_parameter, _load_from_state_dict]
     own += [_save_to_state_dict, __copy__, __deepcopy__, __reduce_ex__, __prepare_scriptable__]
     body |= {function.__name__: function for function in own} | {"_apply": apply_}
@@ -520,3 +532,5 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
             key = (original_class(type(module)), tuple(own), unseen)
             cache.setdefault(key, _swapped(*key))
             module.__class__ = cache[key]
+            if unseen:
+                _keep(module, module.__dict__["_parameters"])
