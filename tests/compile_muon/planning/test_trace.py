@@ -88,8 +88,8 @@ def test_adamw_of_a_trace_with_muon() -> None:
 
 SETTINGS: list[dict[str, Any]] = [{"method": m.name} for m in METHODS if isinstance(m, MatrixMethod) and m is not MUON]
 SETTINGS += [{"auxiliary": "lion"}, {"momentum_dtype": "bfloat16"}, {"momentum_dtype": "8bit"}]
-#: with states at owners, and with random numbers; the others are in the full tier
-_OFTEN = ("soap", "bfloat16")
+#: with states at owners; the others are in the full tier
+_OFTEN = ("soap",)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,14 @@ def test_methods_groups_and_views_are_in_a_plan() -> None:
     more = found.peak.by_category["optimizer"] - plain.peak.by_category["optimizer"]
     assert more == 4 * (up + rows) / 4
     assert found.traffic.bytes_sent < plain.traffic.bytes_sent
-    assert compare(trace, Target(4, with_adamw(config), AXES[0], "nccl"), rank=1).traffic.matrices == 0
+    adamw = trace.captured(Target(4, with_adamw(config), AXES[0], "nccl"), rank=1)
+    assert adamw.simulated(SLOW).traffic.matrices == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [
-        ((("update", "step"),), ()),
+        ((("update", "step"), ("momentum_dtype", "bfloat16")), ()),  # with random numbers
         pytest.param((("shard_state_over", "all"),), (), marks=pytest.mark.full),
         pytest.param((("param_dtype", "bfloat16"),), (("codegen", "inductor"),), marks=pytest.mark.campaign),
         pytest.param((), (("reshard_after_forward", False),), marks=pytest.mark.campaign),
@@ -141,11 +142,12 @@ def test_owners_by_formula_are_those_of_the_graphs() -> None:
     """Of four matrices for five ranks, so that one has none, and that one is the same."""
     target = Target(5, configured(1), {"shard": 5}, "nccl")
     work = traced().owner_work(target)
-    graphs = [traced().captured(target, rank=rank).simulated(SLOW).traffic.matrices for rank in range(5)]
-    assert sum(graphs) == 4
-    assert [bool(done) for done in work] == [bool(count) for count in graphs]
-    idle = [not done for done in traced().owner_work(Target(11, configured(1), {"shard": 11}, "nccl"))]
-    assert sum(idle) == 11 - 4
+    assert sum(map(bool, work)) == 4
+    idle = work.index(0)
+    graphs = [traced().captured(target, rank=rank).simulated(SLOW).traffic.matrices for rank in (idle, (idle + 1) % 5)]
+    assert graphs == [0, 1]
+    more = traced().owner_work(Target(11, configured(1), {"shard": 11}, "nccl"))
+    assert sum(not done for done in more) == 11 - 4
 
 
 @pytest.mark.parametrize("name", ["GPT", "on_meta"])
