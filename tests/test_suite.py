@@ -11,6 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
 import pytest, torch
 
+def test_takes_time():
+    pass
+
 def test_compiles():
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 
@@ -32,10 +35,9 @@ def suite(tests: Path, *options: str) -> tuple[int, str]:
 def test_seconds_fail_nothing_and_the_last_lines_tell(tmp_path: Path) -> None:
     tests = tmp_path / "test_made_up.py"
     tests.write_text(TESTS)
-    code, said = suite(tests)
-    assert code == 0, said
-    assert "longer than 0 s of CPU" in said and "test_compiles" in said
+    code, said = suite(tests, "-o", "limit_work=0.001")
+    assert code == 1 and "1 failed, 1 passed, 3 skipped" in said, said
+    assert "1 frames compiled (at most 60): have it do less" in said, said
+    assert "test_takes_time" in said.partition("longer than 0 s of CPU")[2], said
     assert "2 skipped for want of something" in said and "1 skipped because there is nothing to test" in said
     assert "     1 needs a CUDA device\n" in said and "     1 refused: unstable\n" in said
-    code, said = suite(tests, "-o", "limit_work=0.001")
-    assert code == 1 and "1 frames compiled (at most 60): have it do less" in said, said

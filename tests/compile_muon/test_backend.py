@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -166,20 +167,27 @@ def test_bad_options_through_torch_compile():
         torch.compile(model, backend="muon_zero", options={"codegn": "eager"})(X)
 
 
-def test_reduce_overhead_records_every_graph_as_cuda_graphs(monkeypatch):
-    """Whose recording a CPU skips; Inductor is asked for it for forward, and for backward, which is compiled later."""
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs that reach Inductor's code generation run as they are, since C++ takes seconds each; whether each was to
+    be recorded."""
     import torch._inductor.compile_fx as inductor
 
-    asked, compile_inner = [], inductor.compile_fx_inner
+    asked = []
 
-    def asking(*args, **kwargs):
+    def running(gm, inputs, **kwargs):
         asked.append(torch._inductor.config.triton.cudagraphs)
-        return compile_inner(*args, **kwargs)
+        return make_boxed_func(gm.forward)
 
-    monkeypatch.setattr(inductor, "compile_fx_inner", asking)
+    monkeypatch.setattr(inductor, "compile_fx_inner", running)
+    return asked
+
+
+def test_reduce_overhead_records_every_graph_as_cuda_graphs(uncompiled):
+    """Inductor is asked for it for forward, and for backward, which is compiled later."""
     model, optimizer = built()
     train(torch.compile(model, backend="muon_zero", mode="reduce-overhead"), optimizer)
-    assert asked == [True, True]
+    assert uncompiled == [True, True]
     assert not torch._inductor.config.triton.cudagraphs
 
 
@@ -191,7 +199,7 @@ def test_modes_are_refused():
         muon_zero(gm, [torch.ones(1)], mode="max-autotune")
 
 
-def test_unsharded_model_compiles_plainly_with_one_warning():
+def test_unsharded_model_compiles_plainly_with_one_warning(uncompiled):
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(model, backend="muon_zero")
@@ -201,6 +209,7 @@ def test_unsharded_model_compiles_plainly_with_one_warning():
         compiled(X)
     ours = [str(w.message) for w in caught if "muon_zero" in str(w.message)]
     assert len(ours) == 1, ours
+    assert uncompiled == [False, False]
     assert "compile_muon.MuonZero(model, ...)" in ours[0]
     assert "never sharded" in ours[0]
     plain = copy.deepcopy(model)
@@ -282,7 +291,7 @@ def test_identical_blocks_compile_once(tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_no_recompilation_after_two_steps(codegen, tmp_path):
     """lr and momentum change, micro-batches accumulate, the last batch counts once: nothing compiles again."""
     model, optimizer = built(gradient_accumulation_steps=2)
@@ -601,11 +610,12 @@ def test_bfloat16_parameters_with_float32_masters():
     assert_same(model, plain, atol=1e-5)
 
 
+@pytest.mark.full
 def test_inductor_agrees_with_eager():
     results = []
     for codegen in ("eager", "inductor"):
         torch._dynamo.reset()
-        model, optimizer = built()
+        model, optimizer = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
         train(torch.compile(model, backend="muon_zero", options={"codegen": codegen}), optimizer)
         results.append(model)
     assert_same(results[1], results[0], atol=1e-5)

@@ -143,6 +143,7 @@ def test_state_of_four_times_the_memory_trains(tmp_path: Path) -> None:
     in_a_process(training, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of private memory are Linux's")
 def test_checkpoints_do_not_bring_state_into_memory(tmp_path: Path) -> None:
     in_a_process(checkpoints, tmp_path)
@@ -151,4 +152,5 @@ def test_checkpoints_do_not_bring_state_into_memory(tmp_path: Path) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     threading.stack_size(MB)
+    gc.freeze()  # what was imported, which each collection would look at
     globals()[sys.argv[1]](sys.argv[2])

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,16 @@ for name in ("passes", "kernels"):
     in_a_fresh_process(code, tmp_path)
 
 
-def test_importing_us_stays_lean(tmp_path: Path) -> None:
-    code = "import sys, compile_muon; print(*{name.partition('.')[0] for name in sys.modules})"
+def test_the_entry_point_resolves_before_we_are_imported_and_importing_us_stays_lean(tmp_path: Path) -> None:
+    code = """
+import sys, torch, torch._dynamo
+assert "muon_zero" in torch._dynamo.list_backends(exclude_tags=())
+assert not any(name.startswith("compile_muon.") for name in sys.modules)
+assert callable(torch._dynamo.lookup_backend("muon_zero"))
+assert "compile_muon.backend" in sys.modules
+import compile_muon
+print(*{name.partition('.')[0] for name in sys.modules})
+"""
     imported = set(in_a_fresh_process(code, tmp_path).split())
     assert "compile_muon" in imported
     assert not imported & {"matplotlib", "transformers", "deepspeed", "pytest", "hypothesis"}
@@ -105,17 +114,6 @@ assert newton_schulz(torch.ones(2, 3)).shape == (2, 3)
 def test_these_tests_see_what_is_installed() -> None:
     """See tests/conftest.py."""
     assert not {Path(entry).resolve() for entry in sys.path} & {ROOT}
-
-
-def test_the_entry_point_resolves_before_we_are_imported(tmp_path: Path) -> None:
-    code = """
-import sys, torch, torch._dynamo
-assert "muon_zero" in torch._dynamo.list_backends(exclude_tags=())
-assert not any(name.startswith("compile_muon.") for name in sys.modules)
-assert callable(torch._dynamo.lookup_backend("muon_zero"))
-assert "compile_muon.backend" in sys.modules
-"""
-    in_a_fresh_process(code, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +239,22 @@ def test_the_wheel_declares_the_backend_and_the_license(wheel: zipfile.ZipFile) 
     assert "Apache License" in files["LICENSE"]
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """Of each file once for all tests that look at all files."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_sources() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
+
+
 def imported_names(path: Path, module: str) -> Iterator[str]:
     """The absolute name of everything that a source file imports; `from a import b` gives `a.b`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -309,18 +319,18 @@ def private_reaches(sources: Mapping[str, str]) -> list[str]:
     def private(name: str) -> bool:
         return name.startswith("_") and not name.startswith("__")
 
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = {name: nodes_of(source) for name, source in sources.items()}
     owners: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
+    for module, nodes in trees.items():
+        for node in nodes:
             stored = isinstance(getattr(node, "ctx", None), ast.Store)
             name = getattr(node, "attr", "") or getattr(node, "id", "") if stored else getattr(node, "name", "")
             if isinstance(name, str) and private(name):
                 owners.setdefault(name, set()).add(module)
     foreign = {*dir(nn.Module()), *dir(torch.Tensor), "_replace", "_timeout"}
     found = []
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
+    for module, nodes in trees.items():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith("compile_muon")):
                 names = [alias.name for alias in node.names if private(alias.name)]
                 found += [f"{module}:{node.lineno} imports {name}" for name in names]
@@ -368,7 +378,7 @@ def writes_of_others(sources: Mapping[str, str]) -> list[str]:
     found = []
     for module, source in sources.items():
         others = "|".join(names for file, names in WRITTEN_BY_ITSELF.items() if not module.endswith(f"/{file}"))
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 holder = re.sub(r"\[.*?\]|_params|\.counters", "", ast.unparse(node.value))
                 if re.fullmatch(rf"(.*\.)?({others})", holder):
@@ -406,10 +416,10 @@ _PUBLIC = {"qk_clip", "qk_clip_alpha", "offload", "offload_param", "sequence_pla
 
 def named_features(source: str, public: Collection[str] = ()) -> list[str]:
     """Where code names a feature: an identifier, an import or a string that is no docstring."""
-    tree = ast.parse(source)
-    documented = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    nodes = nodes_of(source)
+    documented = {n.value for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module", "asname")]
         if isinstance(node, ast.Constant) and node not in documented:
             names.append(node.value)
@@ -446,6 +456,7 @@ def test_the_check_of_features_can_fail(source: str, found: list[str]) -> None:
     assert named_features(source) == found
 
 
+@cache
 def folder_of(name: str) -> str | None:
     """The folder, or the file beside folders, that a module of ours is in: ``compile_muon.planning``."""
     found = [module for module in MODULES if f"{name}.".startswith(f"{module}.")]

@@ -114,10 +114,10 @@ class Captured:
         """A copy of one half after `passes`; shared between tests unless the passes are a test's own."""
         if isinstance(request, Purpose):
             request = self.request(request)
-        if passes is LOWERING_PASSES and not options:
-            key = (kind, request if kind is GraphKind.BACKWARD else None)
+        if passes is LOWERING_PASSES:
+            key = (kind, request if kind is GraphKind.BACKWARD else None, *sorted(options.items()))
             if key not in self._lowered:
-                self._lowered[key] = self._lower(kind, request, passes)
+                self._lowered[key] = self._lower(kind, request, passes, **options)
             return self._lowered[key]
         return self._lower(kind, request, passes, **options)
 

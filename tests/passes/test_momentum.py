@@ -68,8 +68,16 @@ def train(by_operator: bool, half: bool, monkeypatch: pytest.MonkeyPatch, **sett
     return {"weights": weights, "losses": losses, "grads": grads, "nodes": found, "used": used}
 
 
-@pytest.mark.parametrize("settings", [{}, {"update": "step"}, {"nesterov": False}])
-@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize(
+    ("half", "settings"),
+    [
+        (True, {}),
+        (False, {"update": "step", "nesterov": False}),
+        pytest.param(True, {"update": "step"}, marks=pytest.mark.full),
+        pytest.param(False, {"nesterov": False}, marks=pytest.mark.full),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((False, {}), (True, {"nesterov": False}))),
+    ],
+)
 def test_training_is_the_same_bit_for_bit(monkeypatch, half, settings):
     plain, made = (train(by_operator, half, monkeypatch, **settings) for by_operator in (False, True))
     for name in ("weights", "losses", "grads"):

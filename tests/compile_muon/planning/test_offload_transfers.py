@@ -202,7 +202,7 @@ def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path) -
     settings = {**settings, "offload": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_bytes": 2**16}}
     if "momentum" in settings:
         settings["offload"]["momentum"] = settings.pop("momentum")
-    model = tiny_gpt.GPT()
+    model = tiny_gpt.one_layer()
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=1, **settings)
     compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     for _ in range(2):
@@ -211,12 +211,14 @@ def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path) -
             optimizer.step()
             optimizer.zero_grad()
     config = config_from_kwargs(gradient_accumulation_steps=1, **settings)
-    captured = capture_step(tiny_gpt.GPT, (tokens,), world=1, config=config, options=FrameOptions(codegen="eager"))
+    options = FrameOptions(codegen="eager")
+    captured = capture_step(tiny_gpt.one_layer, (tokens,), world=1, config=config, options=options)
     moves = [move for played in captured.graphs for several in played.moves.values() for move in several]
     assert [(move.value, bucket.slots[0].name) for move, bucket in moves if bucket is not None] == watched.seen
     assert watched.seen and sum(move is COMMIT for move, _ in moves) == 1
 
 
+@pytest.mark.full
 def test_what_a_slow_disk_costs_is_about_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/offload.py: 1.09 of the resident step, of which a disk without a limit has 1.04, the host's work."""
     folder = Path(__file__).parents[3] / "benchmarks"

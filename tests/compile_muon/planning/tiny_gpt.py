@@ -40,6 +40,11 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+def one_layer() -> nn.Module:
+    """For what depends on no second one: what takes time is tracing."""
+    return GPT(1)
+
+
 def on_meta() -> nn.Module:
     """Built as models for :func:`compile_muon.initialize` are."""
     with torch.device("meta"):
