@@ -180,7 +180,7 @@ def in_graphs(method: str) -> dict[str, float]:
     ("method", "world"),
     [
         ("tilted", 2),
-        *(pytest.param("largest", world, marks=pytest.mark.full) for world in (1, 2)),
+        *(pytest.param("largest", world, marks=pytest.mark.campaign) for world in (1, 2)),
         *(pytest.param(name, 3, marks=pytest.mark.full) for name in VIEWS),
     ],
 )

@@ -308,7 +308,7 @@ def counted(way: str, update: str) -> tuple[int, int, int]:
     return all_reduce.call_count, now.bytes_sent - before.bytes_sent, now.matrices - before.matrices
 
 
-@pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.full)])
+@pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.campaign)])
 def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int], Ranks], update: str) -> None:
     group = ranks(2)
     plain = group.run(counted, way="muon", update=update)

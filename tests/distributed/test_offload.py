@@ -454,7 +454,7 @@ def _through_a_fault(
         ("_write", (5, 7), HOST),
         pytest.param("_read", range(6), {}, marks=pytest.mark.full),
         pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
-        pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
+        pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.campaign),
         pytest.param("_read", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
         pytest.param("_write", range(12), {**MASTERS, **HOST}, marks=pytest.mark.full),
         pytest.param("_read", range(12), HOST, marks=pytest.mark.full),

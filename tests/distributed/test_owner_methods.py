@@ -167,7 +167,12 @@ def everywhere(way: str, folder: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("way", SETTINGS)
 @pytest.mark.parametrize(
-    ("world", "cases"), [(2, briefly), *(pytest.param(n, everywhere, marks=pytest.mark.full) for n in (1, 4))]
+    ("world", "cases"),
+    [
+        (2, briefly),
+        pytest.param(2, everywhere, marks=pytest.mark.full),
+        *(pytest.param(world, everywhere, marks=pytest.mark.campaign) for world in (1, 4)),
+    ],
 )
 def test_a_method_is_what_its_paper_says(
     ranks: Callable[[int], Ranks], tmp_path: Path, way: str, world: int, cases: Callable[..., Any]
@@ -236,8 +241,16 @@ def on_slices(way: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("way", SETTINGS)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [
+        *((way, 2) for way in SETTINGS),
+        *(
+            pytest.param(way, 4, marks=getattr(pytest.mark, "full" if way == "soap" else "campaign"))
+            for way in SETTINGS
+        ),
+    ],
+)
 def test_slices_of_rows_and_columns(ranks: Callable[[int], Ranks], way: str, world: int) -> None:
     for found in ranks(world).run(on_slices, way=way):
         for case, own in found.items():

@@ -323,7 +323,7 @@ def trained_on_images(*, compiled: bool) -> tuple[dict[str, Any], list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_images_are_dealt_out_and_cross_borders(ranks, compiled) -> None:  # type: ignore[no-untyped-def]
     for problems, seen in ranks(2).run(trained_on_images, compiled=compiled):
         assert problems == {} and (compiled or seen == [2, 2])
@@ -384,7 +384,11 @@ def trained_on_patches(*, kind: str, compiled: bool = False) -> tuple[dict[str, 
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [("Qwen3VL", False), *(pytest.param("Qwen2VL", each, marks=pytest.mark.full) for each in (False, True))],
+    [
+        ("Qwen3VL", False),
+        pytest.param("Qwen2VL", False, marks=pytest.mark.full),
+        pytest.param("Qwen2VL", True, marks=pytest.mark.campaign),
+    ],
 )
 def test_patches_of_whole_images_are_dealt_out(ranks, kind, compiled) -> None:  # type: ignore[no-untyped-def]
     """The largest image to one rank, the others to the other."""
@@ -633,7 +637,7 @@ def counted(attention: str) -> tuple[dict[str, float], dict[str, int], tuple[int
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("attention", ["heads", "ring"])
+@pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.campaign)])
 def test_bytes_and_exchanges_are_those_of_the_formula(ranks, attention) -> None:  # type: ignore[no-untyped-def]
     """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1).
 
