@@ -45,8 +45,8 @@ def everywhere(compiled: bool) -> dict[str, bytes]:
     [
         (2, False),
         (2, True),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, True), (3, True))),
-        pytest.param(4, False, marks=pytest.mark.campaign),
+        pytest.param(4, True, marks=pytest.mark.full),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in ((3, True), (4, False))),
     ],
 )
 def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:

@@ -245,10 +245,8 @@ def on_slices(way: str) -> dict[str, dict[str, float]]:
     ("way", "world"),
     [
         *((way, 2) for way in SETTINGS),
-        *(
-            pytest.param(way, 4, marks=getattr(pytest.mark, "full" if way == "soap" else "campaign"))
-            for way in SETTINGS
-        ),
+        pytest.param("soap", 4, marks=pytest.mark.full),
+        *(pytest.param(way, 4, marks=pytest.mark.campaign) for way in SETTINGS if way != "soap"),
     ],
 )
 def test_slices_of_rows_and_columns(ranks: Callable[[int], Ranks], way: str, world: int) -> None:
