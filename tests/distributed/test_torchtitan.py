@@ -195,7 +195,6 @@ def test_the_trainer_trains_as_a_plain_loop(
         same(found, expected)
 
 
-@pytest.mark.full
 def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """The first pattern that is found in a name has it."""
     slow, fast = {"lr": 0.001, "betas": (0.8, 0.9)}, {"lr": 0.01, "weight_decay": 0.0}
