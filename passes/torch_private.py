@@ -456,7 +456,8 @@ def _accumulator(param: torch.Tensor) -> Any:
     # Found through a view, which a DTensor would dispatch: 26 microseconds.
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
         view: Any = param.view_as(param).grad_fn
-    return view.next_functions[0][0]
+    # None of one that was frozen behind the frame's compilation, for which torch 2.11 compiles no other.
+    return None if view is None else view.next_functions[0][0]
 
 
 def will_execute(node: Any) -> bool:

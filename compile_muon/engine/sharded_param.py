@@ -327,7 +327,9 @@ class ShardedParam:
 def receiving(sharded_params: Iterable[ShardedParam]) -> list[bool]:
     """Of each, whether the backward under way will add to its ``.grad``."""
     # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
-    return [will_execute(node) for node in accumulators_of(sharded.param for sharded in sharded_params)]
+    return [
+        node is not None and will_execute(node) for node in accumulators_of(sharded.param for sharded in sharded_params)
+    ]
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
