@@ -213,7 +213,7 @@ def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
 
 def _reads(method: Method, prefix: str, name: str) -> bool:
     """Whether a method heeds a setting of its part of the configuration."""
-    if isinstance(method, MatrixMethod) and prefix:
+    if isinstance(method, MatrixMethod) and prefix == "ns_":
         return method.orthogonalizes or name == "dtype"  # in which matrices travel, too
     if isinstance(method, MatrixMethod) and name in ("nesterov", "momentum_dtype"):
         return method.keeps_momentum and (method.nesterov or name != "nesterov")

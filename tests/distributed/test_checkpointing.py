@@ -98,7 +98,7 @@ CASES = (
     ("convnet", "selective", 1, 3),
 )
 INDUCTOR = (
-    pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.campaign),
+    pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.full),
     pytest.param("convnet", "by_hand", 2, 0, marks=pytest.mark.full),
 )
 

@@ -133,9 +133,12 @@ def trainings(stage: int, swaps: list[str], compiled: bool) -> dict[str, list[fl
     ("stage", "swaps", "compiled"),
     [
         (1, SHORT, False),
-        pytest.param(2, SHORT[:1], True, marks=pytest.mark.full),
+        pytest.param(2, SHORT[:1], True, marks=pytest.mark.campaign),
         (3, SHORT[:2], False),
-        *(pytest.param(stage, SWAPS, True, marks=pytest.mark.campaign) for stage in range(4)),
+        *(
+            pytest.param(stage, SWAPS, True, marks=pytest.mark.full if stage == 1 else pytest.mark.campaign)
+            for stage in range(4)
+        ),
     ],
 )
 def test_an_average_that_is_swapped_in_is_what_every_rank_evaluates(

@@ -308,8 +308,8 @@ def direct_reads(stage: int, compiled: bool) -> None:
     [
         (0, False),
         (3, False),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in [(3, True), (1, True)]),
-        *(pytest.param(*c, marks=pytest.mark.campaign) for c in [(0, True), (2, True)]),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (3, True), (1, True)]),
+        pytest.param(2, True, marks=pytest.mark.campaign),
     ],
 )
 def test_parameters_that_forward_reads_past_their_attributes_are_whole_or_named(

@@ -450,6 +450,7 @@ def _through_a_fault(
     [
         ("_read", (0, 5), {}),
         pytest.param("raw_read", (0, 9), {}, marks=pytest.mark.full),
+        pytest.param("_write", (12, 15), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
         ("raw_write", (5,), {}),
         ("_write", (5, 7), HOST),
         pytest.param("_read", range(6), {}, marks=pytest.mark.full),

@@ -386,8 +386,8 @@ def trained_on_patches(*, kind: str, compiled: bool = False) -> tuple[dict[str, 
     ("kind", "compiled"),
     [
         ("Qwen3VL", False),
-        pytest.param("Qwen2VL", False, marks=pytest.mark.full),
-        pytest.param("Qwen2VL", True, marks=pytest.mark.campaign),
+        pytest.param("Qwen2VL", False, marks=pytest.mark.campaign),
+        pytest.param("Qwen2VL", True, marks=pytest.mark.full),
     ],
 )
 def test_patches_of_whole_images_are_dealt_out(ranks, kind, compiled) -> None:  # type: ignore[no-untyped-def]
@@ -637,7 +637,7 @@ def counted(attention: str) -> tuple[dict[str, float], dict[str, int], tuple[int
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("attention", ["heads", pytest.param("ring", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("attention", ["heads", "ring"])
 def test_bytes_and_exchanges_are_those_of_the_formula(ranks, attention) -> None:  # type: ignore[no-untyped-def]
     """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1).
 

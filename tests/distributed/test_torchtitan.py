@@ -213,6 +213,7 @@ def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int],
         same(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "stage", "given"),
     [
@@ -221,7 +222,6 @@ def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int],
         pytest.param(4, 2, {}, marks=pytest.mark.campaign),
     ],
 )
-@pytest.mark.full
 def test_ranks_that_share_a_context_train_as_one(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, given: dict[str, Any]
 ) -> None:

@@ -488,7 +488,7 @@ def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
         pytest.param("GPT2LMHeadModel", 2, 3, "5GB", "tied", marks=pytest.mark.full),
         pytest.param("T5ForConditionalGeneration", 3, 3, "20KB", "tied", marks=pytest.mark.campaign),
         pytest.param("ResNetForImageClassification", 2, 2, "5GB", "", marks=pytest.mark.campaign),
-        pytest.param("MixtralForCausalLM", 2, 3, "5GB", "", marks=pytest.mark.campaign),
+        pytest.param("MixtralForCausalLM", 2, 3, "5GB", "", marks=pytest.mark.full),
     ],
 )
 def test_from_pretrained_reads_it_without_us(

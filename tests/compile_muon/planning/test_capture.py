@@ -36,7 +36,7 @@ from compile_muon.planning.simulate.offload_transfers import Move
 #: as few as have collectives of one under way while another is computed
 LAYERS, WORLD = 2, 4
 GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
-ONE = functools.partial(tiny_gpt.GPT, layers=1)
+ONE = tiny_gpt.one_layer
 TOKENS = torch.arange(16).reshape(2, 8)
 
 #: where sending takes about as long as computing
