@@ -25,7 +25,7 @@ def compare(commit: str, pattern: str) -> int:
     """Print what is different; 1 where anything is, 2 where no cell fits."""
     with checkout(commit) as other:
         here, there = ({world: ranks(tree, world, pattern) for world in WORLDS} for tree in (ROOT, other))
-    different = cells = 0
+    different, cells, total = 0, 0, [0.0, 0.0]
     for world in WORLDS:
         for name in here[world][0]:
             pairs = list(zip(here[world], there[world], strict=True))
@@ -38,17 +38,16 @@ def compare(commit: str, pattern: str) -> int:
             print(f"{world} rank{'s' if world > 1 else ''}, {name}: {result}; {took}")
             print(*(f"    {each}" for each in said), sep="\n", end="\n" if said else "")
             different, cells = different + bool(said), cells + 1
-    print(f"{cells} cells, of which {different} differ from {commit}")
+            total = [total[side] + seconds[side] for side in (0, 1)]
+    took = f"{total[0]:.0f} s of CPU here, {total[1]:.0f} s there"
+    print(f"{cells} cells, of which {different} differ from {commit}; {took}")
     return 2 if not cells else int(different > 0)
 
 
 def differences(here: dict[str, Tensor] | str, there: dict[str, Tensor] | str) -> list[str]:
     """Tensor by tensor; nothing where all bits are the same."""
     if isinstance(here, str) or isinstance(there, str):
-        fails = [
-            f"fails {where}: {made}" for made, where in ((here, "here"), (there, "there")) if isinstance(made, str)
-        ]
-        return [] if here == there else fails
+        return [f"fails {where}: {made}" for made, where in ((here, "here"), (there, "there")) if isinstance(made, str)]
     said = []
     for name in dict.fromkeys([*here, *there]):
         if name not in here or name not in there:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 import warnings
@@ -72,14 +73,13 @@ def run(settings: dict[str, Any]) -> dict[str, Tensor]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model: Any = nn.Sequential(
-        nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 12, bias=False), nn.LayerNorm(12), nn.Linear(12, 8), nn.Linear(8, 1)
+        nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 12, bias=False), nn.LayerNorm(12), nn.Linear(12, 9), nn.Linear(9, 1)
     )
     if sizes is not None:
         settings["mesh"] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if "tensor" in sizes:
-            plan = {"2": ColwiseParallel(), "3": None, "4": None}
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            parallelize_module(model, settings["mesh"]["tensor"], plan)
+            slices = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, settings["mesh"]["tensor"], slices)
             rank = 0
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=micro or 1, **settings)
     forward = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
@@ -94,9 +94,12 @@ def run(settings: dict[str, Any]) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     found |= {f"weight {name}": value for name, value in model.state_dict().items()}
-    for number, slots in optimizer.state_dict()["state"].items():
-        if isinstance(slots, dict):
-            found |= {f"{slot} of parameter {number}": value for slot, value in slots.items()}
+    states = optimizer.state_dict()
+    names: dict[Any, str] = {}
+    for group in states["param_groups"]:
+        names |= zip(group["params"], group["param_names"], strict=True)
+    for key, slots in states["state"].items():
+        found |= {f"{slot} {names[key]}": value for slot, value in slots.items()} if key in names else {}
     return {name: _here(value).clone() for name, value in found.items() if isinstance(value, Tensor)}
 
 
@@ -110,6 +113,7 @@ def main(tree: str, out: str, pattern: str, rank: str, world: str, store: str) -
     use(Path(tree))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     if world != "1":
         shared = dist.FileStore(store, int(world))
         dist.init_process_group("gloo", store=shared, rank=int(rank), world_size=int(world))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +118,15 @@ def test_one_bit_is_a_difference() -> None:
         "weight: at most 1.2e-07 apart", "count: only here", "state: only there",
     ]  # fmt: skip
     assert differences_of_bits("ConfigError: x", one) == ["fails here: ConfigError: x"]
+
+
+@pytest.mark.full
+def test_runs_of_two_trees_are_compared() -> None:
+    """Whether they differ is for whoever changed something to say."""
+    folder = Path(__file__).parent
+    if not (folder.parents[1] / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no git repository here")
+    command = [sys.executable, str(folder), "--against", "HEAD", "--cells", "stage 1, uncompiled*"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode in (0, 1), done.stderr
+    assert "2 cells, of which" in done.stdout and "fails" not in done.stdout, done.stdout
