@@ -63,6 +63,13 @@ def sliced() -> nn.Module:
     return parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+_BATCHES: dict[Callable[[], nn.Module], Callable[[], Tensor]] = {
+    Uneven: lambda: torch.zeros((2, 5), dtype=torch.int64),
+    Deep: lambda: torch.zeros((2**10, 2**9), dtype=torch.int64),  # backward leaves room for Newton-Schulz
+    sliced: lambda: torch.zeros(4, 8),
+}
+
+
 @dataclass(frozen=True)
 class Cell:
     """A job of which one rank's graphs are stored.
@@ -146,7 +153,7 @@ def graphs_of(cell: Cell) -> dict[str, Summary]:
 
     with simulated_job(cell.world, cell.rank):
         optimizer = shard(model(), config_from_kwargs(**cell.settings), axes=cell.axes, backend=cell.backend)
-        batch = torch.zeros(4, 8) if cell.model is sliced else torch.zeros((2, 5), dtype=torch.int64)
+        batch = _BATCHES[cell.model]()
         visits = run_micro_batches(optimizer, (batch,), cell.options)
         inference = Recorder(fake_mode_of([sharded.local for sharded in optimizer.engine.params]))
         backend = partial(compile_frame, options=cell.options, lowering=inference)

@@ -111,8 +111,9 @@ def words(part: str, old: Part, new: Part) -> list[str]:
 
 
 def _of_checkpoint(old: Part, new: Part) -> list[str]:
-    both = [*dict.fromkeys([*old, *new])]
-    return [f"{k}: {new.get(k, 'gone')}, not {old.get(k, 'there')}" for k in both if old.get(k) != new.get(k)]
+    said = [f"{key}: {new[key]}, not {old[key]}" for key in old if key in new and new[key] != old[key]]
+    said += [f"{key} is gone" for key in old if key not in new]
+    return said + [f"{key} is new" for key in new if key not in old]
 
 
 def _of_messages(old: list[Any], new: list[Any]) -> list[str]:

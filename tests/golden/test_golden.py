@@ -94,9 +94,8 @@ def test_what_is_different_is_said_in_words(said: Any) -> None:
     ]
     without = graphs_with(["aten.mm 1"], [])
     assert differences(one, without) == ["-1 reduce 0: all_reduce over shard:2"]
-    assert words("checkpoints", {"muon": {"a": "float32[2]"}}, {"muon": {"b": "float32[2]"}}) == [
-        "muon: a: gone, not float32[2]", "muon: b: float32[2], not there",
-    ]  # fmt: skip
+    old, new = {"muon": {"a": "float32[2]", "c": 1}}, {"muon": {"b": "float32[2]", "c": 2}}
+    assert words("checkpoints", old, new) == ["muon: c: 2, not 1", "muon: a is gone", "muon: b is new"]
     old, new = {"ConfigError": [3, "a"], "warning": [1, "a"]}, {"ConfigError": [4, "b"], "warning": [1, "b"]}
     assert words("messages", old, new) == [
         "ConfigError: +1 messages", "warning: the words of some of them (python docs/errors.py lists them)",
