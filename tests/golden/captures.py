@@ -121,7 +121,9 @@ CELLS: dict[str, Cell] = {
     "stage 0, replicate 2 x shard 2": _cell(4, 1, stage=0, axes=HSDP),
     "stage 1, replicate 2 x shard 2, 2 micro-batches": _cell(4, 3, stage=1, axes=HSDP, **TWO),
     "stage 3, replicate 2 x shard 2, NCCL": _cell(4, 1, stage=3, axes=HSDP, backend="nccl"),
-    "stage 3, replicate 2 x shard 2, state over all": _cell(4, 2, stage=3, axes=HSDP, shard_state_over="all"),
+    "stage 3, replicate 2 x shard 2, state over all": _cell(
+        4, 2, stage=3, axes=HSDP, shard_state_over="all", model=Deep
+    ),
     "stage 2, shard 2 x tensor 2": _cell(4, 1, stage=2, axes={"shard": 2, "tensor": 2}, model=sliced),
     "stage 1, world 8, buckets": _cell(8, 7, stage=1, model=Deep),
     "stage 3, world 8, NCCL, buckets": _cell(8, 0, stage=3, model=Deep, backend="nccl"),

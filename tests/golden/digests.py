@@ -122,12 +122,17 @@ def differences(old: Summary, new: Summary) -> list[str]:
 
 
 def _operations(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    counts, otherwise = [], []
     for name in sorted({*old, *new}):
         (before, shape), (after, other) = (ops.get(name, "0 ").split(" ") for ops in (old, new))
         if change := int(after) - int(before):
-            yield f"{change:+d} {name}"
+            counts.append(f"{change:+d} {name}")
         elif shape != other:
-            yield f"{name} has other arguments, shapes or strides"
+            otherwise.append(name)
+    if counts:
+        yield ", ".join(counts)
+    if otherwise:
+        yield f"other arguments, shapes or strides of {', '.join(otherwise)}"
 
 
 def _moved(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:

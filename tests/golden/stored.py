@@ -96,18 +96,18 @@ def write(part: str, values: Part) -> None:
 
 
 def words(part: str, old: Part, new: Part) -> list[str]:
-    """What is different, a line each."""
-    said: list[str] = []
+    """What is different, a line each; graphs of a cell in which the same is different stand together."""
     before, after = ({key.partition(" | ")[0] for key in values} for values in (old, new))
+    graphs_by_text: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in dict.fromkeys([*old, *new]):
-        name = key.replace(" | ", ", ")
+        cell, _, graph = key.partition(" | ")
         if key not in old or key not in new:
-            cell = key.partition(" | ")[0]
-            text = f"{name if cell in before & after else cell}: is {'new' if key in new else 'gone'}"
-            said += [] if text in said else [text]
+            whole = cell not in before & after
+            graphs_by_text[cell, "is new" if key in new else "is gone"] += [] if whole else [graph]
         elif old[key] != new[key]:
-            said += [f"{name}: {each}" for each in _SAID[part](old[key], new[key])]
-    return said
+            for text in _SAID[part](old[key], new[key]):
+                graphs_by_text[cell, text].append(graph)
+    return [f"{', '.join([cell, *filter(None, graphs)])}: {text}" for (cell, text), graphs in graphs_by_text.items()]
 
 
 def _of_checkpoint(old: Part, new: Part) -> list[str]:
