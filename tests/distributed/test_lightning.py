@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from launched import launched
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from reference import full, world_and_rank
+from support.harness import Ranks
+from support.launched import launched
+from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy

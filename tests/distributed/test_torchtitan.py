@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full
+from support.harness import Ranks
+from support.reference import full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -44,7 +44,7 @@ def launched() -> Iterator[Any]:
         import torchtitan_on_cpu  # noqa: F401
     finally:
         sys.path.remove(str(EXAMPLES))
-    import titan_parts
+    from support import titan_parts
 
     alone = not dist.is_initialized()
     if alone:
@@ -345,7 +345,8 @@ def test_weights_load_without_this_library(ranks: Callable[[int], Ranks], tmp_pa
     torch.save(held, tmp_path / "held.pt")
     folders = [str(EXAMPLES), str(Path(__file__).parent)]
     code = (
-        f"import sys; sys.path[:0] = {folders}; import torchtitan_on_cpu, titan_parts; titan_parts.load('{tmp_path}')"
+        f"import sys; sys.path[:0] = {folders}; import torchtitan_on_cpu; "
+        f"from support import titan_parts; titan_parts.load('{tmp_path}')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -480,7 +481,7 @@ def test_a_command_line_is_refused_before_training(ranks: Callable[[int], Ranks]
 def test_the_command_line_keeps_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--module`` names any module of functions that give configurations; the rest are torchtitan's options."""
     (tmp_path / "my_registry.py").write_text(
-        "import titan_parts\nfrom compile_muon.integrations.torchtitan import with_muon\n"
+        "from support import titan_parts\nfrom compile_muon.integrations.torchtitan import with_muon\n"
         "def small():\n    return with_muon(titan_parts.config(''), {'zero_optimization': {'stage': 3}})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
