@@ -50,7 +50,7 @@ def imported(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            found |= {name.rpartition(".")[2] for name in names}
+            found |= {name.rpartition(".")[2] for name in names if name}
     return found
 
 
