@@ -45,14 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _cpu_seconds() -> float:
     """Of this process, of the subprocesses that have ended, and of the ranks that tests share."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    harness = sys.modules.get("harness")
+    harness = sys.modules.get("support.harness")
     ranks = 0.0 if harness is None else harness.cpu_seconds()
     return time.process_time() + children.ru_utime + children.ru_stime + ranks
 
 
 def _work() -> dict[str, int]:
     """What this process and its ranks have done until now, by the names in :data:`_MOST`."""
-    dynamo, harness = sys.modules.get("torch._dynamo.utils"), sys.modules.get("harness")
+    dynamo, harness = sys.modules.get("torch._dynamo.utils"), sys.modules.get("support.harness")
     own = (
         {} if dynamo is None else {name: len(dynamo.compilation_time_metrics.get(of, ())) for name, of in _OWN.items()}
     )

@@ -1,7 +1,8 @@
-"""The suite itself: a slow machine fails no test, and its last lines say what was skipped for want of what."""
+"""The suite itself: tests stand alone, a slow machine fails none, and the last lines say what was skipped for what."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -41,3 +42,21 @@ def test_seconds_fail_nothing_and_the_last_lines_tell(tmp_path: Path) -> None:
     assert "test_takes_time" in said.partition("longer than 0 s of CPU")[2], said
     assert "2 skipped for want of something" in said and "1 skipped because there is nothing to test" in said
     assert "     1 needs a CUDA device\n" in said and "     1 refused: unstable\n" in said
+
+
+def imported(source: str) -> set[str]:
+    """The last parts of the names of modules, and what is taken from them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found |= {name.rpartition(".")[2] for name in names if name}
+    return found
+
+
+def test_no_test_imports_another() -> None:
+    """What several share stands in ``distributed/support``, or beside a conftest.py that has its folder on the path."""
+    assert imported("import a.b, c\nfrom d.e import f") == {"b", "c", "e", "f"}
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "test_suite" in tests
+    assert not {name: others for name, path in tests.items() if (others := imported(path.read_text()) & tests.keys())}

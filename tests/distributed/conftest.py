@@ -11,7 +11,7 @@ import pytest
 # --import-mode=importlib leaves sys.path alone; these helpers are shared by the files here and by the ranks.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Ranks, single_process  # noqa: E402
+from support.harness import Ranks, single_process  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from launched import accelerated
-from reference import full, world_and_rank
 from safetensors.torch import load_file, save_file
+from support.harness import Ranks
+from support.launched import accelerated
+from support.reference import full, world_and_rank
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 

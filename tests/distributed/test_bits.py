@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from reference import full, world_and_rank
-from zoo import Uneven
+from support.harness import Ranks
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 
 import compile_muon
 

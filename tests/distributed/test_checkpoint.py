@@ -19,12 +19,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import DEVICE, full, placed, world_and_rank
 from safetensors.torch import load_file
+from support.harness import Ranks
+from support.reference import DEVICE, full, placed, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError, UnsupportedModelError

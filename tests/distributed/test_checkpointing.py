@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from reference import Report, hidden_matrices, train
+from support.harness import Ranks
+from support.reference import Report, hidden_matrices, train
+from support.zoo import ZOO, ZooModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from zoo import ZOO, ZooModel
 
 STEPS = 2
 _aten = torch.ops.aten

@@ -15,11 +15,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from support.harness import Ranks
+from support.traced import Trace, trace
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from traced import Trace, trace
 
 import compile_muon
 from compile_muon.engine.step_checks import StepChecks

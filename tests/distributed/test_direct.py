@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kvikio_alone import CuFile, installed
+from support.kvikio_alone import CuFile, installed
 
 from compile_muon.errors import OffloadError
 from compile_muon.offload import direct

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full, world_and_rank
+from support.harness import Ranks
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from zoo import Uneven
 
 import compile_muon
 

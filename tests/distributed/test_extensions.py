@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import DEVICE, full, placed, world_and_rank
+from support.harness import Ranks
+from support.reference import DEVICE, full, placed, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import Checkpointer, Extension, NonFiniteError

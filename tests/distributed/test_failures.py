@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import BACKEND, Ranks
-from reference import ADAMW_LR, DEVICE, Reference, Report, full, placed, relative_error, train
+from support.harness import BACKEND, Ranks
+from support.reference import ADAMW_LR, DEVICE, Reference, Report, full, placed, relative_error, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from reference import full, world_and_rank
+from support.harness import Ranks
+from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import decayed_apart, full, world_and_rank
+from support.harness import Ranks
+from support.reference import decayed_apart, full, world_and_rank
 from torch import nn
 
 from compile_muon import MuonZero

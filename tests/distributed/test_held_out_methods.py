@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from as_graphs import AsGraphs, outputs_in_place
-from harness import Ranks
-from reference import DECAY, LR, MOMENTUM, newton_schulz, relative_error
-from test_owner_methods import SHAPES, STEPS, TOLERANCE, Exact, gradients, made, saved, train
+from support.as_graphs import AsGraphs, outputs_in_place
+from support.exact import SHAPES, STEPS, TOLERANCE, Exact, gradients, made, saved, train
+from support.harness import Ranks
+from support.reference import DECAY, LR, MOMENTUM, newton_schulz, relative_error
 from torch import Tensor
 
 from compile_muon.passes import methods

@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from harness import Ranks
-from reference import full, world_and_rank
+from support.harness import Ranks
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor, nn
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import MuonZeroError

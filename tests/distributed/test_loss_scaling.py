@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full
+from support.harness import Ranks
+from support.reference import full
 from torch import Tensor, nn
 
 import compile_muon

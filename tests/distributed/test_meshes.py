@@ -10,22 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import DEVICE, Report, full, placed, train
-from test_training import MATRICES, STEPS, Odd, cases, data, loss
+from support.harness import Ranks
+from support.odd import NAMES, Odd, cases, data, loss, train_on
+from support.reference import DEVICE, full, placed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 
 import compile_muon
-
-NAMES = ("replicate", "shard")
-
-
-def train_on(shape: tuple[int, int], **settings: Any) -> Report:
-    torch.manual_seed(0)
-    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=NAMES)
-    return train(Odd(), MATRICES, loss, data, steps=STEPS, mesh=mesh, **settings)
 
 
 def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:

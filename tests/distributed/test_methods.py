@@ -8,15 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_meshes
-import test_model_parallel
-import test_owner_methods
 import torch
 import torch.distributed as dist
-from books import AUXILIARIES, BETA2, BOOKS
-from harness import Ranks
-from reference import DEVICE, Report, full, train, world_and_rank
-from test_training import MATRICES, STEPS, Odd, data, loss
+from support.books import AUXILIARIES, BETA2, BOOKS
+from support.exact import SETTINGS
+from support.harness import Ranks
+from support.odd import MATRICES, STEPS, Odd, data, loss, train_on
+from support.reference import DEVICE, Report, full, train, world_and_rank
+from support.sliced import train_sliced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +44,7 @@ FEW = few("normuon", "muonh")
 def test_every_method_has_a_reference() -> None:
     """Here, or beside the states that it keeps at owners (test_owner_methods.py)."""
     matrices = {method.name for method in METHODS if isinstance(method, MatrixMethod)}
-    assert matrices == {*BOOKS, *test_owner_methods.SETTINGS} - {"cautious"}
+    assert matrices == {*BOOKS, *SETTINGS} - {"cautious"}
     assert {*ELEMENTS, "adamw"} <= AUXILIARIES.keys()
 
 
@@ -90,11 +89,11 @@ def test_directions_of_backward(ranks: Callable[[int], Ranks], way: str) -> None
 
 
 def on_replicas(way: str, **settings: Any) -> Report:
-    return test_meshes.train_on((2, 2), **settings_of(way), **settings)
+    return train_on((2, 2), **settings_of(way), **settings)
 
 
 def on_slices(way: str, **settings: Any) -> Report:
-    return test_model_parallel.train_sliced((2, 2), ("shard", "tensor"), **settings_of(way), **settings)
+    return train_sliced((2, 2), ("shard", "tensor"), **settings_of(way), **settings)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from launched import launched
-from reference import Report, hidden_matrices, train, world_and_rank
-from test_moe import tiny, tokens_of
+from support.harness import Ranks
+from support.launched import launched
+from support.mixtures import tiny, tokens_of
+from support.reference import Report, hidden_matrices, train, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate

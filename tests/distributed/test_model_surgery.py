@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full
+from support.harness import Ranks
+from support.reference import full
+from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import UnsupportedModelError, full_parameters

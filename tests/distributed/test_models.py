@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from reference import Report, full, train, world_and_rank
+from support.harness import Ranks
+from support.reference import Report, full, train, world_and_rank
+from support.zoo import ZOO
 from torch import Tensor, nn
-from zoo import ZOO
 
 from compile_muon import MuonZero
 

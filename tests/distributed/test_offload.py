@@ -17,10 +17,10 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import Ranks
-from kvikio_alone import CuFile, serving
-from reference import DEVICE, full, placed, world_and_rank
-from test_training import Odd, data, loss
+from support.harness import Ranks
+from support.kvikio_alone import CuFile, serving
+from support.odd import Odd, data, loss
+from support.reference import DEVICE, full, placed, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

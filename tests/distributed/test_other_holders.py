@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Ranks
+from support.harness import Ranks
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import (
+from support.harness import Ranks
+from support.reference import (
     ADAMW_EPS,
     ADAMW_LR,
     BETAS,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full, world_and_rank
 from safetensors.torch import load_file, save_file
-from test_moe import tiny
+from support.harness import Ranks
+from support.mixtures import tiny
+from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import Ranks
-from reference import full, world_and_rank
+from support.harness import Ranks
+from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from as_graphs import AsGraphs, outputs_in_place
-from harness import Ranks
-from reference import full, world_and_rank
-from zoo import Uneven
+from support.as_graphs import AsGraphs, outputs_in_place
+from support.harness import Ranks
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 
 import compile_muon
 from compile_muon.passes.methods import MatrixMethod, matrix_method, method_names

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from support.harness import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RankError
-from reference import DEVICE, full, hidden_matrices, train, world_and_rank
+from support.harness import RankError
+from support.reference import DEVICE, full, hidden_matrices, train, world_and_rank
+from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from zoo import ZOO
 
 import compile_muon
 from compile_muon import Checkpointer, ConfigError, MuonZero, NonFiniteError, check_sequence

@@ -1,10 +1,8 @@
-"""``MuonTrainer`` beside a plain loop: clipped, accumulated, evaluated, saved, gone on with, on several ranks."""
+"""``MuonTrainer`` beyond test_trainers.py: the best model, texts, schedules, groups, and Transformers' own saving."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,141 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from launched import accelerated
-from reference import full, world_and_rank
 from safetensors.torch import load_file
+from support.harness import Ranks
+from support.launched import accelerated
+from support.on_transformers import CONFIG, STEPS, Sentences, logged, trainer_of
+from support.reference import world_and_rank
+from support.trainers import ACCUMULATED, gpt, state_of
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
 
 import compile_muon
 
-CONFIG = {
-    "optimizer": {"type": "Muon", "params": {"lr": "auto", "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}},
-    "gradient_accumulation_steps": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-STEPS, ACCUMULATED, BATCH, LIMIT, RATE = 6, 2, 2, 0.5, 0.02
-
-
-def gpt(**settings: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(3)
-    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    shape = dict(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(**shape, **dropout, **settings))
-
-
-class Sentences(Dataset):
-    def __init__(self, size: int = 96) -> None:
-        dice = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(0, 61, (size, 8), generator=dice)
-        # The Trainer divides by the number of labels, of which the first predicts nothing.
-        self.labels = torch.cat((torch.full((size, 1), -100), self.tokens[:, 1:]), dim=1)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
-
-
-def trainer_of(
-    folder: str, stage: int, *, compiled: bool = False, config: dict[str, Any] = CONFIG, groups: Any = None,
-    extensions: Any = (), **settings: Any,
-) -> Any:  # fmt: skip
-    from transformers import TrainingArguments
-
-    from compile_muon.integrations.transformers import MuonTrainer
-
-    class InOrder(MuonTrainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    defaults: dict[str, Any] = dict(
-        max_steps=STEPS, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED, use_cpu=True,
-        max_grad_norm=LIMIT, learning_rate=RATE, warmup_steps=2, logging_steps=1, report_to=[], disable_tqdm=True,
-        save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    config = {**config, "zero_optimization": {"stage": stage}, "compile": {"codegen": "eager"} if compiled else False}
-    arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
-    return InOrder(
-        model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config,
-        muon_groups=groups, muon_extensions=extensions,
-    )  # fmt: skip
-
-
-def weights(model: Any) -> dict[str, Tensor]:
-    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
-
-
-def losses(trainer: Any, key: str = "loss") -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def train(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
-    with accelerated():
-        trainer = trainer_of(folder, stage, compiled=compiled)
-        trainer.train()
-        assert trainer.muon.totals()["skipped_steps"] == 0
-        assert "muon_zero/bytes_sent" in trainer.state.log_history[0]
-        return losses(trainer), losses(trainer, "grad_norm"), losses(trainer, "eval_loss"), weights(trainer.model)
-
-
-def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
-    """The same by hand, in one process on the batches of all ranks."""
-    from transformers import get_linear_schedule_with_warmup
-
-    model, data = gpt(), Sentences()
-    optimizer = compile_muon.MuonZero(
-        model, lr=RATE, adamw_lr=0.003, weight_decay=0.1, adamw_weight_decay=0.1, ns_dtype="fp32",
-        gradient_accumulation_steps=None,
-    )  # fmt: skip
-    schedule = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    found: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for step in range(STEPS):
-        total = 0.0
-        for batch in range(world * ACCUMULATED):
-            first = (step * world * ACCUMULATED + batch) * BATCH % len(data)
-            tokens = data.tokens[first : first + BATCH]
-            loss = model(input_ids=tokens, labels=tokens).loss / (world * ACCUMULATED)
-            loss.backward()
-            total += loss.item()
-        found[0].append(total)
-        found[1].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if (step + 1) % 3 == 0:
-            tokens = Sentences(12).tokens
-            with torch.no_grad():
-                found[2].append(model(input_ids=tokens, labels=tokens).loss.item())
-    return *found, weights(model)
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "compiled"),
-    [
-        (2, 2, False),
-        *(
-            pytest.param(*given, marks=pytest.mark.campaign)
-            for given in ((2, 3, True), (2, 0, False), (2, 1, True), (1, 2, True), (3, 3, False))
-        ),
-    ],
-)
-def test_the_trainer_trains_as_a_plain_loop(
-    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, compiled: bool
-) -> None:
-    expected = plain(world)
-    for found in ranks(world).run(train, folder=str(tmp_path), stage=stage, compiled=compiled):
-        for mine, theirs in zip(found[:3], expected[:3], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-5)
-        for name, value in expected[3].items():
-            torch.testing.assert_close(found[3][name], value, rtol=1e-4, atol=1e-5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
-    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
-    assert all(torch.equal(saved[name], value) for name, value in found[3].items())
+UNSAVED: dict[str, Any] = dict(save_strategy="no", eval_strategy="no")
 
 
 def counted(prediction: Any) -> dict[str, float]:
@@ -156,69 +30,26 @@ def counted(prediction: Any) -> dict[str, float]:
     return {"rows": len(labels), "positions": guesses.shape[1], "hits": int((guesses == labels).sum())}
 
 
-def train_sharing(folder: str, sequence: int) -> tuple[list[Any], ...]:
+def train_sharing(folder: str, sequence: int) -> list[Any]:
     """Sequences of 8 tokens on as many ranks; ten rows to evaluate, which do not fill the last batch."""
     config = {**CONFIG, "sequence_parallel": {"size": sequence}}
     with accelerated():
-        trainer = trainer_of(folder, 3, config=config, include_num_input_tokens_seen="all", save_strategy="no")
+        trainer = trainer_of(
+            folder, 3, config=config, include_num_input_tokens_seen="all", save_strategy="no", max_steps=3
+        )
         trainer.compute_metrics, trainer.eval_dataset = counted, Sentences(10)
         trainer.train()
         seen = [trainer.state.num_input_tokens_seen, trainer.get_total_train_batch_size(trainer.args)]
-        names = ("loss", "grad_norm", "eval_loss", "eval_rows", "eval_positions", "eval_hits")
-        return *(losses(trainer, name) for name in names), seen
+        return seen + [logged(trainer, name) for name in ("eval_loss", "eval_rows", "eval_positions", "eval_hits")]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_ranks_that_share_sequences_train_as_half_as_many(
-    ranks: Callable[[int], Ranks], tmp_path: Path, world: int
-) -> None:
-    expected = ranks(world // 2).run(train_sharing, folder=str(tmp_path), sequence=1)[0]
-    assert expected[3] == [10, 10] and expected[4] == [7, 7] and expected[6][0] == STEPS * ACCUMULATED * 8 * world
-    for found in ranks(world).run(train_sharing, folder=str(tmp_path), sequence=2):
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=2e-5)
-
-
-# ------------------------------------------------------------------------------------------------- going on
-
-
-def go_on(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """From checkpoint-3: the weights the next step begins with, its losses, and the last weights."""
-    from transformers import TrainerCallback
-
-    began: list[dict[str, Tensor]] = []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not began:
-                began.append(weights(kwargs["model"]))
-
-    with accelerated():
-        trainer = trainer_of(folder, stage)
-        trainer.add_callback(Watch())
-        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
-        return began[0], losses(trainer)[-3:], weights(trainer.model)
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        pytest.param(((2, 3), (1, 0)), marks=pytest.mark.full),
-        pytest.param(((2, 3), (1, 0), (3, 1)), marks=pytest.mark.campaign),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit_and_on_another_world(
-    ranks: Callable[[int], Ranks], tmp_path: Path, others: tuple[tuple[int, int], ...]
-) -> None:
-    whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
-    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    for world, stage in others:
-        for began, later, last in ranks(world).run(go_on, folder=str(tmp_path), stage=stage):
-            assert all(torch.equal(began[name], saved[name]) for name in began)
-            if world == 2:
-                assert later == whole[0][3:]
-                assert all(torch.equal(last[name], value) for name, value in whole[3].items())
+def test_ranks_that_share_sequences_count_them_once(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    expected = train_sharing(str(tmp_path), sequence=1)
+    assert expected[:2] == [3 * ACCUMULATED * 8 * 2, 4] and expected[3:5] == [[10], [7]]
+    for found in ranks(2).run(train_sharing, folder=str(tmp_path), sequence=2):
+        assert [found[0], found[1], *found[3:]] == [expected[0], expected[1], *expected[3:]]
+        assert found[2] == pytest.approx(expected[2], rel=2e-5)
 
 
 def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[int]]]:
@@ -230,7 +61,7 @@ def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[in
         trainer.model.eval()
         with torch.no_grad():
             text = trainer.model.generate(tokens, max_new_tokens=4, do_sample=False, attention_mask=tokens.bool())
-        return Path(trainer.state.best_model_checkpoint).name, weights(trainer.model), text.tolist()
+        return Path(trainer.state.best_model_checkpoint).name, state_of(trainer.model), text.tolist()
 
 
 def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -245,8 +76,8 @@ def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: Callable[[int]
     assert text == other == expected.tolist()
 
 
-def generate_unevenly(folder: str) -> tuple[list[int], float]:
-    """T5 at stage 3, whose ranks generate texts of different lengths; the lengths, and the evaluation's loss."""
+def generate_unevenly(folder: str) -> float:
+    """T5 at stage 3, whose ranks generate texts of different lengths; the evaluation's loss."""
     from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     from compile_muon.integrations.transformers import MuonSeq2SeqTrainer
@@ -255,7 +86,6 @@ def generate_unevenly(folder: str) -> tuple[list[int], float]:
     shape = dict(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.0, eos_token_id=1, pad_token_id=0))
     with accelerated():
-        _, rank = world_and_rank()
         arguments = Seq2SeqTrainingArguments(
             output_dir=folder, max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, use_cpu=True,
             report_to=[], disable_tqdm=True, predict_with_generate=True, save_strategy="no",
@@ -265,36 +95,15 @@ def generate_unevenly(folder: str) -> tuple[list[int], float]:
             model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8), muon_config=config
         )
         trainer.train()
-        found = trainer.evaluate(max_new_tokens=3 + 4 * rank)
-        return [rank], found["eval_loss"]
+        return trainer.evaluate(max_new_tokens=3 + 4 * world_and_rank()[1])["eval_loss"]
 
 
 def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    (_, one), (_, other) = ranks(2).run(generate_unevenly, folder=str(tmp_path))
+    one, other = ranks(2).run(generate_unevenly, folder=str(tmp_path))
     assert one == other
 
 
 # ------------------------------------------------------------------------------------------------- other settings
-
-
-def train_an_epoch(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float]]:
-    """Five micro-batches a rank: the last step of the epoch has one."""
-    with accelerated():
-        trainer = trainer_of(
-            folder, stage, compiled=compiled, max_steps=-1, num_train_epochs=1, eval_strategy="no", save_strategy="no"
-        )
-        trainer.train_dataset = Sentences(20)
-        trainer.train()
-        return losses(trainer), losses(trainer, "grad_norm")
-
-
-@pytest.mark.full
-def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    expected = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=0, compiled=False)[0]
-    found = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=1, compiled=True)[0]
-    assert len(expected[1]) == 3
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +116,12 @@ def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Callable[[int], Ranks]
 def test_schedules_with_an_end_of_their_own(
     tmp_path: Path, kind: str, given: dict[str, float], rates: list[float]
 ) -> None:
-    settings: dict[str, Any] = dict(max_steps=4, warmup_steps=0, save_strategy="no", eval_strategy="no")
+    settings = dict(max_steps=4, warmup_steps=0, lr_scheduler_type=kind, lr_scheduler_kwargs=given)
     with accelerated():
-        trainer = trainer_of(str(tmp_path), 2, lr_scheduler_type=kind, lr_scheduler_kwargs=given, **settings)
+        trainer = trainer_of(str(tmp_path), 2, **settings, **UNSAVED)
         trainer.train()
-    assert losses(trainer, "learning_rate") == pytest.approx(rates, rel=1e-5)
-    assert losses(trainer, "muon_zero/adamw_lr")[0] == pytest.approx(0.003 * rates[1] / 0.02, rel=1e-5)
+    assert logged(trainer, "learning_rate") == pytest.approx(rates, rel=1e-5)
+    assert logged(trainer, "muon_zero/adamw_lr")[0] == pytest.approx(0.003 * rates[1] / 0.02, rel=1e-5)
 
 
 def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Path) -> None:
@@ -336,10 +145,10 @@ def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Pa
         return [{"params": p, "lr": rate} for p, rate in zip(layers, rates, strict=True)] + [{"params": rest}]
 
     with accelerated():
-        settings: dict[str, Any] = dict(max_steps=2, warmup_steps=0, save_strategy="no", eval_strategy="no")
-        trainer = trainer_of(str(tmp_path), 2, groups=layerwise, extensions=[Counting()], **settings)
+        settings: dict[str, Any] = dict(net=gpt(n_layer=2), groups=layerwise, extensions=[Counting()])
+        trainer = trainer_of(str(tmp_path), 2, max_steps=2, warmup_steps=0, **settings, **UNSAVED)
         trainer.train()
-    assert losses(trainer, "muon_zero/written") == [1, 2]
+    assert logged(trainer, "muon_zero/written") == [1, 2]
     found = {(group["name"], group["algorithm"]): group["initial_lr"] for group in trainer.muon.param_groups}
     assert {rate for (name, _), rate in found.items() if "0" in name} == {0.01}
     assert {rate for (name, _), rate in found.items() if "1" in name} == {0.02}
@@ -350,7 +159,7 @@ def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
     with accelerated():
         trainer_of(str(tmp_path), 2).save_model(str(tmp_path / "first"))
     saved = load_file(tmp_path / "first" / "model.safetensors")
-    assert all(torch.equal(saved[name], value) for name, value in weights(gpt()).items())
+    assert all(torch.equal(saved[name], value) for name, value in state_of(gpt()).items())
 
 
 def go_on_from_the_newest(folder: str) -> int:
@@ -382,25 +191,23 @@ def saved_and_trained_again(folder: str) -> None:
     from compile_muon.errors import ConfigError
     from compile_muon.integrations.transformers import MuonTrainer
 
-    few = dict(max_steps=1, eval_strategy="no", save_strategy="no", gradient_accumulation_steps=1)
     with accelerated():
-        trainer = trainer_of(folder, 2, **few)
+        trainer = trainer_of(folder, 2, max_steps=1, gradient_accumulation_steps=1, **UNSAVED)
         trainer.train()
         trainer.model.save_pretrained(f"{folder}/whole", max_shard_size="1GB")  # Transformers' own name, on all ranks
         with pytest.raises(ConfigError, match=r"save_pretrained.variant = 'fp16': is not done with a sharded model"):
             trainer.model.save_pretrained(f"{folder}/other", variant="fp16")
-        held = {name: full(param) for name, param in trainer.model.named_parameters()}
+        held = state_of(trainer.model)
         if world_and_rank()[1] == 0:
             saved = load_file(Path(folder) / "whole" / "model.safetensors")
             assert all(torch.equal(held[name], value) for name, value in saved.items() if name in held) and saved
-        again = MuonTrainer(
-            model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={}
-        )  # fmt: skip
+        given: dict[str, Any] = dict(args=trainer.args, train_dataset=trainer.train_dataset, muon_config={})
+        again = MuonTrainer(model=trainer.model, **given)
         with pytest.raises(ConfigError, match=r"MuonTrainer.model = .*train\(\) of that trainer.*full_parameters"):
             again.train()
         with compile_muon.full_parameters(trainer.model):
             model = copy.deepcopy(trainer.model)
-        again = MuonTrainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={})
+        again = MuonTrainer(model=model, **given)
         again.train()  # as the remedy says
         model.save_pretrained(f"{folder}/copy")
 
@@ -421,19 +228,10 @@ class Normed(torch.nn.Module):
 
 
 def evaluate_normed(folder: str) -> tuple[dict[str, Tensor], float]:
-    from transformers import TrainingArguments
-
-    from compile_muon.integrations.transformers import MuonTrainer
-
     torch.manual_seed(0)
     with accelerated():
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[],
-            disable_tqdm=True, save_strategy="no", learning_rate=0.02,
-        )  # fmt: skip
-        trainer = MuonTrainer(
-            model=Normed(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(16), muon_config=CONFIG
-        )
+        trainer = trainer_of(folder, 2, net=Normed(), max_steps=2, **UNSAVED)
+        trainer.eval_dataset = Sentences(16)
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
         trainer.save_model(folder)
@@ -455,34 +253,6 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
 # ------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"torch_compile": True}, r"TrainingArguments.torch_compile = True: would compile .*\"compile\": true"),
-        ({"auto_find_batch_size": True}, "TrainingArguments.auto_find_batch_size = True"),
-        ({"optim": "adafactor"}, "TrainingArguments.optim = 'adafactor': is another optimizer; leave it out"),
-        ({"save_on_each_node": True}, "TrainingArguments.save_on_each_node = True: .* share output_dir"),
-        ({"bf16_full_eval": True}, "TrainingArguments.bf16_full_eval = True: casts the weights that train"),
-        ({"weight_decay": 0.01}, r'TrainingArguments.weight_decay = 0.01: is not .*, 0.1, .* "weight_decay": "auto"'),
-        ({"adam_beta2": 0.9}, r'TrainingArguments.adam_beta2 = 0.9: is not .*, 0.95, .* "betas": "auto"'),
-        ({"gradient_accumulation_steps": 3, "config": {"gradient_accumulation_steps": 2}}, "contradicts"),
-        ({"config": {"mesh": {"tensor": 2}}}, "mesh.tensor = 2: needs the same batches on its ranks"),
-        ({"config": {"sequence_parallel": {"inputs": "sharded"}}}, "inputs = 'sharded': cannot be: loaders here give"),
-        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers = 'SGD': is another optimizer"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
-    from transformers import TrainingArguments
-
-    from compile_muon.integrations.transformers import MuonTrainer
-
-    given = {name: settings.pop(name) for name in ("optimizers",) if name in settings}
-    config = {**CONFIG, **settings.pop("config", {})}
-    with accelerated(), pytest.raises(compile_muon.ConfigError, match=said):
-        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
-        MuonTrainer(model=gpt(), args=arguments, train_dataset=Sentences(), muon_config=config, **given)
-
-
 def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with accelerated(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
@@ -501,8 +271,8 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
         trainer.train()
         metrics = {**trainer.muon.metrics(), **trainer.muon.totals()}
         assert trainer.muon_config.zero.gradient_clipping == 1e6
-        assert metrics["directions_used"] == metrics["directions_speculated"] == STEPS * 8
-        assert losses(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])
+        assert metrics["directions_used"] == metrics["directions_speculated"] == STEPS * 4
+        assert logged(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])
         rates = {name: g["weight_decay"] for g in trainer.muon.param_groups for name in g["param_names"]}
         assert {name for name, decay in rates.items() if decay} == decayed & set(rates) < set(rates)
     schedule = {"type": "WarmupDecayLR", "params": {key: "auto" for key in (
@@ -512,7 +282,7 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
     with accelerated():
         trainer = trainer_of(str(tmp_path), 2, learning_rate=0.01, save_strategy="no", config=config)
         trainer.train()
-        assert losses(trainer, "learning_rate") == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.0075, 0.005])
+        assert logged(trainer, "learning_rate") == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.0075, 0.005])
     known = {".".join(path) for path in _AUTO} | {
         "scheduler.params.warmup_num_steps",
         "scheduler.params.total_num_steps",
@@ -520,10 +290,7 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
     assert known == set(FILLED)
 
 
-def test_a_limit_that_contradicts_the_arguments_is_refused(tmp_path: Path) -> None:
-    said = "gradient_clipping = 0.1: contradicts TrainingArguments.max_grad_norm = 0.5"
-    with accelerated(), pytest.raises(compile_muon.ConfigError, match=said):
-        trainer_of(str(tmp_path), 2, config={**CONFIG, "gradient_clipping": 0.1})
+def test_arguments_without_a_limit_leave_that_of_the_config(tmp_path: Path) -> None:
     with accelerated():
         trainer = trainer_of(str(tmp_path), 2, max_grad_norm=0.0, config={**CONFIG, "gradient_clipping": 0.1})
     assert trainer.muon_config.zero.gradient_clipping == 0.1
@@ -540,9 +307,6 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         trainer = trainer_of(str(tmp_path), 2)
         with pytest.raises(compile_muon.ConfigError, match="saving checkpoint-3 was cut off, and there is no other"):
             trainer.train(resume_from_checkpoint=True)
-        trainer.create_optimizer()
-        with pytest.raises(compile_muon.ConfigError, match="has no optimizer state of MuonZero"):
-            trainer._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
 
 
 def test_every_rank_saves_whichever_the_trainer_would_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,8 +322,3 @@ def test_every_rank_saves_whichever_the_trainer_would_ask(monkeypatch: pytest.Mo
     trainer.optimizer, trainer.args = object(), SimpleNamespace(push_to_hub=False, should_save=False)
     trainer.save_model("weights")
     assert saved == ["weights"]
-
-
-def test_the_package_does_not_import_transformers() -> None:
-    code = "import compile_muon.integrations, sys; assert not {'transformers', 'accelerate'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankError
-from reference import full, world_and_rank
+from support.harness import RankError
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import Checkpointer, PeerError, UnsupportedModelError

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from reference import full, world_and_rank
 from safetensors.torch import load_file, save_file
+from support.harness import Ranks
+from support.reference import full, world_and_rank
+from support.zoo import Uneven
 from torch import Tensor, nn
-from zoo import Uneven
 
 import compile_muon
 from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError, full_parameters
@@ -454,7 +454,7 @@ def hugging_face(kind: str) -> nn.Module:
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
         return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, **small))
     if kind == "MixtralForCausalLM":
-        from zoo import ZOO
+        from support.zoo import ZOO
 
         return ZOO["mixtral"].build()
     if kind == "ResNetForImageClassification":

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from as_graphs import AsGraphs, outputs_in_place
+from support.as_graphs import AsGraphs, outputs_in_place
 from torch import nn
 
 from compile_muon import Extension, LedgerError, MuonZero

@@ -1,5 +1,7 @@
 """A small Llama, data and a configuration for torchtitan's trainer; imported once its device is known."""
 
+# ruff: noqa: F401  what tests take from here
+
 from __future__ import annotations
 
 import sys
@@ -33,61 +35,28 @@ from torchtitan.models.llama3 import (
 )
 from torchtitan.trainer import Trainer
 
-__all__ = [
-    "Batches",
-    "CheckpointManager",
-    "ChunkedLossWrapper",
-    "CompileConfig",
-    "CrossEntropyLoss",
-    "DebugConfig",
-    "FullAC",
-    "MemoryBudgetAC",
-    "ParamGroupConfig",
-    "ParallelismConfig",
-    "SelectiveAC",
-    "Trainer",
-    "TrainingConfig",
-    "batch_of",
-    "config",
-    "decoder",
-    "default_adamw",
-    "llama",
-    "load",
-]
 
-
-def llama(dim: int = 16, heads: int = 2, layers: int = 2, vocabulary: int = 32) -> Any:
+def llama(dim: int = 16, heads: int = 2, keys: int | None = None, attention: Any = ScaledDotProductAttention) -> Any:
     """Its own ``ModelSpec``, smaller, with the only attention that has a backward on CPU."""
     spec = model_registry("debugmodel")
     spec.model = Llama3Model.Config(
-        dim=dim,
-        vocab_size=vocabulary,
-        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=dim, param_init=_EMBEDDING_INIT),
-        norm=RMSNorm.Config(normalized_shape=dim, param_init=_NORM_INIT),
-        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=_output_linear_init(dim)),
+        dim=dim, vocab_size=32, norm=RMSNorm.Config(normalized_shape=dim, param_init=_NORM_INIT),
+        tok_embeddings=Embedding.Config(num_embeddings=32, embedding_dim=dim, param_init=_EMBEDDING_INIT),
+        lm_head=Linear.Config(in_features=dim, out_features=32, param_init=_output_linear_init(dim)),
         layers=_build_llama3_layers(
-            n_layers=layers, dim=dim, n_heads=heads, hidden_dim=24, attn_backend="flex",
+            n_layers=2, dim=dim, n_heads=heads, n_kv_heads=keys, hidden_dim=24, attn_backend="flex",
             rope=ComplexRoPE.Config(dim=dim // heads, max_seq_len=64, theta=500000, scaling="llama"),
         ),
     )  # fmt: skip
     for layer in spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = attention.Config(**{"block_size": 16} if attention is FlexAttention else {})
     return spec
 
 
-def decoder(kind: str) -> Any:
-    """One of two layers, 4 heads, one of keys for two, and the attention of ``kind``."""
-    spec = llama(dim=32, heads=4)
-    spec.model.layers = _build_llama3_layers(
-        n_layers=2, dim=32, n_heads=4, n_kv_heads=1, hidden_dim=24, attn_backend="flex",
-        rope=ComplexRoPE.Config(dim=8, max_seq_len=64, theta=500000, scaling="llama"),
-    )  # fmt: skip
-    for layer in spec.model.layers:
-        inner = ScaledDotProductAttention.Config() if kind == "sdpa" else FlexAttention.Config(block_size=16)
-        layer.attention.inner_attention = inner
+def built(spec: Any, seed: int) -> Any:
     with torch.device("meta"):
         model = spec.model.build()
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model.to_empty(device="cpu").init_weights()
     return model
 
@@ -134,14 +103,10 @@ class NoTokenizer(BaseTokenizer):
     def __init__(self, config: Config, *, tokenizer_path: str) -> None:
         super().__init__()
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        return []
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        return ""
-
     def get_vocab_size(self) -> int:
         return 32
+
+    encode = decode = get_vocab_size  # which nobody calls
 
 
 class Heard(MetricsProcessor):
@@ -153,16 +118,14 @@ class Heard(MetricsProcessor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.validated: list[float] = []
+        self.heard: dict[str, list[float]] = {"losses": [], "norms": [], "evaluations": []}
 
     def log(self, step: int, loss: float, largest: float, norm: float, *args: Any, **kwargs: Any) -> None:
-        self.losses.append(loss)
-        self.norms.append(norm)
+        self.heard["losses"].append(loss)
+        self.heard["norms"].append(norm)
 
     def log_validation(self, loss: float, step: int) -> None:
-        self.validated.append(loss)
+        self.heard["evaluations"].append(loss)
 
 
 def config(folder: str, **sections: Any) -> Any:
@@ -177,26 +140,16 @@ def config(folder: str, **sections: Any) -> Any:
         debug=dict(seed=7, enable_structured_logging=False),
         checkpoint=dict(enable=True, interval=2, last_save_model_only=False, keep_latest_k=0),
     )  # fmt: skip
-    kinds = dict(
-        training=TrainingConfig, parallelism=ParallelismConfig, compile=CompileConfig, debug=DebugConfig,
-        checkpoint=CheckpointManager.Config,
-    )  # fmt: skip
-    for name, kind in kinds.items():
-        given = sections.pop(name, {})
-        sections[name] = kind(**{**defaults[name], **given})
+    kinds = (TrainingConfig, ParallelismConfig, CompileConfig, DebugConfig, CheckpointManager.Config)
+    for (name, own), kind in zip(defaults.items(), kinds, strict=True):
+        sections[name] = kind(**{**own, **sections.get(name, {})})
     rest: dict[str, Any] = dict(
-        model_spec=llama(),
-        loss=CrossEntropyLoss.Config(),
-        tokenizer=NoTokenizer.Config(),
-        dataloader=Batches.Config(),
-        optimizer=default_adamw(lr=0.003),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        metrics=Heard.Config(log_freq=1),
-        activation_checkpoint=None,
+        model_spec=llama(), loss=CrossEntropyLoss.Config(), tokenizer=NoTokenizer.Config(), dump_folder=folder,
+        dataloader=Batches.Config(), optimizer=default_adamw(lr=0.003), metrics=Heard.Config(log_freq=1),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2), activation_checkpoint=None,
         validator=Validator.Config(enable=True, freq=2, steps=1, dataloader=Batches.Config(first=500)),
         comm=CommConfig(train_timeout_seconds=60),
-        dump_folder=folder,
-    )
+    )  # fmt: skip
     rest["optimizer"].implementation = "for-loop"
     return Trainer.Config(**{**rest, **sections})
 

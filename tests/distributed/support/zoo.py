@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reference import Matrices, hidden_matrices
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from support.reference import Matrices, hidden_matrices
 
 __all__ = ["ZOO", "Uneven", "ZooModel"]
 

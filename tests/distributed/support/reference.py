@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from books import AUXILIARIES, BOOKS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 import compile_muon
 from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
+from support.books import AUXILIARIES, BOOKS
 
 __all__ = [
     "ADAMW_EPS",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from unittest import mock
 
-from reference import world_and_rank
+from support.reference import world_and_rank
 
 __all__ = ["accelerated", "launched"]
 
