@@ -61,14 +61,17 @@ def test_conflicts():
     run(noop("deduplicate", conflicts=("lower",)), noop("lower"))
 
 
-def test_lint():
+def test_an_ill_formed_graph_is_refused_and_where_there_are_dumps_its_pass_is_named(tmp_path):
     def break_it(gm, ctx):
         relu = next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)))
         relu.prepend(gm.graph.output_node())
         return gm
 
-    with pytest.raises(PassContractError, match="'careless' left an ill-formed graph"):
-        run(GraphPass("careless", break_it))
+    passes = noop("first"), GraphPass("careless", break_it), noop("last")
+    with pytest.raises(PassContractError, match=r"one of the passes \['careless', 'first', 'last'\].*ill-formed graph"):
+        run(*passes)
+    with pytest.raises(PassContractError, match="^pass 'careless' left an ill-formed graph"):
+        run(*passes, options=PassOptions(dump=tmp_path))
 
 
 def test_the_graph_a_pass_returns_is_the_one_that_goes_on():
