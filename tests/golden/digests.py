@@ -7,6 +7,7 @@ second digest leaves out the order.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -81,7 +82,9 @@ def _argument(given: Any, groups: Mapping[str, str], source: Callable[[Node], st
         return f"[{', '.join(_argument(each, groups, source) for each in given)}]"
     if isinstance(given, Mapping):
         return f"{{{', '.join(f'{key}: {_argument(each, groups, source)}' for key, each in sorted(given.items()))}}}"
-    return groups.get(given, repr(given)) if isinstance(given, str) else str(given)
+    if isinstance(given, str):  # ranges have the number of a frame in their names
+        return groups.get(given, repr(re.sub(r"^frame\d+", "frame", given)))
+    return str(given)
 
 
 def _value(value: Any) -> str:

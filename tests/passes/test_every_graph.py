@@ -43,7 +43,7 @@ from compile_muon.passes.language.spec import MuonSpec, ParamSpec, decode_dtype,
 from compile_muon.passes.language.views import View
 from compile_muon.passes.language.work import work_of
 from compile_muon.passes.lowering import buckets
-from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, Orthogonalize, ReduceGrad
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5
 HYPER = torch.tensor([0.05, 0.95])
@@ -210,32 +210,17 @@ class Rank:
         graph.output((*outputs, hidden))
         return GraphModule(torch.nn.Module(), graph)
 
-    def step_graph(self) -> GraphModule:
-        """The directions of all matrices."""
-        graph, fake = Graph(), FakeTensorMode()
-        chosen = [i for i, spec in enumerate(self.specs) if spec.muon]
-        names = ("grad", self.carried), ("momentum", self.states), ("hyper", [HYPER] * len(self.specs))
-        inputs = [[graph.placeholder(f"{name}_{i}") for i in chosen] for name, _ in names]
-        for nodes, (_, values) in zip(inputs, names, strict=True):
-            for node, i in zip(nodes, chosen, strict=True):
-                node.meta["val"] = fake.from_tensor(torch.empty_like(values[i]), static_shapes=True)
-        made = [Orthogonalize.insert(graph, *nodes, self.specs[i]) for i, *nodes in zip(chosen, *inputs, strict=True)]
-        graph.output(tuple(marker.node for marker in made))
-        return GraphModule(torch.nn.Module(), graph)
-
     def lower(self) -> None:
-        """Forward, backward and step, as all that runs them needs them."""
-        options = PassOptions(exchange_bytes=self.case.exchange_bytes)
-        graphs = {GraphKind.FORWARD: self.graph(False), GraphKind.BACKWARD: self.graph(True)}
-        graphs[GraphKind.STEP] = self.step_graph()
+        """Forward and backward, as all that runs them needs them."""
         self.lowered = {}
-        for kind, gm in graphs.items():
-            request = self.request if kind is GraphKind.BACKWARD else None
-            ctx = PassContext(kind, options=options, request=request, user_outputs=len(self.specs) + 1)
-            self.lowered[kind] = run_passes(gm, LOWERING_PASSES, ctx)
+        for kind in (GraphKind.FORWARD, GraphKind.BACKWARD):
+            backward, options = kind is GraphKind.BACKWARD, PassOptions(exchange_bytes=self.case.exchange_bytes)
+            request, outputs = self.request if backward else None, len(self.specs) + 1
+            ctx = PassContext(kind, options=options, request=request, user_outputs=outputs)
+            self.lowered[kind] = run_passes(self.graph(backward), LOWERING_PASSES, ctx)
 
-    def run(self) -> tuple[list[Tensor], dict[int, Tensor], list[Tensor]]:
-        """Gradients, directions by number, and those of the step graph; all compared with eager markers."""
+    def run(self) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Gradients, and directions by number; all compared with eager markers."""
         texts = [spec.encode() for spec in self.specs]
         given = [x for x in (*self.shards, *self.states, *self.residents) if x is not None]
         before = [x.clone() for x in (*given, *self.grads, *self.carried)]
@@ -262,15 +247,10 @@ class Rank:
                 total = self.carried[i] + grad if request.carried[i] else grad
                 self.close(extras.directions[i], ORTHOGONALIZE(total, self.states[i], HYPER, texts[i]))
                 assert torch.equal(extras.fingerprints[request.speculated.index(i)], fingerprint([total])[0])
-        chosen = [i for i, spec in enumerate(self.specs) if spec.muon]
-        inputs = [values[i] for values in (self.carried, self.states) for i in chosen] + [HYPER] * len(chosen)
-        step = list(self.lowered[GraphKind.STEP](*inputs))
-        for i, direction in zip(chosen, step, strict=True):
-            self.close(direction, ORTHOGONALIZE(self.carried[i], self.states[i], HYPER, texts[i]))
         made = decode_dtype(self.case.direction)
-        assert {direction.dtype for direction in (*step, *extras.directions.values())} <= {made}
+        assert {direction.dtype for direction in extras.directions.values()} <= {made}
         assert all(map(torch.equal, before, (*given, *self.grads, *self.carried))), "inputs are written"
-        return gradients, extras.directions, step
+        return gradients, extras.directions
 
     def close(self, direction: Tensor, expected: Tensor) -> None:
         """Products of lists of matrices add in another order than those of one."""
@@ -283,10 +263,12 @@ class Rank:
 
 
 def joined(ranks: Sequence[Rank], number: int, pieces: Sequence[Tensor]) -> Tensor:
-    """A whole tensor of what ranks hold of it."""
+    """A whole tensor of what ranks hold of it, copies alike."""
     found = torch.zeros(ranks[0].case.params[number].shape)
-    for rank, piece in zip(ranks, pieces, strict=True):
-        found[rank.specs[number].layout.region(rank.rank)] = piece.float()
+    held = [(rank.specs[number].layout.region(rank.rank), piece) for rank, piece in zip(ranks, pieces, strict=True)]
+    for region, piece in held:
+        found[region] = piece.float()
+    assert all(torch.equal(found[region], piece.float()) for region, piece in held)
     return found
 
 
@@ -336,13 +318,8 @@ def check(case: Case, threads: Callable[..., list[Any]]) -> None:
             gradient = joined(ranks, i, [result[0][i] for result in results])
             exact = case.compute == case.reduce == "float32"
             torch.testing.assert_close(gradient, mean, atol=1e-6 if exact else 0.05, rtol=1e-6 if exact else 0.05)
-        if param.muon:
-            carried = whole(".grad", i, param)
-            place = [j for j, each in enumerate(case.params) if each.muon].index(i)
-            expected = directions_of(param, i, carried, case.direction)
-            ranks[0].close(joined(ranks, i, [result[2][place] for result in results]), expected)
         if purpose is Purpose.SPECULATE:
-            total = carried + gradient if ranks[0].request.carried[i] else gradient
+            total = gradient + whole(".grad", i, param) if ranks[0].request.carried[i] else gradient
             expected = directions_of(param, i, total, case.direction)
             ranks[0].close(joined(ranks, i, [result[1][i] for result in results]), expected)
 
@@ -362,9 +339,8 @@ def check_meetings(ranks: Sequence[Rank]) -> None:
             axes = {axis for spec in rank.specs for axis in spec.layout.axes}
             matrices += measure_traffic(gm, axes).matrices
         assert all(order == orders[0] for orders in starts.values() for order in orders), (kind, starts)
-        asked = {GraphKind.FORWARD: (), GraphKind.BACKWARD: ranks[0].request.speculated}.get(kind)
-        chosen = [spec for i, spec in enumerate(ranks[0].specs) if spec.muon and (asked is None or i in asked)]
-        assert matrices == sum(spec.matrix_count for spec in chosen), kind
+        asked = ranks[0].request.speculated if kind is GraphKind.BACKWARD else ()
+        assert matrices == sum(ranks[0].specs[i].matrix_count for i in asked), kind
 
 
 @settings(max_examples=20, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
