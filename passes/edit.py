@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .language.work import Work, note_work
 from .pipeline import tensor_value
-from .share import share_values
-from .torch_private import decomposition_table, fake_mode_of
+from .record import Alike, record
+from .torch_private import fake_mode_of
 
 __all__ = ["append_inputs", "inline", "insert_outputs", "outputs", "replace"]
 
@@ -57,15 +56,17 @@ def insert_outputs(gm: GraphModule, extra: Sequence[Node], *, ahead_of_last: int
             output.meta[key] = [*notes[:at], *(None for _ in extra), *notes[at:]]
 
 
-def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor per input: tracing takes two inputs that share a fake tensor for one, and reads the wrong one."""
-    distinct: list[torch.Tensor] = []
-    with fake_mode_of(values):
-        for value in values:
-            if any(value is other for other in distinct):
+def _distinct(nodes: Sequence[Node]) -> dict[Node, torch.Tensor]:
+    """A fake tensor for each of ``nodes``: recording tells inputs apart by them, and two nodes may share one."""
+    values: dict[Node, torch.Tensor] = {}
+    seen: set[int] = set()
+    with fake_mode_of([tensor_value(node) for node in nodes]):
+        for node in nodes:
+            value = tensor_value(node)
+            if node not in values and id(value) in seen:
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            distinct.append(value)
-    return distinct
+            seen.add(id(values.setdefault(node, value)))
+    return values
 
 
 def inline(
@@ -74,30 +75,29 @@ def inline(
     function: Callable[..., Sequence[torch.Tensor]],
     inputs: Sequence[Node],
     work: Work | None = None,
+    *,
+    by_kind: bool = False,
 ) -> list[Node]:
     """Insert ``function(*inputs)`` ahead of ``before`` and return the nodes of its results.
 
     Args:
         function: takes one tensor per node of ``inputs``; returns tensors.
         work: noted at every new node.
+        by_kind: give ``function`` the keyword ``alike`` (:data:`~.record.Alike`), for what it does with many tensors.
     """
-    values = _distinct([tensor_value(node) for node in inputs])
-    with fake_mode_of(values):
-        traced = make_fx(lambda *t: tuple(function(*t)), decomposition_table=decomposition_table())(*values)
-    traced.graph.eliminate_dead_code()
-    env: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    first: dict[Node, Node] = {}
-    for placeholder, source in env.items():
-        if (kept := first.setdefault(source, placeholder)) is not placeholder:
-            placeholder.replace_all_uses_with(kept)
-    share_values(traced.graph)
+    values = _distinct(inputs)
+
+    def call(alike: Alike, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        tensor_of = dict(zip(values, tensors, strict=True))
+        return function(*map(tensor_of.__getitem__, inputs), **({"alike": alike} if by_kind else {}))
+
+    graph = record(call, list(values.values()))
+    env: dict[Node, Node] = dict(zip(graph.find_nodes(op="placeholder"), values, strict=True))
     with gm.graph.inserting_before(before):
-        for node in traced.graph.nodes:
+        for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            if node.op == "get_attr":
-                raise RuntimeError(f"tracing {function} captured the constant {node.target}; pass it as an input")
             env[node] = gm.graph.node_copy(node, env.__getitem__)
             if work is not None:
                 note_work(env[node], work)
-    return [env[result] for result in traced.graph.output_node().args[0]]
+    return [env[result] for result in graph.output_node().args[0]]

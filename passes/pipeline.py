@@ -165,6 +165,9 @@ def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:
     """Run ``passes`` in order over ``gm``; every node that a pass makes gets its name, under ``meta[PASS_KEY]``.
 
+    The graph is checked and compiled to Python once, at the end: nobody runs what is between two passes. With dumps it is
+    checked behind each pass.
+
     Raises:
         PassContractError: a pass's ``requires`` or ``conflicts`` does not hold, or it left an ill-formed graph.
     """
@@ -181,15 +184,21 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -
         for node in gm.graph.nodes:
             if node not in known:
                 node.meta[PASS_KEY] = graph_pass.name
-        try:
-            gm.graph.lint()
-        except Exception as error:
-            raise PassContractError(f"pass {graph_pass.name!r} left an ill-formed graph: {error}") from error
         ctx.timings[graph_pass.name] = time.perf_counter() - started
         done.add(graph_pass.name)
+        if ctx.options.dump is not None:
+            _lint(gm, f"pass {graph_pass.name!r}")
         _dump(gm, ctx, f"{number:02d}_{graph_pass.name}")
-    gm.recompile()  # once: nobody runs what is between two passes
+    _lint(gm, f"one of the passes {sorted(done)}; options={{'dump': folder}} tells which:")
+    gm.recompile()
     return gm
+
+
+def _lint(gm: GraphModule, who: str) -> None:
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise PassContractError(f"{who} left an ill-formed graph: {error}") from error
 
 
 def tensor_value(node: torch.fx.Node) -> torch.Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "Partitioner",
     "SavedContext",
     "accumulators_of",
+    "another_fake",
     "autograd_cache_disabled",
     "below_autograd",
     "collective_failed",
@@ -412,6 +413,16 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
+
+
+def another_fake(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like ``value`` with memory of its own; ``torch.empty_strided`` in its mode takes five times longer."""
+    from torch._subclasses import FakeTensor
+
+    fake = cast("FakeTensor", value)
+    with without_modes():
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(fake.fake_mode, meta, value.device)
 
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:

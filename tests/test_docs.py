@@ -571,7 +571,8 @@ def check_module(module: str, rest: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def check_script(script: str, rest: list[str]) -> None:
-    """A script of ours: it exists, and its source knows each option, if it has a parser of its own."""
+    """A script or a folder of ours: it exists, and its source knows each option, if it has a parser of its own."""
+    script += "/__main__.py" if (ROOT / script / "__main__.py").is_file() else ""
     if not (ROOT / script).is_file():
         if script.partition("/")[0] in FOLDERS:
             raise NotACommand(f"no file {script}")

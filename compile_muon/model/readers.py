@@ -177,9 +177,10 @@ def _reader(name: str) -> property:
             return _another(sharded, held)
         param: Any = held
         if torch.compiler.is_compiling():
-            shard = param.to_local() if sharded.distributed else param
-            part = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
-            whole = sharded.as_read(part)
+            shard = param.to_local() if isinstance(param, DTensor) else param
+            whole = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
+            if sharded.placed is not None:  # a call would be traced for each weight
+                whole = sharded.as_read(whole)
             for tag in sharded.tags:
                 if hasattr(param, tag):
                     setattr(whole, tag, getattr(param, tag))

@@ -15,6 +15,7 @@ owner      2 S (W-1) / W**2 (all-to-all there and back)  each matrix once      t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -24,6 +25,7 @@ from ..language.holder import FETCH
 from ..language.spec import ParamSpec, decode_dtype
 from ..methods import matrix_method
 from ..momentum import Updated, takes, updates_of
+from ..record import Alike, call
 from .local import local
 from .matrices import MethodInputs, wire_dtype
 from .owner import owner
@@ -60,6 +62,7 @@ def orthogonalize_group(
     states: Sequence[Sequence[Tensor]] | None = None,
     updated: list[Updated | None] | None = None,
     carried: Mapping[int, Tensor] = MappingProxyType({}),
+    alike: Alike = call,
 ) -> list[Tensor]:
     """Muon directions of many parameters.
 
@@ -73,6 +76,7 @@ def orthogonalize_group(
         updated: filled with what else is known of each gradient, None where :func:`~..momentum.takes` refuses it. What
             it takes may come in a narrower dtype than ``spec.dtype``.
         carried: what some of these, by number, are added to.
+        alike: calls what is done with each parameter by itself.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous; behind them the new states of each parameter, like ``states``.
@@ -86,12 +90,7 @@ def orthogonalize_group(
         if i in made:
             updates.append(made[i].update)
             continue
-        muon = spec.muon_settings
-        grad = grad.to(decode_dtype(spec.state_dtype))
-        if muon.fetched:
-            momentum = FETCH(momentum, grad)
-        update = matrix_method(muon.method).update
-        updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
+        updates.append(alike((_update, spec), partial(_update, spec), [grad, momentum, hyper]))
     if updated is not None:
         updated += [made.get(i) for i in range(len(grads))]
     inputs = [
@@ -100,6 +99,16 @@ def orthogonalize_group(
     ]
     directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
     return [*directions, *(new for each in inputs for new in each.made)]
+
+
+def _update(spec: ParamSpec, grad: Tensor, momentum: Tensor, hyper: Tensor) -> Tensor:
+    """What is orthogonalized of one parameter."""
+    muon = spec.muon_settings
+    grad = grad.to(decode_dtype(spec.state_dtype))
+    if muon.fetched:
+        momentum = FETCH(momentum, grad)
+    update = matrix_method(muon.method).update
+    return update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon))
 
 
 def _by_operator(

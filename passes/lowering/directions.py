@@ -17,6 +17,7 @@ from ..language.work import Category, Work, work_of
 from ..markers import Orthogonalize, OrthogonalizeWith
 from ..momentum import Updated, takes
 from ..pipeline import PassContext, tensor_value
+from ..record import Alike, call
 from .buckets import bucket_matrices, exchanged_bytes
 
 __all__ = ["lower_directions"]
@@ -50,6 +51,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             table: list[int] = table,
             kept: Sequence[Sequence[Node]] = kept,
             added: Sequence[int] = added,
+            alike: Alike = call,
         ) -> list[torch.Tensor]:
             count, behind = len(chosen), iter(tensors[3 * len(chosen) :])
             grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
@@ -57,7 +59,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             carried = {i: next(behind) for i in added}
             updated: list[Updated | None] = []
             specs = [marker.spec for marker in chosen]
-            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried)
+            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried, alike)
             return [*made, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
 
         states, hypers = [marker.state for marker in chosen], [marker.hyper for marker in chosen]
@@ -74,7 +76,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             travels=first.muon_settings.exchange != "local" and not first.layout.owner_group.alone,
             handed_round=not first.layout.replica_group.alone,
         )
-        found = inline(gm, gm.graph.output_node(), directions, inputs, work)
+        found = inline(gm, gm.graph.output_node(), directions, inputs, work, by_kind=True)
         behind = iter(found[len(chosen) :])
         for marker, direction, own in zip(chosen, found, kept, strict=False):
             if isinstance(marker, Orthogonalize):
@@ -142,9 +144,13 @@ def _sum_rows(gm: GraphModule) -> None:
         left = [source for source in node.args[0] if source.target is ROW_SUMS]
         if not left:
             continue
-        given = [source.args[0] for source in left]
-        for source, sums in zip(left, inline(gm, left[0], lambda *xs: [row_sums(x) for x in xs], given), strict=True):
+        gradients = [source.args[0] for source in left]
+        for source, sums in zip(left, inline(gm, left[0], _row_sums, gradients, by_kind=True), strict=True):
             replace(gm, source, sums)
+
+
+def _row_sums(*gradients: torch.Tensor, alike: Alike) -> list[torch.Tensor]:
+    return [alike(row_sums, row_sums, [gradient]) for gradient in gradients]
 
 
 def _reductions(grad: Node) -> set[int]:

@@ -1,0 +1,172 @@
+"""The digest and the summary of a graph, and in words what is different between two summaries.
+
+A digest depends on the order, targets, arguments, shapes, dtypes, strides and buckets of nodes, not on their names. A
+second digest leaves out the order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compile_muon.passes.collectives import axis_of_group, bytes_sent, collectives, is_wait
+from compile_muon.passes.language.work import work_of
+
+#: places of collectives are told by those
+_PRODUCTS = {
+    "aten.mm": "matmul",
+    "aten.addmm": "matmul",
+    "aten.bmm": "matmul",
+    "muon_zero.newton_schulz": "newton_schulz",
+}
+
+#: in the names of ranges; a process counts its frames
+_FRAME = re.compile(r"frame\d+")
+
+Summary = dict[str, Any]
+
+
+def summary(gm: GraphModule, groups: Mapping[str, str]) -> Summary:
+    """What is stored of a graph.
+
+    Args:
+        groups: of each process group by name: its axis and ranks, which are the same in every process.
+    """
+    nodes = list(gm.graph.nodes)
+    place = {node: str(number) for number, node in enumerate(nodes)}
+    lines, content, kinds = [], {}, defaultdict(list)
+    for number, node in enumerate(nodes):
+        lines.append(_line(node, groups, lambda source: f"%{place[source]}"))
+        # Inputs are what they are by their place.
+        own = str(number) if node.op == "placeholder" else ""
+        content[node] = _hash([own, _line(node, groups, content.__getitem__)])
+        kinds[_name(node)].append(_line(node, groups, lambda source: _value(source.meta.get("val"))))
+    return {
+        "digest": _hash(lines),
+        "unordered": _hash(sorted(content.values())),
+        "ops": {name: f"{len(found)} {_hash(sorted(found))[:6]}" for name, found in sorted(kinds.items())},
+        "collectives": list(_collectives(gm, groups)),
+    }
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _name(node: Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _line(node: Node, groups: Mapping[str, str], source: Callable[[Node], str]) -> str:
+    # The name of an input says nothing.
+    given = [] if node.op == "placeholder" else [_argument(each, groups, source) for each in (node.args, node.kwargs)]
+    work = work_of(node)
+    part = "" if work is None else f"{work.category.value} {work.bucket} {work.nbytes} {sorted(work.needs)}"
+    return " ".join([_name(node), *given, _value(node.meta.get("val")), part])
+
+
+def _argument(given: Any, groups: Mapping[str, str], source: Callable[[Node], str]) -> str:
+    if isinstance(given, Node):
+        return source(given)
+    if isinstance(given, (list, tuple)):
+        return f"[{', '.join(_argument(each, groups, source) for each in given)}]"
+    if isinstance(given, Mapping):
+        return f"{{{', '.join(f'{key}: {_argument(each, groups, source)}' for key, each in sorted(given.items()))}}}"
+    if isinstance(given, str):
+        return groups.get(given, repr(_FRAME.sub("frame", given)))
+    return str(given)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{list(value.stride())}@{value.device.type}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    return type(value).__name__ if value is None or not isinstance(value, (int, float)) else str(value)
+
+
+def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
+    """Each in order: what it is for, what it sends over which group, and behind what it starts and is waited for."""
+    behind, seen, last = {}, Counter[str](), "the start"
+    for node in gm.graph.nodes:
+        behind[node] = last
+        if (product := _PRODUCTS.get(_name(node))) is not None:
+            seen[product] += 1
+            last = f"{product} {seen[product]}"
+    for node, kind in collectives(gm):
+        work, group = work_of(node), node.args[-1]
+        what = "the model's" if work is None else f"{work.category.value} {work.bucket}:"
+        waits = ", ".join(behind[user] for user in node.users if is_wait(user))
+        sent = bytes_sent(node, kind, axis_of_group(group))
+        yield f"{what} {kind} over {groups[group].split(' ')[0]}, {sent} bytes, behind {behind[node]}, to {waits}"
+
+
+# ------------------------------------------------------------------------------------------------------- in words
+
+
+def differences(old: Summary, new: Summary) -> list[str]:
+    """What is different; nothing where graphs are the same."""
+    if old["digest"] == new["digest"]:
+        return []
+    said = list(_operations(old["ops"], new["ops"])) + list(_moved(old["collectives"], new["collectives"]))
+    if old["unordered"] == new["unordered"]:
+        said.append("same nodes, other order")
+    return said or ["the same operations read other nodes"]
+
+
+def _operations(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    counts, otherwise = [], []
+    for name in sorted({*old, *new}):
+        (before, shape), (after, other) = (ops.get(name, "0 ").split(" ") for ops in (old, new))
+        if change := int(after) - int(before):
+            counts.append(f"{change:+d} {name}")
+        elif shape != other:
+            otherwise.append(name)
+    if counts:
+        yield ", ".join(counts)
+    if otherwise:
+        yield f"other arguments, shapes or strides of {', '.join(otherwise)}"
+
+
+def _moved(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    """By collectives of the same name (what it is for and its kind), one behind the other."""
+    before, after = _by_name(old), _by_name(new)
+    for name in dict.fromkeys([*before, *after]):
+        left, right = before.get(name, []), after.get(name, [])
+        for (sent, start, end), (sent_now, start_now, end_now) in zip(left, right, strict=False):
+            if sent != sent_now:
+                yield f"{name}: {sent_now} where it was {sent}"
+            if start != start_now:
+                yield f"{name} starts {start_now}, not {start}"
+            if end != end_now:
+                yield f"{name} is waited for behind {end_now}, not {end}"
+        if len(left) != len(right):
+            yield f"{len(right) - len(left):+d} {name}"
+    names, names_now = ([line.partition(",")[0] for line in lines] for lines in (old, new))
+    if sorted(names) == sorted(names_now) and names != names_now:
+        changes = SequenceMatcher(None, names, names_now, autojunk=False).get_opcodes()
+        moved = dict.fromkeys(
+            name for tag, *_, start, end in changes if tag != "equal" for name in names_now[start:end]
+        )
+        yield f"collectives in another order: {', '.join(moved)}"
+
+
+def _by_name(lines: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
+    found = defaultdict(list)
+    for line in lines:
+        name, sent, start, end = line.split(", ", 3)
+        found[name].append((sent, start, end.removeprefix("to ")))
+    return dict(found)
