@@ -282,12 +282,17 @@ def sorted_as(rows: list[Any]) -> list[str]:
     return list(dict.fromkeys(row.contender for row in rows))
 
 
-def test_train_step_says_what_is_wrong() -> None:
-    said = run("train_step.py", "--preset", "tiny", "--links", "fast").stderr
-    assert "--links: 'fast' is no rate: give one as 1600mbit, or unlimited" in said
-    assert "does not divide a rank's 4 sequences" in run(
-        "train_step.py", "--preset", "tiny", "--micro-batches", "3"
-    ).stderr  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--links", "fast"], "--links: 'fast' is no rate: give one as 1600mbit, or unlimited"),
+        (["--micro-batches", "3"], "does not divide a rank's 4 sequences"),
+    ],
+)
+def test_train_step_says_what_is_wrong(benchmark, capsys, given: list[str], said: str) -> None:
+    with pytest.raises(SystemExit):
+        benchmark("train_step").parse(["--preset", "tiny", *given])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -623,11 +628,12 @@ def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, t
     assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
 
 
-def test_without_a_gpu_the_driver_says_so() -> None:
+def test_without_a_gpu_the_driver_says_so(benchmark, capsys) -> None:
     done = run("gpu.py")
     assert done.returncode == 2 and "sees no CUDA device" in done.stderr
-    unknown = run("gpu.py", "--only", "nonsense")
-    assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: products" in unknown.stderr
+    with pytest.raises(SystemExit):
+        benchmark("gpu").main(["--only", "nonsense"])
+    assert "'nonsense' is unknown; expected some of: products" in capsys.readouterr().err
 
 
 @pytest.mark.full

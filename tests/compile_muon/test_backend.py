@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -92,46 +89,48 @@ def assert_same(model, reference, atol=1e-6):
         torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def train(run, optimizer, steps=3, data=None, loss=None):
-    loss = loss or (lambda out: out.square().mean())
+def train(run, optimizer, steps=3):
     for i in range(steps):
-        loss(run((X if data is None else data) * (i + 1) / 2)).backward()
+        run(X * (i + 1) / 2).square().mean().backward()
         optimizer.step()
-        if isinstance(optimizer, MuonZero):
-            assert optimizer.engine.ledger.balance() == 0
-            optimizer.zero_grad()
+        assert optimizer.engine.ledger.balance() == 0
+        optimizer.zero_grad()
 
 
-def check_against_eager(cls=Net, loss=None, data=None, atol=1e-6, settings=None, wrap=None, **compile_options):
-    """Train three steps compiled and unsharded, and compare; returns the optimizer and the update counter."""
-    model, optimizer = built(cls, **(settings or {}))
+def check_against_eager(
+    cls=Net,
+    *,
+    loss=lambda out: out.square().mean(),
+    batches=None,
+    atol=1e-6,
+    compiled=None,
+    wrap=lambda run: run,
+    **options,
+):
+    """Train compiled and unsharded, and compare.
+
+    Args:
+        compiled: what compiles the model; default: torch.compile with ``options``.
+        wrap: what is made of either model.
+    Returns:
+        The model, its optimizer, and the unsharded model.
+    """
+    model, optimizer = built(cls)
     torch.manual_seed(0)
     plain = cls()
     reference = Reference(plain, optimizer)
-    run = torch.compile(model, backend="muon_zero", options=EAGER, **compile_options)
-    train(wrap(run) if wrap else run, optimizer, data=data, loss=loss)
-    train(wrap(plain) if wrap else plain, reference, data=data, loss=loss)
+    run = wrap(compiled(model) if compiled else torch.compile(model, backend="muon_zero", options=EAGER, **options))
+    for x in batches or [X * (i + 1) / 2 for i in range(3)]:
+        for target, opt in ((run, optimizer), (wrap(plain), reference)):
+            loss(target(x)).backward()
+            opt.step()
+        assert optimizer.engine.ledger.balance() == 0
+        optimizer.zero_grad()
     assert_same(model, plain, atol)
-    return optimizer
+    return model, optimizer, plain
 
 
 # --- found and checked ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_found_by_name_without_importing_us(tmp_path):
-    code = """
-import sys, torch
-assert not any(name.startswith("compile_muon") for name in sys.modules)
-assert "muon_zero" in torch._dynamo.list_backends(exclude_tags=())
-f = torch.compile(lambda x: x * 2, backend="muon_zero", options={"codegen": "eager"})
-assert torch.equal(f(torch.ones(2)), torch.full((2,), 2.0))
-assert "compile_muon.backend" in sys.modules
-assert "passes" not in sys.modules and "kernels" not in sys.modules
-print("fine")
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == "fine", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -139,17 +138,7 @@ print("fine")
     [
         ({"codgen": "eager"}, ("codgen", "'eager'", "unknown option", "did you mean 'codegen'?")),
         ({"zzz": 1}, ("zzz", "use one of", "codegen", "dump")),
-        ({"codegen": "triton"}, ("options['codegen'] = 'triton'", "'inductor'", "'eager'")),
         ({"bucket_mb": 0}, ("options['bucket_mb'] = 0: lies outside (0, inf)",)),
-        ({"bucket_mb": "25"}, ("options['bucket_mb'] = '25'", "number")),
-        ({"bucket_mb": True}, ("options['bucket_mb'] = True", "number")),
-        ({"bucket_mb": math.inf}, ("options['bucket_mb'] = inf: is not finite",)),
-        ({"nvtx": "false"}, ("options['nvtx'] = 'false': must be true or false, not str; use a boolean",)),
-        ({"dump": 1}, ("options['dump'] = 1: is not a folder; give a path, or None",)),
-        (
-            {"reshard_after_forward": 1},
-            ("options['reshard_after_forward'] = 1: must be true or false, not int; use a boolean",),
-        ),
     ],
 )
 def test_bad_options(options, parts):
@@ -275,15 +264,12 @@ class Net6(nn.Module):
 
 
 def test_identical_blocks_compile_once(tmp_path):
-    model, optimizer = built(Blocks)
-    torch.manual_seed(0)
-    plain = Blocks()
-    reference = Reference(plain, optimizer)
-    for block in model.blocks:
-        block.compile(backend="muon_zero", options={**EAGER, "dump": tmp_path})
-    train(model, optimizer)
-    train(plain, reference)
-    assert_same(model, plain)
+    def compiled(model):
+        for block in model.blocks:
+            block.compile(backend="muon_zero", options={**EAGER, "dump": tmp_path})
+        return model
+
+    check_against_eager(Blocks, compiled=compiled)
     frames = {path.name.split(".")[0] for path in tmp_path.iterdir()}
     backward = {path.name for path in tmp_path.iterdir() if "backward" in path.name and "lower" in path.name}
     assert len(frames - {f for f in frames if f.startswith("step")}) == 1, frames
@@ -446,38 +432,25 @@ class Buffers(Net):
         return self.head(torch.tanh(self.b(self.norm(self.a(x)))))
 
 
-def first(out):
-    return out[0]
-
-
 @pytest.mark.parametrize("cls", [Breaks, Checkpointed, Tied, Buffers])
 def test_models(cls):
-    optimizer = check_against_eager(cls)
+    _, optimizer, _ = check_against_eager(cls)
     assert optimizer.traffic.matrices == 3 * len(optimizer.engine.step.muon)
 
 
 def test_scalar_and_mixed_outputs():
-    check_against_eager(Scalar, loss=first)
-
-
-def test_fullgraph():
-    optimizer = check_against_eager(fullgraph=True)
-    assert optimizer.traffic.matrices == 3 * 2
+    check_against_eager(Scalar, loss=lambda out: out[0])
 
 
 def test_module_compile_keeps_type_and_keys():
-    model, optimizer = built()
-    kind, keys = type(model), list(model.state_dict())
-    model.compile(backend="muon_zero", fullgraph=True, options=EAGER)
-    torch.manual_seed(0)
-    plain = Net()
-    reference = Reference(plain, optimizer)
-    train(model, optimizer)
-    train(plain, reference)
-    assert_same(model, plain)
-    assert type(model) is kind
-    assert list(model.state_dict()) == keys == list(plain.state_dict())
-    assert isinstance(model.a, nn.Linear)
+    def compiled(model):
+        model.compile(backend="muon_zero", fullgraph=True, options=EAGER)
+        return model
+
+    model, optimizer, plain = check_against_eager(compiled=compiled)
+    assert optimizer.traffic.matrices == 3 * 2
+    assert type(model) is Net and isinstance(model.a, nn.Linear)
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_initialize_compiles_in_place():
@@ -534,39 +507,21 @@ def test_updates_in_backward_are_really_made_there():
     assert optimizer.traffic.matrices == 2
 
 
+def rows(*numbers):
+    return [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in numbers]
+
+
 @pytest.mark.parametrize("mark", [True, None])
 def test_dynamic_shapes(mark):
     """Batches of changing length: a symint among the saved values, and no recompilation per length."""
-    model, optimizer = built()
-    torch.manual_seed(0)
-    plain = Net()
-    reference = Reference(plain, optimizer)
-    run = torch.compile(model, backend="muon_zero", options=EAGER, dynamic=mark)
-    for rows in (5, 7, 4, 9, 3):
-        for target, opt in ((run, optimizer), (plain, reference)):
-            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
-            target(x).square().mean().backward()
-            opt.step()
-        optimizer.zero_grad()
-    assert_same(model, plain)
+    check_against_eager(batches=rows(5, 7, 4, 9, 3), dynamic=mark)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if mark else 2)
 
 
 def test_recompile_limit_falls_back_to_eager_and_stays_right():
     """Ranks of tensors the frame has not seen exhaust the limit; later frames run eagerly on the markers themselves."""
-    model, optimizer = built()
-    torch.manual_seed(0)
-    plain = Net()
-    reference = Reference(plain, optimizer)
-    run = torch.compile(model, backend="muon_zero", options=EAGER, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
-        for rows in (5, 7, 4, 9, 3, 5):
-            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
-            for target, opt in ((run, optimizer), (plain, reference)):
-                target(x).square().mean().backward()
-                opt.step()
-            optimizer.zero_grad()
-    assert_same(model, plain)
+        _, optimizer, _ = check_against_eager(batches=rows(5, 7, 4, 9, 3, 5), dynamic=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert optimizer.traffic.matrices == 6 * 2
 
@@ -583,7 +538,7 @@ def test_autocast():
 
         return call
 
-    optimizer = check_against_eager(wrap=in_autocast, atol=2e-3)
+    _, optimizer, _ = check_against_eager(wrap=in_autocast, atol=2e-3)
     assert all(state.param.dtype is torch.float32 for state in optimizer.engine.step.muon)
 
 

@@ -96,41 +96,49 @@ def grads(side):
 # --- loops: each takes a side, trains it, and may return what is compared too -----------------------------------------
 
 
-def plain(side):
-    for i in range(STEPS):
-        side.zero_grad()
-        loss_of(side.run, i).backward()
-        side.step()
+def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), steps=STEPS):
+    """The loop of most programs, with something between backward and step; its results are compared."""
+
+    def loop(side):
+        found = []
+        for i in range(steps):
+            loss(side, i).backward()
+            found.append(between(side, i))
+            side.step()
+            side.zero_grad()
+        return [each for each in found if each is not None]
+
+    return loop
 
 
-def clip_grad_norm(side):
-    """The line of every loop; half of these norms are over the limit."""
-    norms = []
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1 if i % 2 else 10.0))
-        side.step()
-        side.zero_grad()
-    return norms
+def gradient_noise(side, i):
+    generator = torch.Generator().manual_seed(i)
+    for grad in grads(side):
+        grad.add_(torch.randn(grad.shape, generator=generator), alpha=0.01)
 
 
-def clip_grad_value(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        torch.nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
-        side.step()
-        side.zero_grad()
+def gradients_by_hand(side, i):
+    for p in side.model.parameters():
+        p.grad = torch.full_like(p, 0.1 * (i + 1)) * torch.arange(p.numel()).view_as(p).cos()
 
 
-def total_norm(side):
-    """A logger between backward and step."""
-    found = []
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        found.append(torch.nn.utils.get_total_norm(grads(side)))
-        side.step()
-        side.zero_grad()
-    return found
+def reversed_through_data(side, i):
+    """An even number of signs, through `.data`: PyTorch counts no edit, and norms stay."""
+    for grad in grads(side):
+        grad.data.neg_()
+
+
+def penalty(side):
+    return 0.1 * sum(p.square().sum() for p in side.model.parameters())
+
+
+def clip_grad_norm(side, i):
+    """Half of these norms are over the limit."""
+    return torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1 if i % 2 else 10.0)
+
+
+def clip_grad_value(side, i):
+    torch.nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
 
 
 def zero_grad_between_forward_and_backward(side):
@@ -155,62 +163,22 @@ def zero_in_place(side):
         side.step()
 
 
-def micro_batches_nobody_declared(side):
-    for i in range(STEPS):
-        for k in range(3):
-            (loss_of(side.run, 10 * i + k) / 3).backward()
-        side.step()
-        side.zero_grad()
+def micro_batches(count):
+    """Which nobody declared."""
 
+    def loop(side):
+        for i in range(STEPS):
+            for k in range(count):
+                (loss_of(side.run, 10 * i + k) / count).backward()
+            side.step()
+            side.zero_grad()
 
-def penalty_outside_the_model(side):
-    for i in range(STEPS):
-        loss = loss_of(side.run, i) + 0.1 * sum(p.square().sum() for p in side.model.parameters())
-        loss.backward()
-        side.step()
-        side.zero_grad()
-
-
-def penalty_after_backward(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        (0.1 * sum(p.square().sum() for p in side.model.parameters())).backward()
-        side.step()
-        side.zero_grad()
-
-
-def gradient_noise(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        generator = torch.Generator().manual_seed(i)
-        for grad in grads(side):
-            grad.add_(torch.randn(grad.shape, generator=generator), alpha=0.01)
-        side.step()
-        side.zero_grad()
-
-
-def gradients_by_hand(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        for p in side.model.parameters():
-            p.grad = torch.full_like(p, 0.1 * (i + 1)) * torch.arange(p.numel()).view_as(p).cos()
-        side.step()
-        side.zero_grad()
-
-
-def reversed_through_data(side):
-    """An even number of signs, through `.data`: PyTorch counts no edit, and norms stay."""
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        for grad in grads(side):
-            grad.data.neg_()
-        side.step()
-        side.zero_grad()
+    return loop
 
 
 def hook_on_a_matrix(side):
     dict(side.model.named_parameters())["b.weight"].register_hook(lambda grad: grad * torch.linspace(0, 1, 8))
-    plain(side)
+    usual()(side)
 
 
 def two_losses(side):
@@ -218,13 +186,6 @@ def two_losses(side):
         first, second = loss_of(side.run, i), loss_of(side.run, 100 + i)
         first.backward()
         second.backward()
-        side.step()
-        side.zero_grad()
-
-
-def two_forwards_one_backward(side):
-    for i in range(STEPS):
-        (loss_of(side.run, i) + loss_of(side.run, 100 + i)).backward()
         side.step()
         side.zero_grad()
 
@@ -238,20 +199,9 @@ def the_same_loss_twice(side):
         side.zero_grad()
 
 
-def two_steps_on_one_gradient(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        side.step()
-        side.step()
-        side.zero_grad()
-
-
-def validation_with_gradients_on(side):
-    for i in range(STEPS):
-        loss_of(side.run, 50 + i)  # its backward never comes
-        loss_of(side.run, i).backward()
-        side.step()
-        side.zero_grad()
+def validation_with_gradients_on(side, i):
+    loss_of(side.run, 50 + i)  # its backward never comes
+    return loss_of(side.run, i)
 
 
 def the_next_forward_before_step(side):
@@ -276,13 +226,8 @@ def closure(side):
         side.step(closure)
 
 
-def to_the_same_device(side):
-    for i in range(STEPS):
-        side.model.to("cpu")
-        loss_of(side.run, i).backward()
-        side.model.to("cpu")
-        side.step()
-        side.zero_grad()
+def to_the_same_device(side, i):
+    side.model.to("cpu")
 
 
 def freeze_and_thaw(side):
@@ -296,36 +241,38 @@ def freeze_and_thaw(side):
 
 def anomaly_mode(side):
     with torch.autograd.set_detect_anomaly(True):
-        plain(side)
+        usual()(side)
 
 
-#: the directions of backward that a loop must use: all, none, or any number
+#: loops, and the directions of backward that each must use: all, none, or any number
 LOOPS = {
-    plain: "all",
-    clip_grad_norm: "some",
-    clip_grad_value: "none",
-    total_norm: "all",
-    zero_grad_between_forward_and_backward: "all",
-    never_zero_grad: "all",
-    zero_in_place: "all",
-    micro_batches_nobody_declared: "all",
-    penalty_outside_the_model: "none",
-    penalty_after_backward: "none",
-    gradient_noise: "none",
-    gradients_by_hand: "none",
-    reversed_through_data: "none",
-    hook_on_a_matrix: "some",
-    two_losses: "all",
-    two_forwards_one_backward: "none",
-    the_same_loss_twice: "all",
-    two_steps_on_one_gradient: "some",
-    validation_with_gradients_on: "all",
-    the_next_forward_before_step: "all",
-    closure: "all",
-    to_the_same_device: "all",
-    freeze_and_thaw: "some",
-    anomaly_mode: "all",
-}
+    "plain": (usual(), "all"),
+    "clip_grad_norm": (usual(clip_grad_norm), "some"),
+    "clip_grad_value": (usual(clip_grad_value), "none"),
+    "total_norm": (usual(lambda side, i: torch.nn.utils.get_total_norm(grads(side))), "all"),
+    "zero_grad_between_forward_and_backward": (zero_grad_between_forward_and_backward, "all"),
+    "never_zero_grad": (never_zero_grad, "all"),
+    "zero_in_place": (zero_in_place, "all"),
+    "micro_batches_nobody_declared": (micro_batches(3), "all"),
+    "penalty_outside_the_model": (usual(loss=lambda side, i: loss_of(side.run, i) + penalty(side)), "none"),
+    "penalty_after_backward": (usual(lambda side, i: penalty(side).backward()), "none"),
+    "gradient_noise": (usual(gradient_noise), "none"),
+    "gradients_by_hand": (usual(gradients_by_hand), "none"),
+    "reversed_through_data": (usual(reversed_through_data), "none"),
+    "hook_on_a_matrix": (hook_on_a_matrix, "some"),
+    "two_losses": (two_losses, "all"),
+    "two_forwards_one_backward": (
+        usual(loss=lambda side, i: loss_of(side.run, i) + loss_of(side.run, 100 + i)), "none"
+    ),
+    "the_same_loss_twice": (the_same_loss_twice, "all"),
+    "two_steps_on_one_gradient": (usual(lambda side, i: side.step()), "some"),
+    "validation_with_gradients_on": (usual(loss=validation_with_gradients_on), "all"),
+    "the_next_forward_before_step": (the_next_forward_before_step, "all"),
+    "closure": (closure, "all"),
+    "to_the_same_device": (usual(to_the_same_device), "all"),
+    "freeze_and_thaw": (freeze_and_thaw, "some"),
+    "anomaly_mode": (anomaly_mode, "all"),
+}  # fmt: skip
 
 
 def check(loop, ours, atol=1e-5):
@@ -344,52 +291,41 @@ def check(loop, ours, atol=1e-5):
 
 
 @pytest.mark.parametrize("update", ["auto", pytest.param("backward", marks=pytest.mark.full), "step"])
-@pytest.mark.parametrize("loop", list(LOOPS), ids=lambda loop: loop.__name__)
-def test_every_loop_is_right(loop, update):
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_is_right(name, update):
+    loop, directions = LOOPS[name]
     metrics = check(loop, Ours(update=update))
     used, expected = metrics["directions_used"], 2 * STEPS
     if update == "step":
         assert metrics["directions_speculated"] == used == 0
-    elif LOOPS[loop] == "all":
+    elif directions == "all":
         assert used == expected, metrics
         assert metrics["directions_in_step"] == 0
-    elif LOOPS[loop] == "none":
+    elif directions == "none":
         assert used == 0, metrics
     else:
         assert 0 < used < expected + 1, metrics
 
 
-GENERATED = [
-    clip_grad_norm,
-    *(
-        pytest.param(loop, marks=pytest.mark.full)
-        for loop in (micro_batches_nobody_declared, zero_in_place, penalty_after_backward)
-    ),
-]
+GENERATED = ["micro_batches_nobody_declared", "zero_in_place", "penalty_after_backward"]
 
 
-@pytest.mark.parametrize("loop", GENERATED)
-def test_generated_code(loop):
-    check(loop, Ours(codegen="inductor"))
-
-
-def unknown_accumulation(side):
-    for i in range(STEPS):
-        for k in range(2):
-            (loss_of(side.run, 10 * i + k) / 2).backward()
-        side.step()
-        side.zero_grad()
+@pytest.mark.parametrize(
+    "name", ["clip_grad_norm", *(pytest.param(name, marks=pytest.mark.full) for name in GENERATED)]
+)
+def test_generated_code(name):
+    check(LOOPS[name][0], Ours(codegen="inductor"))
 
 
 def test_an_unknown_number_of_micro_batches_is_learned():
     """The first step cannot tell; from the second on the last backward makes the directions."""
-    metrics = check(unknown_accumulation, Ours(gradient_accumulation_steps=None))
+    metrics = check(micro_batches(2), Ours(gradient_accumulation_steps=None))
     assert metrics["directions_used"] == metrics["directions_speculated"] == 2 * (STEPS - 1), metrics
 
 
 def test_undeclared_micro_batches_cost_little():
     """Only in the first step does each of the three backwards make directions."""
-    metrics = check(micro_batches_nobody_declared, Ours())
+    metrics = check(micro_batches(3), Ours())
     assert metrics["directions_speculated"] == 2 * (STEPS + 2), metrics
 
 
@@ -416,31 +352,28 @@ def test_a_head_that_runs_in_chunks_does_not_hide_the_last_backward():
 # --- clipping by configuration ----------------------------------------------------------------------------------------
 
 
+def clipped_there(limit):
+    """By the loop on their side, by the optimizer on ours."""
+
+    def clip(side, i):
+        if isinstance(side, Theirs):
+            torch.nn.utils.clip_grad_norm_(side.model.parameters(), limit)
+
+    return clip
+
+
 @pytest.mark.parametrize("limit", [1e-2, 1e6])
 def test_clipping_by_configuration_keeps_directions_under_the_limit(limit):
-    def loop(side):
-        for i in range(STEPS):
-            loss_of(side.run, i).backward()
-            if isinstance(side, Theirs):
-                torch.nn.utils.clip_grad_norm_(side.model.parameters(), limit)
-            side.step()
-            side.zero_grad()
-
-    metrics = check(loop, Ours(gradient_clipping=limit))
+    metrics = check(usual(clipped_there(limit)), Ours(gradient_clipping=limit))
     assert metrics["directions_used"] == (0 if limit < 1 else 2 * STEPS), metrics
     assert metrics["directions_speculated"] == (2 * 3 if limit < 1 else 2 * STEPS), metrics
 
 
 def test_directions_resume_once_the_norm_stays_under_the_limit():
-    def loop(side):
-        for i in range(12):
-            (loss_of(side.run, i) * (100.0 if i < 4 else 1e-3)).backward()
-            if isinstance(side, Theirs):
-                torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
-            side.step()
-            side.zero_grad()
+    def loss(side, i):
+        return loss_of(side.run, i) * (100.0 if i < 4 else 1e-3)
 
-    metrics = check(loop, Ours(gradient_clipping=1.0))
+    metrics = check(usual(clipped_there(1.0), loss=loss, steps=12), Ours(gradient_clipping=1.0))
     # 3 discarded, 1 + 3 made in step() until it resumes
     assert metrics["directions_discarded"] == 2 * 3, metrics
     assert metrics["directions_used"] == 2 * 5, metrics
@@ -507,7 +440,7 @@ def test_auto_stops_and_says_once_why():
     ours = Ours()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        clip_grad_value(ours)
+        usual(clip_grad_value)(ours)
     warned = [w for w in caught if "thrown away" in str(w.message)]
     assert [w.filename for w in warned] == [__file__]  # the line that called step(), not one of ours or of torch's
     told = [str(w.message) for w in warned]
@@ -521,7 +454,7 @@ def test_backward_never_stops():
     ours = Ours(update="backward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        clip_grad_value(ours)
+        usual(clip_grad_value)(ours)
     assert ours.optimizer.totals()["directions_speculated"] == 2 * STEPS
 
 
@@ -540,17 +473,17 @@ def test_another_backend_is_right_and_told_once():
     ours.run = torch.compile(ours.model, backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plain(ours)
+        usual()(ours)
     told = [str(w.message) for w in caught if "no graph of backend='muon_zero'" in str(w.message)]
     assert len(told) == 1, told
     ours = Ours()
     ours.run = torch.compile(ours.model, backend="aot_eager")
-    check(plain, ours)
+    check(usual(), ours)
 
 
 def test_metrics_are_plain_numbers():
     ours = Ours()
-    plain(ours)
+    usual()(ours)
     metrics = {**ours.optimizer.metrics(), **ours.optimizer.totals()}
     assert all(type(value) in (int, float) for value in metrics.values()), metrics
     assert metrics["grad_norm"] == pytest.approx(float(ours.optimizer.grad_norm))

@@ -74,18 +74,38 @@ def assert_equal(model, reference):
         assert torch.equal(p, q), f"{name} differs by {(p - q).abs().max():.1e}"
 
 
-def train_both(model, optimizer, run, others, reference, steps=5, before=None):
-    for i in range(steps):
-        loss_of(run, i).backward()
+def advance(optimizer, run, seeds, **settings):
+    for seed in seeds:
+        loss_of(run, seed).backward()
         optimizer.step()
-        optimizer.zero_grad()
-        loss_of(reference, i).backward()
-        for other in others:
-            other.step()
-            other.zero_grad()
-        if before:
-            before()
-        assert_equal(model, reference)
+        optimizer.zero_grad(**settings)
+
+
+class Both:
+    """Ours, and torch's own optimizers over a model of the same weights.
+
+    Args:
+        theirs: settings of torch's.
+        settings: of ours.
+    """
+
+    def __init__(self, compiled=True, *, theirs=None, **settings):
+        self.model, self.optimizer, self.run = built(compiled, **settings)
+        torch.manual_seed(0)
+        self.reference = Net()
+        self.others = list(torch_optimizers(self.reference, **(theirs or {})))
+
+    def train(self, steps=5, *, micro=1, then=lambda: None, clear=lambda optimizer: optimizer.zero_grad()):
+        """And compare behind each step, of so many micro-batches."""
+        for i in range(steps):
+            for run in (self.run, self.reference):
+                for k in range(micro):
+                    (loss_of(run, 10 * i + k) / micro).backward()
+            for each in (self.optimizer, *self.others):
+                each.step()
+                clear(each)
+            then()
+            assert_equal(self.model, self.reference)
 
 
 # --- bitwise ----------------------------------------------------------------------------------------------------------
@@ -100,18 +120,16 @@ THIRD = [
 
 @pytest.mark.parametrize(("update", "adjust", "nesterov", "decay"), THIRD)
 def test_bitwise_torch(update, adjust, nesterov, decay):
-    model, optimizer, run = built(update=update, adjust_lr=adjust, nesterov=nesterov, weight_decay=decay)
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference, adjust_lr_fn=adjust, nesterov=nesterov, weight_decay=decay))
-    train_both(model, optimizer, run, others, reference)
+    common = {"nesterov": nesterov, "weight_decay": decay}
+    both = Both(update=update, adjust_lr=adjust, **common, theirs={"adjust_lr_fn": adjust, **common})
+    both.train()
     # torch 2.11 decomposes lerp with a tensor weight into other roundings, which bfloat16 Newton-Schulz hides here.
     last_bit = 2**-22 if torch.__version__.startswith("2.11") else 0
     for name in MUON:
-        buffer = optimizer.state[dict(model.named_parameters())[name]]["momentum_buffer"]
-        theirs = others[0].state[dict(reference.named_parameters())[name]]["momentum_buffer"]
+        buffer = both.optimizer.state[dict(both.model.named_parameters())[name]]["momentum_buffer"]
+        theirs = both.others[0].state[both.reference.get_parameter(name)]["momentum_buffer"]
         torch.testing.assert_close(buffer, theirs, rtol=last_bit, atol=last_bit * 1e-3)
-    made = optimizer.totals()
+    made = both.optimizer.totals()
     assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
 
 
@@ -119,97 +137,61 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_bitwise_torch_at_every_stage(stage, compiled):
     """At world 1 a stage changes nothing, and neither does leaving the model eager."""
-    model, optimizer, run = built(compiled, stage=stage)
-    torch.manual_seed(0)
-    reference = Net()
-    train_both(model, optimizer, run, list(torch_optimizers(reference)), reference, steps=3)
+    Both(compiled, stage=stage).train(steps=3)
 
 
 def test_bitwise_torch_with_accumulation():
-    model, optimizer, run = built(gradient_accumulation_steps=3)
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
-    for i in range(3):
-        for k in range(3):
-            (loss_of(run, 10 * i + k) / 3).backward()
-            (loss_of(reference, 10 * i + k) / 3).backward()
-        for each in (optimizer, *others):
-            each.step()
-            each.zero_grad()
-        assert_equal(model, reference)
+    both = Both(gradient_accumulation_steps=3)
+    both.train(steps=3, micro=3)
+    assert both.optimizer.traffic.matrices == 3 * len(MUON)  # once per matrix and step
 
 
 def test_bitwise_would_notice_one_bit():
     """The comparison itself: a different Newton-Schulz must fail it."""
-    model, optimizer, run = built(ns_method="gram")
-    torch.manual_seed(0)
-    reference = Net()
     with pytest.raises(AssertionError, match="differs by"):
-        train_both(model, optimizer, run, list(torch_optimizers(reference)), reference)
+        Both(ns_method="gram").train()
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-def test_lambda_lr_keeps_both_rates():
-    model, optimizer, run = built(lr=0.02, adamw_lr=1e-3)
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference, adamw_lr=1e-3))
-    decay = [lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, *others)]
-    ours = dict(zip(("muon", "adamw"), (0.02, 1e-3), strict=True))
+SCHEDULES = [
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    lambda o: lr_scheduler.StepLR(o, 2),
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+]
 
-    def advance():
-        for scheduler in decay:
-            scheduler.step()
 
-    train_both(model, optimizer, run, others, reference, before=advance)
-    for group in optimizer.param_groups:
-        assert group["lr"] == pytest.approx(ours[group["algorithm"]] / 6)
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_schedulers_of_torch_keep_both_rates(make):
+    both = Both(lr=0.02, adamw_lr=1e-3, theirs={"adamw_lr": 1e-3})
+    schedulers = [make(each) for each in (both.optimizer, *both.others)]
+    both.train(then=lambda: [scheduler.step() for scheduler in schedulers])
+    theirs = [group["lr"] for other in both.others for group in other.param_groups]
+    assert [group["lr"] for group in both.optimizer.param_groups] == theirs != [0.02, 1e-3, 1e-3]
 
 
 def test_one_cycle_cycles_the_momentum_without_recompiling():
-    model, optimizer, run = built()
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
+    both, seen = Both(), set()
     cycle = {"total_steps": 12, "cycle_momentum": True, "base_momentum": 0.7, "max_momentum": 0.9}
-    mine = lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 1e-2, 1e-2], **cycle)
-    theirs = [
-        lr_scheduler.OneCycleLR(others[0], max_lr=0.05, **cycle),
-        lr_scheduler.OneCycleLR(others[1], max_lr=1e-2, **{**cycle, "cycle_momentum": False}),
+    schedulers = [
+        lr_scheduler.OneCycleLR(both.optimizer, max_lr=[0.05, 1e-2, 1e-2], **cycle),
+        lr_scheduler.OneCycleLR(both.others[0], max_lr=0.05, **cycle),
+        lr_scheduler.OneCycleLR(both.others[1], max_lr=1e-2, **{**cycle, "cycle_momentum": False}),
     ]
-    seen = set()
 
-    def advance():
-        seen.add(optimizer.param_groups[0]["momentum"])
-        for scheduler in (mine, *theirs):
+    def then():
+        seen.add(both.optimizer.param_groups[0]["momentum"])
+        for scheduler in schedulers:
             scheduler.step()
 
-    train_both(model, optimizer, run, others, reference, steps=2, before=advance)
+    both.train(steps=2, then=then)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        train_both(model, optimizer, run, others, reference, steps=6, before=advance)
+        both.train(steps=6, then=then)
     assert len(seen) > 4, "the schedule must move the momentum"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-        lambda o: lr_scheduler.StepLR(o, 2),
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-        ),
-    ],
-)
-def test_schedulers_of_torch(make):
-    model, optimizer, run = built()
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
-    schedulers = [make(each) for each in (optimizer, *others)]
-    train_both(model, optimizer, run, others, reference, before=lambda: [s.step() for s in schedulers])
 
 
 # --- an optimizer like others -----------------------------------------------------------------------------------------
@@ -230,23 +212,20 @@ def test_groups_say_who_is_who():
 
 
 def test_step_runs_a_closure():
-    model, optimizer, run = built()
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
+    both = Both()
 
     def closure():
-        optimizer.zero_grad()
-        loss = loss_of(run, 0)
+        both.optimizer.zero_grad()
+        loss = loss_of(both.run, 0)
         loss.backward()
         return loss
 
-    first = optimizer.step(closure)
-    assert first.item() == pytest.approx(loss_of(reference, 0).item())
-    loss_of(reference, 0).backward()
-    for other in others:
+    first = both.optimizer.step(closure)
+    assert first.item() == pytest.approx(loss_of(both.reference, 0).item())
+    loss_of(both.reference, 0).backward()
+    for other in both.others:
         other.step()
-    assert_equal(model, reference)
+    assert_equal(both.model, both.reference)
 
 
 def test_step_hooks_of_torch_run():
@@ -260,38 +239,19 @@ def test_step_hooks_of_torch_run():
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(update, set_to_none):
-    model, optimizer, run = built(update=update)
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
-    for i in range(4):
-        loss_of(run, i).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert all((p.grad is None) if set_to_none else not p.grad.any() for p in model.parameters())
-        loss_of(reference, i).backward()
-        for other in others:
-            other.step()
-            other.zero_grad(set_to_none=set_to_none)
-        assert_equal(model, reference)
+@pytest.mark.parametrize("how", ["to none", "in place", "of the model"])
+def test_zero_grad(update, how):
+    both = Both(update=update)
 
+    def clear(optimizer):
+        if how == "of the model" and optimizer is both.optimizer:
+            both.model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=how != "in place")
+        if optimizer is both.optimizer:
+            assert all((not p.grad.any()) if how == "in place" else p.grad is None for p in both.model.parameters())
 
-def test_zero_grad_of_the_model_is_as_good():
-    model, optimizer, run = built()
-    torch.manual_seed(0)
-    reference = Net()
-    others = list(torch_optimizers(reference))
-    for i in range(3):
-        loss_of(run, i).backward()
-        optimizer.step()
-        model.zero_grad()
-        loss_of(reference, i).backward()
-        for other in others:
-            other.step()
-            other.zero_grad()
-        assert_equal(model, reference)
+    both.train(steps=4, clear=clear)
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])
@@ -329,26 +289,16 @@ def test_gradient_clipping_is_that_of_torch():
 
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_state_dict_round_trip_continues_bit_for_bit(update):
-    settings = {"update": update}
-    model, optimizer, run = built(**settings)
-    for i in range(3):
-        loss_of(run, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, run = built(update=update)
+    advance(optimizer, run, range(3))
     saved = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
-    for i in range(3, 6):
-        loss_of(run, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    again, loaded, rerun = built(**settings)
+    advance(optimizer, run, range(3, 6))
+    again, loaded, rerun = built(update=update)
     loss_of(rerun, 99).backward()  # a step under way is forgotten
     again.load_state_dict(saved[0])
     loaded.load_state_dict(saved[1])
     loaded.zero_grad()
-    for i in range(3, 6):
-        loss_of(rerun, i).backward()
-        loaded.step()
-        loaded.zero_grad()
+    advance(loaded, rerun, range(3, 6))
     assert_equal(again, model)
     # The momentum that graphs read is the one that state_dict saves.
     for state in loaded.engine.step.muon:
@@ -371,39 +321,23 @@ def test_state_dicts_are_saved_without_us(stage, tmp_path):
         assert torch.equal(mine.momentum, theirs.momentum)
 
 
-def test_a_momentum_that_users_put_into_the_state_is_used():
-    model, optimizer, run = built()
-    twin, other, rerun = built()
-    for each, go in ((optimizer, run), (other, rerun)):
-        loss_of(go, 0).backward()
-        each.step()
-        each.zero_grad()
-    for name in MUON:
-        old = optimizer.state[dict(model.named_parameters())[name]]
-        old["momentum_buffer"] = old["momentum_buffer"] * 0.5
-        other.state[dict(twin.named_parameters())[name]]["momentum_buffer"].mul_(0.5)
-    for each, go in ((optimizer, run), (other, rerun)):
-        loss_of(go, 1).backward()
-        each.step()
-    assert_equal(model, twin)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_momentum_edited_around_backward_counts(when):
-    model, optimizer, run = built()
-    twin, other, rerun = built(update="step")
-    for each, net, go in ((optimizer, model, run), (other, twin, rerun)):
-        loss_of(go, 0).backward()
-        each.step()
-        each.zero_grad()
-        if when == "before":
-            each.state[net.l1._parameters["weight"]]["momentum_buffer"].mul_(-0.5)
-        loss_of(go, 1).backward()
+@pytest.mark.parametrize("when", ["put", "before", "after"])
+def test_a_momentum_that_users_edit_counts(when):
+    """Around backward, or in place of the one that is there: directions that were made of another are made anew."""
+    pairs = [built(), built(update="step")]
+    for ours, (model, optimizer, run) in zip((True, False), pairs, strict=True):
+        state = optimizer.state[dict(model.named_parameters())["l1.weight"]]
+        advance(optimizer, run, [0])
+        if when == "put" and ours:
+            state["momentum_buffer"] = state["momentum_buffer"] * -0.5
+        elif when != "after":
+            state["momentum_buffer"].mul_(-0.5)
+        loss_of(run, 1).backward()
         if when == "after":
-            each.state[net.l1._parameters["weight"]]["momentum_buffer"].mul_(-0.5)
-        each.step()
-    assert_equal(model, twin)
-    assert optimizer.totals()["directions_used"] == (4 if when == "before" else 3)
+            state["momentum_buffer"].mul_(-0.5)
+        optimizer.step()
+    assert_equal(pairs[0][0], pairs[1][0])
+    assert pairs[0][1].totals()["directions_used"] == (4 if when == "before" else 3)
 
 
 def test_parameters_without_gradient_are_left_alone():
@@ -417,16 +351,6 @@ def test_parameters_without_gradient_are_left_alone():
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(torch.equal(s.momentum, m) for s, m in zip(optimizer.engine.step.muon, momenta, strict=True))
-
-
-def test_newton_schulz_runs_once_per_matrix_and_step():
-    _, optimizer, run = built(gradient_accumulation_steps=4)
-    for i in range(3):
-        for k in range(4):
-            (loss_of(run, 10 * i + k) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.traffic.matrices == 3 * len(MUON)
 
 
 # --- decay ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from support.drawn import keywords
 
 from compile_muon.__main__ import main
 from compile_muon.config import (
@@ -75,103 +77,41 @@ def load_silently(source) -> Config:
 
 # ------------------------------------------------------------------------------------------ samples
 
-#: What the samples that load become, and the hints among their keys.
+BF16 = {"param_dtype": torch.bfloat16}
+#: What the samples that load become.
 LOADED = {
-    "zero2": (
-        Config(
-            adamw=AdamWConfig(2e-4, (0.9, 0.99), 1e-8, 0.02),
-            zero=ZeroConfig(
-                2,
-                gradient_accumulation_steps=4,
-                gradient_clipping=1.0,
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
-            ),
-            algorithm="adamw",
+    "zero2": Config(
+        adamw=AdamWConfig(2e-4, (0.9, 0.99), 1e-8, 0.02), algorithm="adamw",
+        zero=ZeroConfig(
+            2, gradient_accumulation_steps=4, gradient_clipping=1.0, **BF16, reduce_dtype=torch.float32
         ),
-        "fp16.loss_scale fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale "
-        "optimizer.params.torch_adam optimizer.params.adam_w_mode "
-        "zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm "
-        "zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients "
-        "zero_optimization.round_robin_gradients steps_per_print train_batch_size train_micro_batch_size_per_gpu "
-        "wall_clock_breakdown",
     ),
-    "zero3": (
-        Config(
-            adamw=AdamWConfig(1e-4, (0.9, 0.98), 1e-7, 0.0),
-            zero=ZeroConfig(3, gradient_accumulation_steps=2, gradient_clipping=0.5, param_dtype=torch.bfloat16),
-            algorithm="adamw",
+    "zero3": Config(
+        adamw=AdamWConfig(1e-4, (0.9, 0.98), 1e-7, 0.0), algorithm="adamw",
+        zero=ZeroConfig(3, gradient_accumulation_steps=2, gradient_clipping=0.5, **BF16),
+    ),
+    "muon": Config(
+        MuonConfig(0.01, 0.9, weight_decay=0.0, ns=NSConfig(method="gram")), AdamWConfig(2e-4, weight_decay=0.0),
+        ZeroConfig(3, **BF16),
+    ),
+    "deepcompile": Config(
+        adamw=AdamWConfig(1e-4), zero=ZeroConfig(3, **BF16), compile=CompileConfig(enabled=True), algorithm="adamw"
+    ),
+    "everything_off": Config(adamw=AdamWConfig(1e-3), zero=ZeroConfig(1), algorithm="adamw"),
+    "openrlhf": Config(zero=ZeroConfig(3, gradient_clipping=1.0, **BF16), compile=CompileConfig(enabled=True)),
+    "deepspeed_chat": Config(zero=ZeroConfig(2, gradient_clipping=1.0, **BF16)),
+    "leaf_modules": Config(
+        adamw=AdamWConfig(2e-4), zero=ZeroConfig(3, **BF16), algorithm="adamw",
+        scheduler=WarmupCosineLR(
+            total_num_steps=500, warmup_num_steps=50, cos_min_ratio=0.01, warmup_type="linear"
         ),
-        "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.overlap_comm "
-        "zero_optimization.contiguous_gradients zero_optimization.sub_group_size zero_optimization.reduce_bucket_size "
-        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
-        "zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance "
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save steps_per_print train_batch_size "
-        "train_micro_batch_size_per_gpu wall_clock_breakdown",
     ),
-    "muon": (
-        Config(
-            MuonConfig(0.01, 0.9, weight_decay=0.0, ns=NSConfig(method="gram")),
-            AdamWConfig(2e-4, weight_decay=0.0),
-            ZeroConfig(3, param_dtype=torch.bfloat16),
-        ),
-        "train_micro_batch_size_per_gpu zero_optimization.save_muon_momentum_buffer_in_memory bf16.check_grad_overflow",
+    "alpaca_numbers": Config(
+        adamw=AdamWConfig(3e-5, (0.9, 0.99), 1e-8, 0.0),  # the schedule's rate, not the optimizer's
+        zero=ZeroConfig(3, gradient_accumulation_steps=8, gradient_clipping=1.0, **BF16), algorithm="adamw",
+        scheduler=WarmupDecayLR(warmup_min_lr=1e-6, warmup_num_steps=40, total_num_steps=1200, warmup_type="linear"),
     ),
-    "deepcompile": (
-        Config(
-            adamw=AdamWConfig(1e-4),
-            zero=ZeroConfig(3, param_dtype=torch.bfloat16),
-            compile=CompileConfig(enabled=True),
-            algorithm="adamw",
-        ),
-        "train_micro_batch_size_per_gpu compile.passes compile.double_buffer compile.symmetric_memory "
-        "compile.free_activation compile.offload_activation compile.offload_parameters compile.debug_log",
-    ),
-    "everything_off": (Config(adamw=AdamWConfig(1e-3), zero=ZeroConfig(1), algorithm="adamw"), None),
-    "openrlhf": (
-        Config(
-            zero=ZeroConfig(3, gradient_clipping=1.0, param_dtype=torch.bfloat16), compile=CompileConfig(enabled=True)
-        ),
-        "steps_per_print zero_optimization.offload_param zero_optimization.offload_optimizer "
-        "zero_optimization.sub_group_size zero_optimization.stage3_max_live_parameters "
-        "zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_param_persistence_threshold "
-        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.reduce_bucket_size "
-        "zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_weights "
-        "zero_optimization.zero_quantized_gradients zero_optimization.reduce_scatter prescale_gradients "
-        "wall_clock_breakdown data_types checkpoint tensor_parallel",
-    ),
-    "deepspeed_chat": (
-        Config(zero=ZeroConfig(2, gradient_clipping=1.0, param_dtype=torch.bfloat16)),
-        "train_batch_size train_micro_batch_size_per_gpu steps_per_print zero_optimization.overlap_comm "
-        "zero_optimization.offload_param zero_optimization.offload_optimizer "
-        "zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_max_live_parameters "
-        "zero_optimization.memory_efficient_linear prescale_gradients wall_clock_breakdown hybrid_engine tensorboard",
-    ),
-    "leaf_modules": (
-        Config(
-            adamw=AdamWConfig(2e-4),
-            zero=ZeroConfig(3, param_dtype=torch.bfloat16),
-            algorithm="adamw",
-            scheduler=WarmupCosineLR(
-                total_num_steps=500, warmup_num_steps=50, cos_min_ratio=0.01, warmup_type="linear"
-            ),
-        ),
-        "zero_optimization.stage3_param_persistence_threshold zero_optimization.leaf_module "
-        "train_micro_batch_size_per_gpu steps_per_print",
-    ),
-    "alpaca_numbers": (
-        Config(
-            adamw=AdamWConfig(3e-5, (0.9, 0.99), 1e-8, 0.0),  # the schedule's rate, not the optimizer's
-            zero=ZeroConfig(3, gradient_accumulation_steps=8, gradient_clipping=1.0, param_dtype=torch.bfloat16),
-            algorithm="adamw",
-            scheduler=WarmupDecayLR(
-                warmup_min_lr=1e-6, warmup_num_steps=40, total_num_steps=1200, warmup_type="linear"
-            ),
-        ),
-        "zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_bucket_size "
-        "steps_per_print train_batch_size",
-    ),
-}
+}  # fmt: skip
 
 #: The settings of each other sample that have to go.
 IN_SCHEDULE = " ".join(f"scheduler.params.warmup_{name}" for name in ("min_lr", "max_lr", "num_steps"))
@@ -200,15 +140,28 @@ def test_every_sample_has_a_verdict_and_a_source():
     assert all(f"`{path.name}`" in readme for path in SAMPLES.values())
 
 
+def hints_among(source: dict, section: str = "") -> set[str]:
+    """Keys that DeepSpeed alone knows, and sections of which nothing is left to do."""
+    found = set()
+    for key, value in source.items():
+        path = f"{section}.{key}".lstrip(".")
+        if key in FOREIGN.get(section, ()) or key.startswith("_"):
+            found.add(path)
+        elif isinstance(value, dict):
+            found |= hints_among(value, path)
+    return found
+
+
 @pytest.mark.parametrize("name", LOADED)
 def test_sample_loads_and_notes_its_hints_once(name):
-    expected, hints = LOADED[name]
     config, noted = load_noting(SAMPLES[name])
     sized = {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(noted)
-    assert config == (decaying_vectors(expected) if sized else expected)
+    assert config == (decaying_vectors(LOADED[name]) if sized else LOADED[name])
     assert len(noted) == len(set(noted))
-    if hints is not None:
-        assert set(noted) == set(hints.split())
+    foreign = hints_among(json.loads(SAMPLES[name].read_text()))
+    read = "fp16 scheduler communication_data_type zero_optimization.offload_param zero_optimization.offload_optimizer "
+    read += "zero_optimization.save_muon_momentum_buffer_in_memory"
+    assert foreign <= set(noted) <= foreign | set(read.split())  # these are off, or what is done anyway
 
 
 def test_what_is_switched_off_is_every_feature_that_is_refused():
@@ -276,10 +229,6 @@ def test_the_hints_of_the_issue_are_hints():
     assert set(named.split()) <= set(HINTS)
 
 
-def test_nothing_is_noted_where_there_are_no_hints():
-    assert load_silently({"bf16": {"enabled": False}, "fp16": {"enabled": False}, "gradient_clipping": 0}) == Config()
-
-
 def test_hints_are_not_noted_beside_an_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -288,225 +237,118 @@ def test_hints_are_not_noted_beside_an_error():
     assert caught.value.field == "zero_optimization.stage"
 
 
-@pytest.mark.parametrize(
-    ("path", "near"),
-    [
-        ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
-        ("zero_optimization.reduce_bucket_sise", "zero_optimization.reduce_bucket_size"),
-        ("zero_optimization.stage3_prefetch_bucket", "zero_optimization.stage3_prefetch_bucket_size"),
-        ("train_batch_sizes", "train_batch_size"),
-        ("overlap_comm", "zero_optimization.overlap_comm"),
-        ("zero_optimization.scheduler", "scheduler"),
-        ("fp16.loss_scal", "fp16.loss_scale"),
-        ("compile.deep_compile", "compile.deepcompile"),
-    ],
-)
-def test_a_misspelt_key_of_deepspeed_is_an_error(path, near):
-    with pytest.raises(ConfigError) as caught:
-        load_config(nested(path, True))
-    assert (caught.value.field, caught.value.remedy) == (path, f"did you mean {near}?")
-
-
 def test_no_key_is_both_read_and_foreign():
     for section, keys in FOREIGN.items():
         assert len(keys) == len(set(keys))
         assert not set(keys) & set(SECTIONS[section])
 
 
-# ----------------------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------------------ what is taken, and what is not
+
+BF16_ON = {"bf16": {"enabled": True}}
+TAKEN = [
+    *((nested(path, "as JSON has none"), Config(), path)
+      for path in ("_comment", "zero_optimization._comment", "optimizer.params._why")),
+    *(({name: value}, Config(), name) for name in ("fp16", "bf16", "bfloat16") for value in (None, False)),
+    ({"fp16": {"enabled": "auto"}, **BF16_ON}, Config(zero=ZeroConfig(**BF16)), "fp16.enabled"),
+    ({"amp": {"enabled": "auto"}, **BF16_ON}, Config(zero=ZeroConfig(**BF16)), "amp"),
+    *(({"compile": {"deepcompile": on, **more}}, Config(compile=CompileConfig(enabled=on)), "")
+      for on in (True, False) for more in ({}, {"enabled": on})),
+    ({"bfloat16": {"enabled": True}}, Config(zero=ZeroConfig(**BF16)), ""),  # its old name
+    ({"bfloat16": {"enabled": True}, **BF16_ON}, Config(zero=ZeroConfig(**BF16)), ""),
+    *(({"communication_data_type": name}, Config(zero=ZeroConfig(reduce_dtype=name)), "") for name in ("fp32", "bf16")),
+    *(({"data_types": {"grad_accum_dtype": name}}, Config(), "data_types") for name in ("fp32", "float32")),
+    ({"bf16": {"enabled": False}, "fp16": {"enabled": False}, "gradient_clipping": 0}, Config(), ""),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("zero_optimization.zero_hpz_partition_size", 8),
-        ("zero_optimization.mics_shard_size", 8),
-        ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
-        ("amp", {"enabled": True}),
-        ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
-        ("data_types", {"grad_accum_dtype": "bf16"}),
-        ("gradient_allreduce_op", "sum"),
-        ("tensor_parallel", {"autotp_size": 4}),
-        ("tensor_parallel", {"tp": {"tp_size": 2}}),
-        ("expert_parallel.enabled", True),
-        ("elasticity", {"enabled": True}),
-        ("data_efficiency", {"enabled": True}),
-        ("curriculum_learning", {"enabled": True}),
-        ("progressive_layer_drop", {"enabled": True}),
-        ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
-        ("sparse_attention", {"mode": "fixed"}),
-        ("optimizer.params.bias_correction", False),
-        ("optimizer.params.max_grad_norm", 1.0),
-        ("optimizer.params.freeze_step", 100),
-        ("compile.passes", ["z3", "autosp"]),
-        ("compile.kwargs", {"dynamic": True}),
-        ("compile.disable", True),
-        ("compile.offload_parameters", True),
-        ("bf16.bf16_master_weights_and_grads", True),
-        ("bfloat16.bf16_optimizer_states", True),
-    ],
-)
-def test_what_would_change_the_result_is_refused(path, value):
+@pytest.mark.parametrize(("source", "config", "noted"), TAKEN)
+def test_what_means_the_same_or_nothing_is_taken(source, config, noted):
+    assert load_noting(source) == (config, [noted] if noted else [])
+
+
+AUTO = "bf16.enabled gradient_clipping gradient_accumulation_steps compile.deepcompile zero_optimization.stage "
+AUTO += " ".join(f"optimizer.params.{key}" for key in ("lr", "betas", "momentum", "eps", "weight_decay", "nesterov"))
+#: what would change the result
+REQUESTS = [
+    ("zero_optimization.zero_hpz_partition_size", 8),
+    ("zero_optimization.mics_shard_size", 8),
+    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
+    ("amp", {"enabled": True}),
+    ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
+    ("data_types", {"grad_accum_dtype": "bf16"}),
+    ("gradient_allreduce_op", "sum"),
+    ("tensor_parallel", {"autotp_size": 4}),
+    ("tensor_parallel", {"tp": {"tp_size": 2}}),
+    *((section, {"enabled": True}) for section in ("elasticity", "data_efficiency", "curriculum_learning")),
+    ("progressive_layer_drop", {"enabled": True}),
+    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
+    ("sparse_attention", {"mode": "fixed"}),
+    ("optimizer.params.bias_correction", False),
+    ("optimizer.params.max_grad_norm", 1.0),
+    ("optimizer.params.freeze_step", 100),
+    ("compile.passes", ["z3", "autosp"]),
+    ("compile.kwargs", {"dynamic": True}),
+    *((f"compile.{key}", True) for key in ("disable", "offload_parameters")),
+    *((path, True) for path in ("expert_parallel.enabled", "bf16.bf16_master_weights_and_grads")),
+    ("bfloat16.bf16_optimizer_states", True),
+]
+SHARED_PARAMETERS = "compression_training.weight_quantization.shared_parameters"
+NEAR = [
+    ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
+    ("zero_optimization.reduce_bucket_sise", "zero_optimization.reduce_bucket_size"),
+    ("zero_optimization.stage3_prefetch_bucket", "zero_optimization.stage3_prefetch_bucket_size"),
+    ("train_batch_sizes", "train_batch_size"),
+    ("overlap_comm", "zero_optimization.overlap_comm"),
+    ("zero_optimization.scheduler", "scheduler"),
+    ("fp16.loss_scal", "fp16.loss_scale"),
+    ("compile.deep_compile", "compile.deepcompile"),
+    ("torch_autocast.enable", "torch_autocast.enabled"),  # in sections that are off, too
+    ("amp.Enabled", "amp.enabled"),
+    ("elasticity.enabeld", "elasticity.enabled"),
+    ("tensor_parallel.autotp_sise", "tensor_parallel.autotp_size"),
+    (f"{SHARED_PARAMETERS}.enable", f"{SHARED_PARAMETERS}.enabled"),
+    ("zero_optimization.offload_param.devise", "'device'"),
+    ("zero_optimization.offload_optimizer.devise", "'device'"),
+]
+SAID = [
+    *((nested(path, value), path, "; remove it") for path, value in REQUESTS),
+    *((nested(path, True), path, f"; did you mean {near}?") for path, near in NEAR),
+    *((nested(path, "auto"), path, "Trainer of Hugging Face Transformers") for path in AUTO.split()),
+    *(({name: True}, name, f'; write {{"enabled": {right}}}')
+      for name, right in (("fp16", "false"), ("bf16", "true"), ("bfloat16", "true"))),
+    *(({"zero_optimization": on}, "zero_optimization", f'; write {{"stage": {int(on)}}}') for on in (True, False)),
+    *(({"compile": {"deepcompile": on, "enabled": not on}}, "compile.deepcompile", f"compile.enabled = {not on}")
+      for on in (True, False)),
+    ({**BF16_ON, "bfloat16": {"enabled": False}}, "bfloat16.enabled", "contradicts bf16.enabled"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "optimizer.type",
+     'use "AdamW", whose decay is decoupled'),
+    *(({"communication_data_type": name, **nested("optimizer.params.reduce_dtype", "fp16")}, "communication_data_type",
+       "contradicts") for name in ("fp32", "bf16")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "field", "said"), SAID)
+def test_what_would_change_the_result_is_refused(source, field, said):
     with pytest.raises(ConfigError) as caught:
-        load_config(nested(path, value))
-    assert caught.value.field == path
-    assert caught.value.remedy.startswith("remove it")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("bf16.enabled", "gradient_clipping", "gradient_accumulation_steps", "compile.deepcompile"),
-        *("zero_optimization.stage", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.momentum"),
-        *("optimizer.params.eps", "optimizer.params.weight_decay", "optimizer.params.nesterov"),
-    ],
-)
-def test_auto_of_what_is_read_here_is_the_trainer_s(path):
-    with pytest.raises(ConfigError) as caught:
-        load_config(nested(path, "auto"))
-    assert caught.value.field == path
-    assert "Trainer of Hugging Face Transformers" in caught.value.problem
-    assert caught.value.remedy.startswith("write ")
-    assert caught.value.remedy.endswith("or use MuonTrainer, which fills it in") == (path in FILLED)
-
-
-@pytest.mark.parametrize("path", ["fp16.enabled", "amp.enabled"])
-def test_a_precision_that_is_not_here_may_be_left_to_a_trainer(path):
-    noted = path.removesuffix(".enabled") if path.startswith("amp") else path
-    assert load_noting(nested(path, "auto") | {"bf16": {"enabled": True}}) == (
-        Config(zero=ZeroConfig(param_dtype=torch.bfloat16)),
-        [noted],
-    )
-
-
-@pytest.mark.parametrize(("name", "remedy"), [("fp16", "false"), ("bf16", "true"), ("bfloat16", "true")])
-def test_a_precision_is_an_object_of_what_there_is(name, remedy):
-    with pytest.raises(ConfigError) as caught:
-        load_config({name: True})
-    assert (caught.value.field, caught.value.remedy) == (name, f'write {{"enabled": {remedy}}}')
-
-
-@pytest.mark.parametrize("path", ["_comment", "zero_optimization._comment", "optimizer.params._why"])
-def test_comments_have_no_effect(path):
-    assert load_noting(nested(path, "as JSON has none")) == (Config(), [path])
-
-
-def test_the_old_switch_of_zero_says_which_stage_it_was():
-    for value, stage in ((True, 1), (False, 0)):
-        with pytest.raises(ConfigError) as caught:
-            load_config({"zero_optimization": value})
-        assert caught.value.remedy == f'write {{"stage": {stage}}}'
-
-
-# ------------------------------------------------------------------------------------- counterparts
-
-
-@pytest.mark.parametrize(
-    ("compile_", "enabled"),
-    [
-        ({"deepcompile": True}, True),
-        ({"deepcompile": False}, False),
-        ({"deepcompile": True, "enabled": True}, True),
-        ({"deepcompile": False, "enabled": False}, False),
-    ],
-)
-def test_deepcompile_means_compile(compile_, enabled):
-    assert load_silently({"compile": compile_}).compile == CompileConfig(enabled=enabled)
-
-
-@pytest.mark.parametrize(("deep", "enabled"), [(True, False), (False, True)])
-def test_deepcompile_contradicts_enabled(deep, enabled):
-    with pytest.raises(ConfigError) as caught:
-        load_config({"compile": {"deepcompile": deep, "enabled": enabled}})
-    assert caught.value.field == "compile.deepcompile"
-    assert f"compile.enabled = {enabled}" in caught.value.problem
-
-
-def test_the_old_name_of_bf16():
-    assert load_silently({"bfloat16": {"enabled": True}}).zero.param_dtype is torch.bfloat16
-    assert load_silently({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}).zero.param_dtype is torch.bfloat16
-    with pytest.raises(ConfigError) as caught:
-        load_config({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}})
-    assert "contradicts bf16.enabled" in caught.value.problem
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16", "bfloat16"])
-@pytest.mark.parametrize("value", [None, False])
-def test_a_precision_section_may_be_off(name, value):
-    assert load_noting({name: value}) == (Config(), [name])
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_communication_data_type_is_reduce_dtype(name, dtype):
-    assert load_silently({"communication_data_type": name}).zero == ZeroConfig(reduce_dtype=dtype)
-    with pytest.raises(ConfigError) as caught:
-        load_config({"communication_data_type": name, **nested("optimizer.params.reduce_dtype", "fp16")})
-    assert caught.value.field == "communication_data_type"
+        load_config(source)
+    assert caught.value.field == field and said in str(caught.value)
+    filled_in = caught.value.remedy.endswith("or use MuonTrainer, which fills it in")
+    assert filled_in == ("Trainer of" in caught.value.problem and field in FILLED)
 
 
 # ------------------------------------------------------------------------------------------ convert
 
-EVERYTHING = config_from_kwargs(
-    lr=0.5,
-    momentum=0.5,
-    nesterov=False,
-    weight_decay=0.3,
-    adamw_lr=0.25,
-    adamw_betas=(0.1, 0.2),
-    adamw_eps=0.5,
-    adamw_weight_decay=0.2,
-    adamw_decay_vectors=True,
-    adjust_lr=0.18,
-    momentum_dtype="8bit",
-    offload={"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5, "momentum": False},
-    qk_clip=50.0,
-    qk_clip_alpha=0.25,
-    method="normuon",
-    auxiliary="lion",
-    rates={"beta2": 0.9},
-    groups={"*.a": {"lr": 0.5, "method": "muonh"}},
-    muon_views={"*.b": {"split": [4, 2]}},
-    per_head_muon=True,
-    split_fused=True,
-    ns_steps=2,
-    ns_coefficients=((1, 2, 3), (4, 5, 6)),
-    ns_method="standard",
-    ns_dtype="fp32",
-    ns_eps=0,
-    ns_backend="aten",
-    ns_memory_limit=2**20,
-    stage=1,
-    update="step",
-    gradient_accumulation_steps=None,
-    gradient_clipping=0.5,
-    nonfinite="skip",
-    max_skipped_steps=7,
-    check_replicas=10,
-    checks="in_step",
-    param_dtype="fp16",
-    reduce_dtype="fp32",
-    master_dtype="bf16",
-    shard_state_over="all",
-    communicators="shared",
-    muon_params=["a.*", "b"],
-)
 CONFIGS = {
-    "default": Config(),
-    "everything": EVERYTHING,
-    "stage 0": Config(zero=ZeroConfig(0)),
     "one rate": Config(MuonConfig(0.1), AdamWConfig(0.1)),
     "the other's rate": Config(MuonConfig(3e-4), AdamWConfig(0.02)),
-    "rate of AdamW": Config(adamw=AdamWConfig(0.1)),
     "one default as rate of both": Config(MuonConfig(3e-4)),
     "decay of both": Config(MuonConfig(weight_decay=0.0), AdamWConfig(weight_decay=0.0)),
-    "decay of Muon": Config(MuonConfig(weight_decay=0.0)),
-    "decay of AdamW": Config(adamw=AdamWConfig(weight_decay=0.0)),
     "different decays": Config(MuonConfig(weight_decay=0.2), AdamWConfig(weight_decay=0.0)),
     "AdamW": Config(algorithm="adamw"),
     "AdamW with settings": Config(
         adamw=AdamWConfig(0.5, (0.5, 0.5), 1e-3, 0.0), zero=ZeroConfig(3, update="step"), algorithm="adamw"
     ),
-    "bf16": Config(zero=ZeroConfig(param_dtype=torch.bfloat16)),
     "compiled": Config(compile=CompileConfig(enabled=True)),
     "compiled with options": Config(compile=CompileConfig(enabled=True, dump="graphs", bucket_mb=3, dynamic=False)),
     "options without compiling": Config(compile=CompileConfig(nvtx=True)),
@@ -536,39 +378,36 @@ def test_what_is_sharded_is_written_under_zero_optimization():
     assert convert(source) == convert({"optimizer": {"params": source["zero_optimization"]}}) == source
 
 
-def test_everything_is_everything():
-    """No setting that can be written keeps its default, so that none is left out above."""
-    for part in (EVERYTHING.muon, EVERYTHING.adamw, EVERYTHING.zero, EVERYTHING.muon.ns):
-        for field in dataclasses.fields(part):
-            # Replicas to be compared and gathers from host memory are of different stages.
-            if field.name not in ("ns", "offload_param"):
-                assert getattr(part, field.name) != field.default, field.name
+@settings(max_examples=40, derandomize=True)
+@given(keywords())
+def test_converted_are_all_settings_that_go_together(chosen):
+    chosen = {name: x for name, x in chosen.items() if not callable(x) and not isinstance(x, torch.Tensor)}
+    try:
+        config = config_from_kwargs(**chosen)
+    except ConfigError:  # some contradict each other
+        return
+    written = convert(config)
+    assert load_silently(json.loads(json.dumps(written))) == config
+    assert convert(written) == written
 
 
 def test_converted_is_minimal_and_in_order():
     assert convert({"zero_optimization": {"stage": 2}, "compile": False, "optimizer": {"type": "Muon"}}) == {}
     converted = convert(SAMPLES["zero2"])
-    assert json.dumps(converted) == json.dumps(
-        {
-            "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": 2e-4,
-                    "weight_decay": 0.02,
-                    "betas": [0.9, 0.99],
-                    "adamw_decay_vectors": True,
-                    "reduce_dtype": "float32",
-                },
-            },
-            "gradient_accumulation_steps": 4,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
-        }
-    )
+    own = {
+        "lr": 2e-4,
+        "weight_decay": 0.02,
+        "betas": [0.9, 0.99],
+        "adamw_decay_vectors": True,
+        "reduce_dtype": "float32",
+    }
+    expected = {"optimizer": {"type": "AdamW", "params": own}, "gradient_accumulation_steps": 4}
+    assert json.dumps(converted) == json.dumps({**expected, "gradient_clipping": 1.0, **BF16_ON})
     assert list(convert(SAMPLES["deepcompile"])) == ["compile", "optimizer", "zero_optimization", "bf16"]
     assert list(convert(SAMPLES["leaf_modules"])) == ["optimizer", "scheduler", "zero_optimization", "bf16"]
-    params = convert(EVERYTHING)["optimizer"]["params"]
-    assert list(params)[:6] == ["muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "adjust_lr"]
+    some = {"adjust_lr": 0.18, "weight_decay": 0.3, "nesterov": False, "momentum": 0.5, "adamw_lr": 0.2, "lr": 0.5}
+    order = ["muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "adjust_lr"]
+    assert list(convert(config_from_kwargs(**some))["optimizer"]["params"])[:6] == order
 
 
 def test_what_only_python_can_say_cannot_be_converted():
@@ -584,15 +423,7 @@ def test_command_prints_the_config_and_on_stderr_the_hints(capsys):
     assert printed.err.startswith("no effect here: ")
     hints, sizes = printed.err.splitlines()
     noted = hints.removeprefix("no effect here: ").split(", ") + [sizes.partition(": ")[0]]
-    assert set(noted) == set(LOADED["muon"][1].split())
-
-
-def test_command_without_hints_prints_the_config_alone(capsys, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"zero_optimization": {"stage": 3}}')
-    assert main(["convert", str(path)]) == 0
-    printed = capsys.readouterr()
-    assert (json.loads(printed.out), printed.err) == ({"zero_optimization": {"stage": 3}}, "")
+    assert set(noted) == set(load_noting(SAMPLES["muon"])[1])
 
 
 def left_to_do(printed: str) -> list[str]:
@@ -615,87 +446,60 @@ def test_command_prints_what_it_can_and_lists_what_is_left(capsys, name):
     assert not again.hints
 
 
-def converted(capsys, tmp_path, source) -> tuple[int, dict, str]:
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": "auto"}}
+IN_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}}
+CONTRADICTION = {"ns_steps": 3, "ns_coefficients": "deepseek_v4", "momentum": 0.5}
+#: what is converted, what comes out, and the fields that are left to do
+CONVERTED = [
+    ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 3}}, ""),
+    ('{"gradient_clipping": 1, "gradient_clipping": 2}', {"gradient_clipping": 2}, "gradient_clipping"),
+    (
+        {
+            "fp16": {"enabled": True},
+            "optimizer": {"params": {"lr": 0.1, "adam_lr": -1, "ns_coefficients": "you", "amsgrad": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        },
+        {
+            "optimizer": {"params": {"muon_lr": 0.1, "adam_lr": 0.1, "ns_coefficients": "you"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "zero_optimization": {"stage": 3},
+        },
+        "fp16.enabled optimizer.params.adam_lr optimizer.params.amsgrad zero_optimization.offload_param",
+    ),
+    # of a contradiction the rest, and a type that a setting contradicts
+    (nested("optimizer.params", CONTRADICTION), {"optimizer": {"params": {"momentum": 0.5, "ns_steps": 3}}},
+     "optimizer.params.ns_coefficients"),
+    (nested("optimizer.params", {"stage": 3, "check_replicas": 5}), {"zero_optimization": {"stage": 3}},
+     "optimizer.params.check_replicas"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "update": "backward"}}},
+     {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "optimizer.params.update"),
+    # "auto" that a trainer fills in, and an optimizer that is not ours
+    (
+        {"optimizer": IN_AUTO, "scheduler": WARMUP, **{key: {"enabled": "auto"} for key in ("bf16", "fp16")},
+         "gradient_clipping": "auto", "compile": {"dynamic": "auto"}, "train_batch_size": "auto"},
+        {"compile": True, "optimizer": {"type": "AdamW", "params": {**IN_AUTO["params"], "adamw_decay_vectors": True}},
+         "scheduler": WARMUP, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}},
+        "bf16.enabled compile.dynamic gradient_clipping optimizer.params.betas optimizer.params.lr "
+        "scheduler.params.warmup_num_steps",
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "betas": [0.5, 0.6]}}},
+     {"optimizer": {"type": "Adam", "params": {"betas": [0.5, 0.6]}}}, "optimizer.type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "out", "left"), CONVERTED)
+def test_command_takes_over_all_but_what_is_left_to_do(capsys, tmp_path, source, out, left):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(source))
+    path.write_text(source if isinstance(source, str) else json.dumps(source))
     code = main(["convert", str(path)])
     printed = capsys.readouterr()
-    return code, json.loads(printed.out), printed.err
-
-
-def test_command_takes_over_all_but_what_is_wrong(capsys, tmp_path):
-    source = {
-        "fp16": {"enabled": True},
-        "optimizer": {"type": "Muon", "params": {"lr": 0.1, "adam_lr": -1, "ns_coefficients": "you", "amsgrad": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-    }
-    code, out, err = converted(capsys, tmp_path, source)
-    assert code == 1
-    assert out == {
-        "optimizer": {"params": {"muon_lr": 0.1, "adam_lr": 0.1, "ns_coefficients": "you"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "zero_optimization": {"stage": 3},
-    }
-    fields = [line.partition(" = ")[0] for line in left_to_do(err)]
-    assert sorted(fields) == [
-        "fp16.enabled", "optimizer.params.adam_lr", "optimizer.params.amsgrad", "zero_optimization.offload_param"
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        (nested("optimizer.params", {"ns_steps": 3, "ns_coefficients": "deepseek_v4", "momentum": 0.5}), "ns_steps"),
-        (nested("optimizer.params", {"stage": 3, "check_replicas": 5, "momentum": 0.5}), "stage"),
-    ],
-)
-def test_of_a_contradiction_the_rest_is_taken_over(capsys, tmp_path, wrong, right):
-    code, out, err = converted(capsys, tmp_path, wrong)
-    kept = wrong["optimizer"]["params"][right]
-    assert code == 1
-    assert len(left_to_do(err)) == 1
-    assert load_silently(out) == load_silently(nested("optimizer.params", {right: kept, "momentum": 0.5}))
-
-
-def test_a_type_that_contradicts_a_setting_is_kept(capsys, tmp_path):
-    source = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "update": "backward"}}}
-    code, out, _ = converted(capsys, tmp_path, source)
-    assert (code, out) == (1, {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
-
-
-def test_command_keeps_auto_where_a_trainer_fills_it_in(capsys, tmp_path):
-    params = {"warmup_max_lr": 0.5, "warmup_num_steps": "auto"}
-    source = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}},
-        "scheduler": {"type": "WarmupLR", "params": params},
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "compile": {"dynamic": "auto"},
-        "train_batch_size": "auto",
-    }
-    code, out, err = converted(capsys, tmp_path, source)
-    assert code == 1
-    assert out == {
-        "compile": True,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": 1e-6, "adamw_decay_vectors": True},
-        },
-        "scheduler": {"type": "WarmupLR", "params": params},
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-    }
-    assert sum("MuonTrainer" in line for line in left_to_do(err)) == 5
-    assert any(line.startswith("compile.dynamic = 'auto'") for line in left_to_do(err))
-
-
-def test_command_keeps_an_optimizer_that_is_not_ours(capsys, tmp_path):
-    params = {"adam_w_mode": False, "weight_decay": 0.1, "betas": [0.5, 0.6]}
-    code, out, err = converted(capsys, tmp_path, {"optimizer": {"type": "Adam", "params": params}})
-    assert (code, out) == (1, {"optimizer": {"type": "Adam", "params": {"betas": [0.5, 0.6]}}})
-    assert 'use "AdamW", whose decay is decoupled' in err
+    assert json.loads(printed.out) == out
+    if left:
+        fields = [re.split(" = |: ", line)[0] for line in left_to_do(printed.err)]
+        assert code == 1 and sorted(fields) == left.split()
+    else:
+        assert (code, printed.err) == (0, "")
 
 
 def test_adam_is_adamw_as_deepspeed_makes_it():
@@ -732,11 +536,6 @@ def test_a_config_of_deepspeed_without_an_optimizer_is_said_to_train_with_muon()
         load_config({"zero_optimization": {"stage": 2}})
 
 
-def test_gradients_accumulate_in_float32_and_a_config_may_say_so():
-    for dtype in ("fp32", "float32"):
-        assert load_noting({"data_types": {"grad_accum_dtype": dtype}}) == (Config(), ["data_types"])
-
-
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
 def test_command_without_anything_to_read(capsys, tmp_path, text):
     path = tmp_path / "config.json"
@@ -748,15 +547,6 @@ def test_command_without_anything_to_read(capsys, tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert printed.err == f"{caught.value}\n"
-
-
-def test_command_lists_a_key_that_is_given_twice(capsys, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
-    assert main(["convert", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert "is given twice" in printed.err
-    assert json.loads(printed.out) == {"gradient_clipping": 2}
 
 
 # --------------------------------------------------------------------------------------------- docs

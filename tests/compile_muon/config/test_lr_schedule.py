@@ -1,11 +1,15 @@
 """DeepSpeed's schedules: the same rate in every step, resumed exactly, and read from its section of a config."""
 
+import dataclasses
 import json
 import math
 import pickle
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.drawn import range_of
 
 from compile_muon import MuonZero
 from compile_muon.checkpoint.values import Values
@@ -36,37 +40,37 @@ def climbed(i, steps, kind):
     return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
 
 
-def warmup(i, top, low=0.0, steps=1000, kind="log"):
-    steps = max(steps, 2)
+def warmup(own, i, top, low):
+    steps = max(own.warmup_num_steps, 2)
     if i == -1:
         return low
-    return low + (top - low) * (climbed(i, steps, kind) if i < steps else 1.0)
+    return low + (top - low) * (climbed(i, steps, own.warmup_type) if i < steps else 1.0)
 
 
-def warmup_decay(i, top, total, low=0.0, steps=1000, kind="log"):
-    steps = max(steps, 2)
+def warmup_decay(own, i, top, low):
+    steps = max(own.warmup_num_steps, 2)
     if i < steps:
-        return warmup(i, top, low, steps, kind)
-    left = (total - i) / max(1.0, total - steps)
-    return low + (top - low) * max(0.0, left)
+        return warmup(own, i, top, low)
+    return low + (top - low) * max(0.0, (own.total_num_steps - i) / max(1.0, own.total_num_steps - steps))
 
 
-def warmup_cosine(i, top, total, start=0.0, steps=1000, end=1e-4, kind="log"):
-    steps = max(steps, 2)
+def warmup_cosine(own, i, top, low):
+    steps, start, end = max(own.warmup_num_steps, 2), own.warmup_min_ratio, own.cos_min_ratio
     if i == -1:
         return 0.0
     if i < steps:
-        return top * (start + (1 - start) * climbed(i, steps, kind))
-    progress = (i - steps + 1) / max(1, total - steps)
+        return top * (start + (1 - start) * climbed(i, steps, own.warmup_type))
+    progress = (i - steps + 1) / max(1, own.total_num_steps - steps)
     return top * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
-def one_cycle(i, top, low, up=2000, down=None, stairs_up=0, stairs_down=None, decay=0.0, decay_steps=0):
-    down = up if down is None else down
-    stairs_down = stairs_up if stairs_down is None else stairs_down
+def one_cycle(own, i, top, low):
+    up, stairs_up = own.cycle_first_step_size, own.cycle_first_stair_count
+    down = up if own.cycle_second_step_size is None else own.cycle_second_step_size
+    stairs_down = stairs_up if own.cycle_second_stair_count is None else own.cycle_second_stair_count
     n = i + 1
     if n > up + down:
-        return low / (1 + decay * (n - up - down) / decay_steps) if decay_steps else low
+        return low / (1 + own.decay_lr_rate * (n - up - down) / own.decay_step_size) if own.decay_step_size else low
     n %= up + down
     part, stairs = (n / up, stairs_up) if n <= up else ((up + down - n) / down, stairs_down)
     if stairs:
@@ -74,82 +78,34 @@ def one_cycle(i, top, low, up=2000, down=None, stairs_up=0, stairs_down=None, de
     return low + (top - low) * part
 
 
-def range_test(i, low, size=2000, growth=1.0, stairs=False):
-    n = (i + 1) / size
-    return low * (1 + growth * (math.floor(n) if stairs else n))
+def range_test(own, i, top, low):
+    n = (i + 1) / own.lr_range_test_step_size
+    return top * (1 + own.lr_range_test_step_rate * (math.floor(n) if own.lr_range_test_staircase else n))
 
 
-CASES = [
-    (WarmupLR(), lambda i, own: warmup(i, own)),
-    (WarmupLR(warmup_num_steps=1), lambda i, own: warmup(i, own, steps=1)),
-    (WarmupLR(warmup_num_steps=1, warmup_type="linear"), lambda i, own: warmup(i, own, steps=1, kind="linear")),
-    (WarmupLR(warmup_min_lr=0.1, warmup_num_steps=7), lambda i, own: warmup(i, own, 0.1, 7)),
-    (
-        WarmupLR(warmup_min_lr=1e-3, warmup_num_steps=9, warmup_type="linear"),
-        lambda i, own: warmup(i, own, 1e-3, 9, "linear"),
-    ),
-    (WarmupDecayLR(warmup_num_steps=5, total_num_steps=20), lambda i, own: warmup_decay(i, own, 20, steps=5)),
-    (
-        WarmupDecayLR(warmup_min_lr=1e-3, warmup_num_steps=8, total_num_steps=21, warmup_type="linear"),
-        lambda i, own: warmup_decay(i, own, 21, 1e-3, 8, "linear"),
-    ),
-    (
-        WarmupDecayLR(warmup_min_lr=0.1, warmup_num_steps=12, total_num_steps=12),
-        lambda i, own: warmup_decay(i, own, 12, 0.1, 12),
-    ),
-    (
-        WarmupDecayLR(warmup_num_steps=9, total_num_steps=4, warmup_type="linear"),
-        lambda i, own: warmup_decay(i, own, 4, steps=9, kind="linear"),
-    ),
-    (WarmupCosineLR(warmup_num_steps=6, total_num_steps=25), lambda i, own: warmup_cosine(i, own, 25, steps=6)),
-    (
-        WarmupCosineLR(
-            warmup_min_ratio=0.2, warmup_num_steps=7, cos_min_ratio=0.3, total_num_steps=19, warmup_type="linear"
-        ),
-        lambda i, own: warmup_cosine(i, own, 19, 0.2, 7, 0.3, "linear"),
-    ),
-    (
-        WarmupCosineLR(warmup_min_ratio=0.5, warmup_num_steps=10, cos_min_ratio=0.0, total_num_steps=10),
-        lambda i, own: warmup_cosine(i, own, 10, 0.5, 10, 0.0),
-    ),
-    (
-        OneCycle(cycle_min_lr=1e-3, cycle_first_step_size=8, cycle_momentum=False),
-        lambda i, own: one_cycle(i, own, 1e-3, 8),
-    ),
-    (
-        OneCycle(
-            cycle_min_lr=0.2, cycle_first_step_size=7, cycle_second_step_size=11, decay_lr_rate=0.4, decay_step_size=3,
-            cycle_momentum=False,
-        ),
-        lambda i, own: one_cycle(i, own, 0.2, 7, 11, decay=0.4, decay_steps=3),
-    ),
-    (
-        OneCycle(
-            cycle_min_lr=0.0, cycle_first_step_size=10, cycle_first_stair_count=5, cycle_second_step_size=9,
-            cycle_second_stair_count=3, cycle_momentum=False,
-        ),
-        lambda i, own: one_cycle(i, own, 0.0, 10, 9, 5, 3),
-    ),
-    (
-        # every step is a stair, also those whose share is rounded down
-        OneCycle(cycle_min_lr=0.0, cycle_first_step_size=49, cycle_first_stair_count=49, cycle_momentum=False),
-        lambda i, own: one_cycle(i, own, 0.0, 49, stairs_up=49),
-    ),
-    (
-        OneCycle(cycle_min_lr=1e-3, cycle_first_step_size=6, cycle_second_step_size=0, cycle_momentum=False),
-        lambda i, own: one_cycle(i, own, 1e-3, 6, 0),
-    ),
-    (LRRangeTest(), lambda i, own: range_test(i, own)),
-    (
-        LRRangeTest(lr_range_test_step_size=5, lr_range_test_step_rate=3),
-        lambda i, own: range_test(i, own, 5, 3),
-    ),
-    (
-        LRRangeTest(lr_range_test_step_size=4, lr_range_test_step_rate=0.5, lr_range_test_staircase=True),
-        lambda i, own: range_test(i, own, 4, 0.5, True),
-    ),
-]  # fmt: skip
-IDS = [f"{type(schedule).__name__} {place}" for place, (schedule, _) in enumerate(CASES)]
+ORACLES = {
+    WarmupLR: warmup, WarmupDecayLR: warmup_decay, WarmupCosineLR: warmup_cosine, OneCycle: one_cycle,
+    LRRangeTest: range_test,
+}  # fmt: skip
+
+
+def bounded(kind, field):
+    """Counts that 120 steps see the end of, shares and rates; defaults are among them."""
+    words, default = field.metadata["values"](), field.default
+    if words.startswith("an integer from"):
+        some = st.integers(int(words.split()[-1]), 60)
+    elif words.startswith("a number"):
+        some = st.floats(0, 1).filter(lambda x: x == 0 or x > 1e-6)
+        some = st.tuples(some, some) | some if "list" in words else some
+    else:
+        some = range_of(kind, field.name).good
+    return some if field.metadata["needed"] or default is True else some | st.just(default)
+
+
+def schedules(kinds=tuple(ORACLES)):
+    return st.one_of(
+        [st.builds(kind, **{f.name: bounded(kind, f) for f in dataclasses.fields(kind)}) for kind in kinds]
+    )
 
 
 def optimizer_of(**rates) -> torch.optim.Optimizer:
@@ -175,13 +131,36 @@ def walk(optimizer, scheduler, steps: int) -> list[list[float]]:
     return used
 
 
-@pytest.mark.parametrize(("schedule", "oracle"), CASES, ids=IDS)
-def test_every_step_has_the_rate_of_deepspeed(schedule, oracle):
-    optimizer = optimizer_of(muon=0.4, adamw=0.003)
-    used = walk(optimizer, schedule.build(optimizer), 120)
-    for half, own in enumerate((0.4, 0.003)):
-        expected = [oracle(i, own) for i in range(-1, 119)]
-        assert [rates[half] for rates in used] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+@pytest.mark.parametrize("kind", ORACLES)
+def test_every_step_has_the_rate_of_deepspeed_and_a_run_goes_on_with_it(kind):
+    @settings(max_examples=20, derandomize=True)
+    @given(schedules([kind]), st.integers(0, 60))
+    @example(OneCycle(cycle_min_lr=0.0, cycle_first_step_size=49, cycle_first_stair_count=49, cycle_momentum=False), 30)
+    @example(WarmupDecayLR(warmup_num_steps=9, total_num_steps=4, warmup_type="linear"), 1)
+    @example(WarmupLR(warmup_num_steps=1), 0)
+    def has(schedule, at):
+        same = pickle.loads(pickle.dumps(schedule))
+        assert same == schedule and hash(same) == hash(schedule)
+        optimizer = optimizer_of(muon=0.4, adamw=0.003)
+        scheduler = schedule.build(optimizer)
+        used = walk(optimizer, scheduler, at)
+        again, its_scheduler = resumed(schedule, as_saved(scheduler.state_dict()), optimizer.state_dict())
+        assert rates_of(again) == rates_of(optimizer)
+        used += walk(optimizer, scheduler, 120 - at)
+        assert walk(again, its_scheduler, 120 - at) == used[at:]
+        assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
+        low = getattr(schedule, "warmup_min_lr", getattr(schedule, "cycle_min_lr", 0.0))
+        for half, own in enumerate((0.4, 0.003)):
+            least = low[half] if isinstance(low, tuple) else low
+            expected = [ORACLES[type(schedule)](schedule, i, own, least) for i in range(-1, 119)]
+            assert [rates[half] for rates in used] == pytest.approx(expected, rel=1e-9, abs=1e-13)
+        for share in scheduler.lr_lambdas:
+            copied = pickle.loads(pickle.dumps(share))
+            assert [copied(step) for step in range(40)] == [share(step) for step in range(40)]
+        state = scheduler.state_dict()
+        assert pickle.loads(pickle.dumps(state)) == state and state["lr_lambdas"] == [{}, {}]
+
+    has()
 
 
 #: What the classes of DeepSpeed 0.19.8 themselves set for the first eleven steps.
@@ -276,18 +255,6 @@ def as_saved(state: dict) -> dict:
     return Values(json.loads(json.dumps(values.encoded)), values.tensors).get("scheduler")
 
 
-@pytest.mark.parametrize("at", [0, 1, 7, 30])
-@pytest.mark.parametrize("schedule", [schedule for schedule, _ in CASES], ids=IDS)
-def test_resumed_is_uninterrupted(schedule, at):
-    optimizer = optimizer_of(muon=0.4, adamw=0.003)
-    scheduler = schedule.build(optimizer)
-    walk(optimizer, scheduler, at)
-    again, its_scheduler = resumed(schedule, as_saved(scheduler.state_dict()), optimizer.state_dict())
-    assert rates_of(again) == rates_of(optimizer)
-    assert walk(again, its_scheduler, 40) == walk(optimizer, scheduler, 40)
-    assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
-
-
 def test_a_run_goes_on_with_more_steps_than_were_planned():
     optimizer = optimizer_of(muon=0.4, adamw=0.003)
     short = WarmupDecayLR(warmup_num_steps=2, total_num_steps=10)
@@ -296,21 +263,8 @@ def test_a_run_goes_on_with_more_steps_than_were_planned():
     longer = WarmupDecayLR(warmup_num_steps=2, total_num_steps=20)
     again, its_scheduler = resumed(longer, scheduler.state_dict(), optimizer.state_dict())
     used = walk(again, its_scheduler, 14)[1:]
-    expected = [warmup_decay(i, 0.4, 20, steps=2) for i in range(8, 21)]
+    expected = [warmup_decay(longer, i, 0.4, 0.0) for i in range(8, 21)]
     assert [muon for muon, _ in used] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("schedule", [schedule for schedule, _ in CASES], ids=IDS)
-def test_schedules_and_what_is_built_of_them_can_be_pickled(schedule):
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
-    assert hash(pickle.loads(pickle.dumps(schedule))) == hash(schedule)
-    scheduler = schedule.build(optimizer_of(muon=0.4, adamw=0.003))
-    for share in scheduler.lr_lambdas:
-        again = pickle.loads(pickle.dumps(share))
-        assert [again(step) for step in range(40)] == [share(step) for step in range(40)]
-    state = scheduler.state_dict()
-    assert pickle.loads(pickle.dumps(state)) == state
-    assert state["lr_lambdas"] == [{}, {}]
 
 
 # ------------------------------------------------------------------------------------------- the section
@@ -513,16 +467,11 @@ def test_converted_is_the_same_config(kind, rate, optimizer):
     assert convert(converted) == converted
 
 
-@pytest.mark.parametrize("config", [
-    Config(MuonConfig(0.1), AdamWConfig(0.2), scheduler=schedule)
-    for schedule in (
-        WarmupLR(), WarmupLR(warmup_min_lr=(0.1, 0.2)), WarmupDecayLR(total_num_steps=9),
-        WarmupCosineLR(total_num_steps=9), OneCycle(cycle_min_lr=(0.1, 0.2), cycle_momentum=False), LRRangeTest(),
-    )
-])  # fmt: skip
-def test_a_config_of_python_is_written(config):
-    converted = convert(config)
-    assert load_config(json.loads(json.dumps(converted))) == config
+@settings(max_examples=30, derandomize=True)
+@given(schedules())
+def test_a_config_of_python_is_written(schedule):
+    config = Config(MuonConfig(0.1), AdamWConfig(0.2), scheduler=schedule)
+    assert load_config(json.loads(json.dumps(convert(config)))) == config
 
 
 def test_a_rate_is_written_once():

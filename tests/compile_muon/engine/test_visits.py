@@ -68,39 +68,55 @@ def book(steps=1, update="auto"):
 # --- purposes ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_forward_one_backward_speculates(calls):
-    w = make_sharded_param(book())
-    w.visits.forward()
-    assert w.ledger.balance() == 1
-    assert calls.visit(w) is SPECULATE
-    assert w.ledger.balance() == 0
+def purposes(w, calls, events, **visit):
+    """What each backward is for.
+
+    Args:
+        events: a forward, a backward, ``close``, ``.grad`` dropped by the ledger, or taken away by the user.
+    """
+    found = ""
+    for event in events:
+        if event == "f":
+            w.visits.forward()
+        elif event == "b":
+            found += {ACCUMULATE: "A", REDUCE: "R", SPECULATE: "S"}[calls.visit(w, **visit)]
+        elif event == "c":
+            w.ledger.close([w])
+        elif event == "d":
+            w.ledger.drop_gradients()
+        else:
+            w.param.grad = None
+    return found
+
+
+NEVER = {"speculates": False}
 
 
 @pytest.mark.parametrize(
-    ("ledger", "speculates"), [(book(update="step"), True), (book(steps=None), True), (book(), False), (book(2), True)]
+    ("ledger", "where", "visit", "events", "expected"),
+    [
+        (book(), {}, {}, "fb", "S"),
+        (book(update="step"), {}, {}, "fb", "R"),
+        (book(steps=None), {}, {}, "fb", "R"),
+        (book(), {}, NEVER, "fb", "R"),
+        (book(2), {}, {}, "fb", "R"),
+        # the last micro-batch; one more than was declared may be the last as well
+        (book(3), {"stage": 1, "world": 2}, {}, "fbfbfbfb", "AASS"),
+        (book(3), {"stage": 1, "world": 1}, {}, "fbfbfbfb", "RRSS"),
+        (book(3), {"stage": 2, "world": 2}, {}, "fbfbfbfb", "RRSS"),
+        # at stage 1, too, `.grad` must be whole when a loop looks at it, whatever is still owed
+        (book(), {"stage": 1, "world": 2}, NEVER, "ffb", "R"),
+        # a forward whose backward never comes: validation without no_grad(), one rank alone that counts operations
+        (book(), {}, {}, "ffbcffbcffbc", "SSS"),
+        (book(), {}, {}, "ffbb", "SS"),
+        (book(), {}, {}, "fdb", "S"),  # zero_grad() between forward and backward
+        (book(2), {}, {}, "fb0fbfb", "RRS"),  # model.zero_grad(): dropped gradients start the count anew
+    ],
 )
-def test_when_not_to_speculate(calls, ledger, speculates):
-    w = make_sharded_param(ledger)
-    w.visits.forward()
-    assert calls.visit(w, speculates=speculates) is REDUCE
-
-
-@pytest.mark.parametrize(("stage", "world", "purpose"), [(1, 2, ACCUMULATE), (1, 1, REDUCE), (2, 2, REDUCE)])
-def test_the_last_micro_batch_speculates(calls, stage, world, purpose):
-    w = make_sharded_param(book(3), stage=stage, world=world)
-    for number in range(3):
-        w.visits.forward()
-        assert calls.visit(w) is (SPECULATE if number == 2 else purpose)
-    w.visits.forward()
-    assert calls.visit(w) is SPECULATE  # one more than was declared: it may be the last as well
-
-
-def test_stage_one_reduces_whatever_may_be_the_last(calls):
-    """`.grad` must be whole when a loop looks at it, whatever is still owed."""
-    w = make_sharded_param(book(), stage=1, world=2)
-    w.visits.forward()
-    w.visits.forward()
-    assert calls.visit(w, speculates=False) is REDUCE
+def test_purposes(calls, ledger, where, visit, events, expected):
+    w = make_sharded_param(ledger, **where)
+    assert purposes(w, calls, events, **visit) == expected
+    assert ledger.balance() == events.count("f") - events.count("b") or "c" in events
 
 
 def test_several_visits_of_one_backward_do_not_speculate(calls):
@@ -118,42 +134,6 @@ def test_several_visits_of_one_backward_do_not_speculate(calls):
             assert calls.visit(w, call=call) is REDUCE
     w.close()
     assert calls.visit(w, call=10) is SPECULATE
-
-
-def test_a_forward_whose_backward_never_comes_costs_nothing(calls):
-    """Validation without no_grad(), or one rank alone that counts operations."""
-    w = make_sharded_param(book())
-    for _ in range(3):
-        w.visits.forward()
-        w.visits.forward()
-        assert calls.visit(w) is SPECULATE
-        w.ledger.close([w])
-
-
-def test_two_forwards_two_backwards_speculate(calls):
-    w = make_sharded_param(book())
-    w.visits.forward()
-    w.visits.forward()
-    assert calls.visit(w) is SPECULATE
-    assert calls.visit(w) is SPECULATE
-
-
-def test_zero_grad_between_forward_and_backward_changes_nothing(calls):
-    w = make_sharded_param(book())
-    w.visits.forward()
-    w.ledger.drop_gradients()
-    assert calls.visit(w) is SPECULATE
-
-
-def test_dropped_gradients_start_the_count_anew(calls):
-    w = make_sharded_param(book(2))
-    w.visits.forward()
-    assert calls.visit(w) is REDUCE
-    w.param.grad = None  # model.zero_grad()
-    w.visits.forward()
-    assert calls.visit(w) is REDUCE
-    w.visits.forward()
-    assert calls.visit(w) is SPECULATE
 
 
 def test_accumulate_holds_back_and_nests_and_survives_exceptions(calls):
@@ -192,14 +172,8 @@ def test_what_autograd_does_not_deliver_counts_for_nothing(calls):
 @pytest.mark.parametrize(("declared", "came", "then"), [(None, 3, 3), (1, 4, 4), (4, 2, 4), (2, 2, 2)])
 def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, came, then):
     w = make_sharded_param(book(declared))
-    for _ in range(came):
-        w.visits.forward()
-        calls.visit(w)
-    w.ledger.close([w])
-    w.param.grad = None
-    for number in range(then):
-        w.visits.forward()
-        assert calls.visit(w) is (SPECULATE if number == then - 1 else REDUCE)
+    purposes(w, calls, "fb" * came + "c0")
+    assert purposes(w, calls, "fb" * then) == "R" * (then - 1) + "S"
 
 
 def test_each_optimizer_decides_for_its_own(calls):

@@ -89,77 +89,51 @@ LINK = GOOD["links"][0]
 WAY = {"name": "tree", "start_seconds": 1.0, "latencies": [1.0]}
 
 
-@pytest.mark.parametrize(
-    ("record", "field"),
-    [
-        ([], "machine"),
-        (GOOD | {"colour": 1}, "colour"),
-        (without(GOOD, "rates"), "rates"),
-        (without(GOOD, "kernel_seconds"), "kernel_seconds"),
-        (GOOD | {"name": ""}, "name"),
-        (GOOD | {"name": 3}, "name"),
-        (GOOD | {"device": "tpu"}, "device"),
-        (GOOD | {"memory_bytes": 1.5}, "memory_bytes"),
-        (GOOD | {"memory_bytes": True}, "memory_bytes"),
-        (GOOD | {"memory_bytes": 0}, "memory_bytes"),
-        (GOOD | {"memory_bandwidth": -1.0}, "memory_bandwidth"),
-        (GOOD | {"memory_bandwidth": "fast"}, "memory_bandwidth"),
-        (GOOD | {"memory_bandwidth": None}, "memory_bandwidth"),
-        (GOOD | {"memory_bandwidth": True}, "memory_bandwidth"),
-        (GOOD | {"kernel_seconds": math.nan}, "kernel_seconds"),
-        (GOOD | {"kernel_seconds": math.inf}, "kernel_seconds"),
-        (GOOD | {"kernel_seconds": False}, "kernel_seconds"),
-        (GOOD | {"memory_fraction": 1.1}, "memory_fraction"),
-        (GOOD | {"memory_fraction": 0}, "memory_fraction"),
-        (GOOD | {"attention_fraction": 1.5}, "attention_fraction"),
-        (GOOD | {"attention_rates": {"bfloat17": [[1, 1]]}}, "attention_rates.bfloat17"),
-        (GOOD | {"attention_rates": {"bfloat16": []}}, "attention_rates.bfloat16"),
-        (GOOD | {"function_seconds": -1}, "function_seconds"),
-        (GOOD | {"host_seconds": {"python": 1}}, "host_seconds.python"),
-        (GOOD | {"host_seconds": {"graph": -1}}, "host_seconds.graph"),
-        (GOOD | {"rate_fractions": [[1, 2]]}, "rate_fractions[0][1]"),
-        (GOOD | {"bandwidths": [[2, 1], [1, 1]]}, "bandwidths[1]"),
-        (GOOD | {"bandwidths": [[1, 1], [1, 1]]}, "bandwidths[1]"),
-        (GOOD | {"bandwidths": [[1]]}, "bandwidths[0]"),
-        (GOOD | {"bandwidths": 7}, "bandwidths"),
-        (GOOD | {"start_seconds": -1}, "start_seconds"),
-        (GOOD | {"cores": -1}, "cores"),
-        (GOOD | {"product_starts": {"bfloat17": 1}}, "product_starts.bfloat17"),
-        (GOOD | {"product_starts": {"bfloat16": 0}}, "product_starts.bfloat16"),
-        (GOOD | {"links": [LINK | {"bandwidths": [[2, 1], [1, 1]]}]}, "links[0].bandwidths[1]"),
-        (GOOD | {"cores": False}, "cores"),
-        (GOOD | {"rates": {}}, "rates"),
-        (GOOD | {"rates": {"bfloat17": [[1, 1]]}}, "rates.bfloat17"),
-        (GOOD | {"rates": {"bfloat16": []}}, "rates.bfloat16"),
-        (GOOD | {"rates": {"bfloat16": [[1, 0]]}}, "rates.bfloat16[0][1]"),
-        (GOOD | {"links": []}, "links"),
-        (GOOD | {"links": {}}, "links"),
-        (GOOD | {"links": [LINK | {"within": 8}]}, "links"),
-        (GOOD | {"links": [LINK | {"within": 0}]}, "links[0].within"),
-        (GOOD | {"links": [LINK, LINK]}, "links[1].within"),
-        (GOOD | {"links": [LINK | {"within": 8}, LINK | {"within": 12}, LINK]}, "links[1].within"),
-        (GOOD | {"links": [LINK | {"bandwidth": 0}]}, "links[0].bandwidth"),
-        (GOOD | {"links": [LINK | {"latency": -1}]}, "links[0].latency"),
-        (GOOD | {"links": [LINK | {"fraction": 2}]}, "links[0].fraction"),
-        (GOOD | {"links": [without(LINK, "latency")]}, "links[0].latency"),
-        (GOOD | {"links": [LINK | {"width": 2}]}, "links[0].width"),
-        (GOOD | {"protocols": {}}, "protocols"),
-        (GOOD | {"protocols": [WAY | {"latencies": [1, 1]}]}, "protocols[0].latencies"),
-        (GOOD | {"protocols": [WAY | {"latencies": [-1]}]}, "protocols[0].latencies[0]"),
-        (GOOD | {"protocols": [WAY, WAY | {"fraction": 2}]}, "protocols[1].fraction"),
-        (GOOD | {"protocols": [WAY | {"tree": 1}]}, "protocols[0].tree"),
-        (GOOD | {"protocols": [without(WAY, "start_seconds")]}, "protocols[0].start_seconds"),
-        (GOOD | {"protocols": [WAY | {"chain": True}]}, "protocols[0].chain"),
-        (GOOD | {"collectives": {"broadcast": [1, 1]}}, "collectives.broadcast"),
-        (GOOD | {"collectives": {"all_reduce": [1]}}, "collectives.all_reduce"),
-        (GOOD | {"collectives": {"all_reduce": [1, -1]}}, "collectives.all_reduce[1]"),
-        (GOOD | {"sources": {"rates": 1}}, "sources.rates"),
+#: what no number of a description is, by what it must be
+NUMBERS = {
+    "memory_bytes": (1.5, True, 0), "cores": (-1, False), "memory_fraction": (1.1, 0), "attention_fraction": (1.5,),
+    **{name: (-1.0, "fast", None, True, math.nan, math.inf) for name in ("memory_bandwidth", "kernel_seconds")},
+    **{name: (-1,) for name in ("function_seconds", "start_seconds")},
+}  # fmt: skip
+#: what is wrong in a field, and where in it
+PARTS = {
+    "name": [("", ""), (3, "")],
+    "device": [("tpu", "")],
+    "bandwidths": [([[2, 1], [1, 1]], "[1]"), ([[1, 1], [1, 1]], "[1]"), ([[1]], "[0]"), (7, "")],
+    "rate_fractions": [([[1, 2]], "[0][1]")],
+    "rates": [({}, ""), ({"bfloat17": [[1, 1]]}, ".bfloat17"), ({"bfloat16": []}, ".bfloat16"),
+              ({"bfloat16": [[1, 0]]}, ".bfloat16[0][1]")],
+    "attention_rates": [({"bfloat17": [[1, 1]]}, ".bfloat17"), ({"bfloat16": []}, ".bfloat16")],
+    "host_seconds": [({"python": 1}, ".python"), ({"graph": -1}, ".graph")],
+    "product_starts": [({"bfloat17": 1}, ".bfloat17"), ({"bfloat16": 0}, ".bfloat16")],
+    "links": [
+        ([], ""), ({}, ""), ([LINK | {"within": 8}], ""), ([LINK | {"within": 0}], "[0].within"),
+        ([LINK, LINK], "[1].within"), ([LINK | {"within": 8}, LINK | {"within": 12}, LINK], "[1].within"),
+        ([LINK | {"bandwidth": 0}], "[0].bandwidth"), ([LINK | {"latency": -1}], "[0].latency"),
+        ([LINK | {"fraction": 2}], "[0].fraction"), ([without(LINK, "latency")], "[0].latency"),
+        ([LINK | {"width": 2}], "[0].width"), ([LINK | {"bandwidths": [[2, 1], [1, 1]]}], "[0].bandwidths[1]"),
     ],
-)
+    "protocols": [
+        ({}, ""), ([WAY | {"latencies": [1, 1]}], "[0].latencies"), ([WAY | {"latencies": [-1]}], "[0].latencies[0]"),
+        ([WAY, WAY | {"fraction": 2}], "[1].fraction"), ([WAY | {"tree": 1}], "[0].tree"),
+        ([without(WAY, "start_seconds")], "[0].start_seconds"), ([WAY | {"chain": True}], "[0].chain"),
+    ],
+    "collectives": [({"broadcast": [1, 1]}, ".broadcast"), ({"all_reduce": [1]}, ".all_reduce"),
+                    ({"all_reduce": [1, -1]}, ".all_reduce[1]")],
+    "sources": [({"rates": 1}, ".rates")],
+}  # fmt: skip
+WRONG = [
+    ([], ""), (GOOD | {"colour": 1}, "colour"), *((without(GOOD, name), name) for name in ("rates", "kernel_seconds")),
+    *((GOOD | {name: value}, name) for name, values in NUMBERS.items() for value in values),
+    *((GOOD | {name: value}, name + place) for name, values in PARTS.items() for value, place in values),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "field"), WRONG)
 def test_what_is_wrong_in_a_description_is_named(record: object, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_machine(Machine, record)
-    assert caught.value.field == (field if field == "machine" else f"machine: {field}")
+    assert caught.value.field == (f"machine: {field}" if field else "machine")
 
 
 def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> None:
