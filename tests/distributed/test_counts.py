@@ -90,7 +90,7 @@ _CODE = re.compile(
 
 
 def generated(rank: int, world: int, bucket_mb: float, backward: bool, **settings: Any) -> list[list[str]]:
-    """In order, in the code of each graph: "start KIND BUFFER", "wait KIND BUFFER" and "run NAME"."""
+    """Events in the code of each graph, in order: "start KIND BUFFER", "wait KIND BUFFER" and "run NAME"."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         torch.manual_seed(0)
@@ -176,27 +176,27 @@ def bytes_of(by_kind: str, tensors: list[tuple[int, ...]], world: int) -> float:
     ],
 )
 def test_what_two_ranks_send_and_compute(ranks: Callable[[int], Ranks], stage: int, settings: dict[str, Any]) -> None:
-    """By the profiler: Newton-Schulz once per matrix and step, reductions when due, bytes as the formulas say."""
+    """The profiler sees Newton-Schulz once per matrix and step, reductions when due, bytes as the formulas say."""
     results = ranks(2).run(count, stage=stage, **settings)
     micro, traced = settings["micro"], [Trace(**result["trace"]) for result in results]
-    for result, own in zip(results, traced, strict=True):
-        assert result["claimed"] == round(sum(own.sent.values())) and result["matrices"] == own.matrices
+    for result, rank in zip(results, traced, strict=True):
+        assert result["claimed"] == round(sum(rank.sent.values())) and result["matrices"] == rank.matrices
     split = 1 if stage == 0 else 2  # a stack is sharded by expert: each rank orthogonalizes its own
     stacks = [(EXPERTS // split, 12, 12)] * split
-    assert sorted(shape for own in traced for shape in own.shapes) == sorted([(1, *s) for s in MATRICES] + stacks)
+    assert sorted(shape for rank in traced for shape in rank.shapes) == sorted([(1, *s) for s in MATRICES] + stacks)
     # Rows are filled up to a multiple of the ranks.
     rows = [
         (shape[0] + shape[0] % (2 if stage else 1), torch.Size(shape[1:]).numel()) for shape in results[0]["shapes"]
     ]
     due = 1 if stage == 1 else micro
-    for own in traced:
+    for rank in traced:
         # Stage 0 gathers what it has reduced: over Gloo in the order in which the others add. It is never asked to
         # gather: several functional all-gathers in flight corrupt its heap (docs/why/decisions.md).
-        assert own.elements["reduce_scatter"] == due * sum(torch.Size(shape).numel() for shape in rows)
-        assert not {"all_reduce", "all_gather"} & own.elements.keys()
+        assert rank.elements["reduce_scatter"] == due * sum(torch.Size(shape).numel() for shape in rows)
+        assert not {"all_reduce", "all_gather"} & rank.elements.keys()
     if stage == 0 or "eager" in settings:
         return
-    sent = {kind: sum(own.sent.get(kind, 0.0) for own in traced) / 2 for kind in ("reduce_scatter", "all_to_all")}
+    sent = {kind: sum(rank.sent.get(kind, 0.0) for rank in traced) / 2 for kind in ("reduce_scatter", "all_to_all")}
     assert sent["reduce_scatter"] == pytest.approx(due * bytes_of("reduce_scatter", rows, 2), rel=0.05)
     gathered = (sent["all_to_all"] - bytes_of("owner", MATRICES, 2)) / bytes_of("all_gather", rows, 2)
     if stage < 3:  # the refresh, once a step

@@ -1,4 +1,4 @@
-"""Deduplicate: what it merges, and what it leaves apart. What is saved for backward the golden gate stores."""
+"""Deduplicate merges a parameter's reductions and no others; what is saved for backward the golden gate stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tied(nn.Module):
 
 
 def test_merged_gradients_are_the_sums_of_what_markers_give_in_eager_code(reducing):
-    """Where the markers themselves reduce each contribution and autograd adds them."""
+    """There the markers reduce each contribution and autograd adds them."""
     torch.manual_seed(0)
     model = Tied()
     MuonZero(model, update="step")

@@ -1,4 +1,4 @@
-"""Which tensors share a collective: as the cost model says, within what the user allows."""
+"""Tensors that share a collective: as the cost model says, within the user's limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(shape, stage=3, ranks=4, dtype="float32"):
 
 
 def starting(nbytes, **settings):
-    """Of links on which four ranks could gather so many bytes of weights in the time that a gather takes to start."""
+    """Costs of links on which four ranks could gather ``nbytes`` in the time that a gather takes to start."""
     return Costs(start_seconds=nbytes * 3 / 4, links=(Link(None, 1.0, 0.0),), **settings)
 
 
@@ -55,7 +55,7 @@ def test_links_that_start_slowly_get_larger_buckets(start, best):
     st.integers(0, 2),
 )
 def test_every_tensor_is_in_one_bucket_that_keeps_to_its_size(kib, start, cap_mib, reduces, kinds):
-    """With others of its dtype and company alone."""
+    """A bucket has one dtype and one company."""
     every = ({}, {"ranks": 8}, {"dtype": "int32"})[: kinds + 1]
     specs = [spec((each * 256,), **every[i % len(every)]) for i, each in enumerate(kib)]
     groups, sizes = grouped(specs, starting(start), cap_mib, reduces=reduces)
@@ -77,9 +77,9 @@ def test_every_tensor_is_in_one_bucket_that_keeps_to_its_size(kib, start, cap_mi
 )
 def test_every_matrix_is_in_one_exchange_that_has_one_for_each_rank(shapes, ranks, stage, cap_mib):
     specs = [spec(shape, stage, ranks) for shape in shapes]
-    found = bucket_matrices(specs, Costs(), int(cap_mib * MIB))
-    assert [i for bucket in found for i in bucket] == list(range(len(specs)))
-    assert len(found) == 1 or min(map(len, found)) >= ranks
+    exchanges = bucket_matrices(specs, Costs(), int(cap_mib * MIB))
+    assert [i for bucket in exchanges for i in bucket] == list(range(len(specs)))
+    assert len(exchanges) == 1 or min(map(len, exchanges)) >= ranks
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_one_rank_which_sends_nothing_has_twice_as_many_matrices_to_a_call():
 
 
 def test_a_machine_says_what_its_collectives_take_to_start(world):
-    """In bytes that they could have sent meanwhile: over more ranks more of them, and inside a replica fewer."""
+    """Bytes that they could have sent meanwhile are more over more ranks, and fewer inside a replica."""
 
     def described(size, **mesh):
         with world(0, size):
