@@ -24,22 +24,22 @@ def main() -> int:
         "--against", metavar="COMMIT", help="compare weights, states and losses of runs with this commit's"
     )
     parser.add_argument("--cells", metavar="PATTERN", default="*", help="which cells, as 'stage 3*'; default: all")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    if given.against:
-        return compare(given.against, given.cells)
+    if arguments.against:
+        return compare(arguments.against, arguments.cells)
     if reason := another_torch():
-        if given.cells != "*" and stored("graphs"):
+        if arguments.cells != "*" and stored("graphs"):
             parser.error(f"{reason}: a file has graphs of one torch; leave --cells out")
         print(f"{reason}: all may differ")
     for part, make in PARTS.items():
         old = {key: value for key, value in stored(part).items() if key != "torch"}
         if part == "graphs":
-            chosen = {name: cell for name, cell in CELLS.items() if fnmatch(name, given.cells)}
+            chosen = {name: cell for name, cell in CELLS.items() if fnmatch(name, arguments.cells)}
             kept = {k: v for k, v in old.items() if (name := k.partition(" | ")[0]) in CELLS and name not in chosen}
-            made = kept | graphs(chosen)
-            new = {key: made[key] for name in CELLS for key in made if key.partition(" | ")[0] == name}
+            entries = kept | graphs(chosen)
+            new = {key: entries[key] for name in CELLS for key in entries if key.partition(" | ")[0] == name}
         else:
             new = make()
         said = words(part, old, new)

@@ -17,12 +17,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 WORLDS = (1, 2)
 
-#: cell -> what it made, or its error; and seconds of CPU
+#: cell -> its tensors, or its error; and seconds of CPU
 Results = dict[str, tuple[dict[str, Tensor] | str, float]]
 
 
 def compare(commit: str, pattern: str) -> int:
-    """Print what is different; 1 where anything is, 2 where no cell fits."""
+    """Print the differences; return 1 where there are any, 2 where no cell fits the pattern."""
     with checkout(commit) as other:
         here, there = ({world: ranks(tree, world, pattern) for world in WORLDS} for tree in (ROOT, other))
     different, cells, total = 0, 0, [0.0, 0.0]
@@ -45,9 +45,10 @@ def compare(commit: str, pattern: str) -> int:
 
 
 def differences(here: dict[str, Tensor] | str, there: dict[str, Tensor] | str) -> list[str]:
-    """Tensor by tensor; nothing where all bits are the same."""
+    """Differences by tensor; none where all bits are the same."""
     if isinstance(here, str) or isinstance(there, str):
-        return [f"fails {where}: {made}" for made, where in ((here, "here"), (there, "there")) if isinstance(made, str)]
+        both = ((here, "here"), (there, "there"))
+        return [f"fails {where}: {result}" for result, where in both if isinstance(result, str)]
     said = []
     for name in dict.fromkeys([*here, *there]):
         if name not in here or name not in there:
@@ -84,8 +85,8 @@ def ranks(tree: Path, world: int, pattern: str) -> list[Results]:
 def checkout(commit: str) -> Iterator[Path]:
     """The tree of a commit, in a folder of its own for as long as this lasts."""
 
-    def git(*given: str) -> Any:
-        return subprocess.run(["git", "-C", str(ROOT), *given], check=True, capture_output=True, text=True)
+    def git(*words: str) -> Any:
+        return subprocess.run(["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True)
 
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")

@@ -91,9 +91,9 @@ class Cell:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _cell(world: int, rank: int = 0, /, **given: Any) -> Cell:
-    own = {name: given.pop(name) for name in ("model", "axes", "backend", "options") if name in given}
-    return Cell(world, rank, **own, settings={"ns_dtype": "float32", **given})
+def _cell(world: int, rank: int = 0, /, **settings: Any) -> Cell:
+    fields = {name: settings.pop(name) for name in ("model", "axes", "backend", "options") if name in settings}
+    return Cell(world, rank, **fields, settings={"ns_dtype": "float32", **settings})
 
 
 INDUCTOR, SAVING = FrameOptions(codegen="inductor"), FrameOptions(codegen="eager", reshard_after_forward=False)
@@ -144,11 +144,11 @@ CELLS: dict[str, Cell] = {
 
 
 def graphs_of(cell: Cell) -> dict[str, Summary]:
-    """Of every graph of a training step and of an evaluation, by its name."""
+    """Summaries of every graph of a training step and of an evaluation, by name."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def model() -> nn.Module:
-        if cell.model is sliced:  # DTensors are made of values
+        if cell.model is sliced:  # DTensors need values
             return sliced()
         with mode:
             return cell.model()
@@ -162,28 +162,32 @@ def graphs_of(cell: Cell) -> dict[str, Summary]:
         with torch.no_grad():
             torch.compile(optimizer.engine.model, backend=backend)(batch)
         torch.compiler.reset()
-        found = {_title(visit.ctx): visit.played.gm for visit in (*visits, *inference.visits)}
+        graphs: dict[str, GraphModule] = {}
+        for visit in (*visits, *inference.visits):
+            same = graphs.setdefault(_title(visit.ctx), visit.played.gm)
+            assert same is visit.played.gm, f"two graphs are called {_title(visit.ctx)}"
         trained = [sharded for sharded in optimizer.engine.params if sharded.param.grad is not None]
         ready = {sharded.name for sharded in trained if sharded.speculations.current is not None}
         step = captured(optimizer, [], trained, ready, cell.options).graphs
-        found |= {
+        graphs |= {
             f"step, {part.frame}": part.gm for part in step if part.frame != "checks" and len(part.gm.graph.nodes) > 1
         }
         axes = {axis for sharded in optimizer.engine.params for axis in sharded.spec.layout.axes}
         names = {group: axis.name for axis in axes for group in axis.groups}
-        return {title: summary(gm, _groups(gm, names)) for title, gm in found.items()}
+        return {title: summary(gm, _groups(gm, names)) for title, gm in graphs.items()}
 
 
 def _title(ctx: PassContext) -> str:
-    """Without the number of the frame, of which a model has one, and which gradients a request is of."""
+    """The title without the number of the frame, and without the digest of which gradients a request is for."""
     return re.sub(r"^\w+\.|_[0-9a-f]{6}$", "", ctx.title).replace(".", " ")
 
 
 def _groups(gm: GraphModule, axes: Mapping[str, str]) -> dict[str, str]:
-    """Of the process groups that a graph names: purpose, axis and size, and the ranks."""
-    found = {}
+    """Labels of the process groups that a graph names: axis, purpose, size, and the ranks."""
+    labels = {}
     for name in {node.args[-1] for node, _ in collectives(gm)}:
-        ranks, own = dist.get_process_group_ranks(group_named(name)), axis_of_group(name).name
-        axis = axes.get(name, own)
-        found[name] = f"{axis if own in (axis, 'other') else f'{axis}/{own}'}:{len(ranks)} {ranks}"
-    return found
+        ranks, description = dist.get_process_group_ranks(group_named(name)), axis_of_group(name).name
+        axis = axes.get(name, description)
+        purpose = "" if description in (axis, "other") else f"/{description}"
+        labels[name] = f"{axis}{purpose}:{len(ranks)} {ranks}"
+    return labels

@@ -1,4 +1,4 @@
-"""The digest and the summary of a graph, and in words what is different between two summaries.
+"""The digest and the summary of a graph, and the differences between two summaries in words.
 
 A digest depends on the order, targets, arguments, shapes, dtypes, strides and buckets of nodes, not on their names. A
 second digest leaves out the order.
@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from compile_muon.passes.collectives import axis_of_group, bytes_sent, collectives, is_wait
 from compile_muon.passes.language.work import work_of
 
-#: places of collectives are told by those
+#: the products that places of collectives refer to
 _PRODUCTS = {
     "aten.mm": "matmul",
     "aten.addmm": "matmul",
@@ -32,7 +32,7 @@ Summary = dict[str, Any]
 
 
 def summary(gm: GraphModule, groups: Mapping[str, str]) -> Summary:
-    """What is stored of a graph.
+    """The entry that is stored for a graph.
 
     Args:
         groups: of each process group by name: its axis and ranks, which are the same in every process.
@@ -43,13 +43,13 @@ def summary(gm: GraphModule, groups: Mapping[str, str]) -> Summary:
     for number, node in enumerate(nodes):
         lines.append(_line(node, groups, lambda source: f"%{place[source]}"))
         # Inputs are what they are by their place.
-        own = str(number) if node.op == "placeholder" else ""
-        content[node] = _hash([own, _line(node, groups, content.__getitem__)])
+        position = str(number) if node.op == "placeholder" else ""
+        content[node] = _hash([position, _line(node, groups, content.__getitem__)])
         kinds[_name(node)].append(_line(node, groups, lambda source: _value(source.meta.get("val"))))
     return {
         "digest": _hash(lines),
         "unordered": _hash(sorted(content.values())),
-        "ops": {name: f"{len(found)} {_hash(sorted(found))[:6]}" for name, found in sorted(kinds.items())},
+        "ops": {name: f"{len(each)} {_hash(sorted(each))[:6]}" for name, each in sorted(kinds.items())},
         "collectives": list(_collectives(gm, groups)),
     }
 
@@ -68,23 +68,25 @@ def _name(node: Node) -> str:
 
 
 def _line(node: Node, groups: Mapping[str, str], source: Callable[[Node], str]) -> str:
-    # The name of an input says nothing.
-    given = [] if node.op == "placeholder" else [_argument(each, groups, source) for each in (node.args, node.kwargs)]
+    # An input's name says nothing.
+    arguments = (node.args, node.kwargs) if node.op != "placeholder" else ()
     work = work_of(node)
     part = "" if work is None else f"{work.category.value} {work.bucket} {work.nbytes} {sorted(work.needs)}"
-    return " ".join([_name(node), *given, _value(node.meta.get("val")), part])
+    return " ".join(
+        [_name(node), *(_argument(each, groups, source) for each in arguments), _value(node.meta.get("val")), part]
+    )
 
 
-def _argument(given: Any, groups: Mapping[str, str], source: Callable[[Node], str]) -> str:
-    if isinstance(given, Node):
-        return source(given)
-    if isinstance(given, (list, tuple)):
-        return f"[{', '.join(_argument(each, groups, source) for each in given)}]"
-    if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{key}: {_argument(each, groups, source)}' for key, each in sorted(given.items()))}}}"
-    if isinstance(given, str):  # ranges have the number of a frame in their names
-        return groups.get(given, repr(re.sub(r"^frame\d+", "frame", given)))
-    return str(given)
+def _argument(argument: Any, groups: Mapping[str, str], source: Callable[[Node], str]) -> str:
+    if isinstance(argument, Node):
+        return source(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_argument(each, groups, source) for each in argument)}]"
+    if isinstance(argument, Mapping):
+        return f"{{{', '.join(f'{key}: {_argument(each, groups, source)}' for key, each in sorted(argument.items()))}}}"
+    if isinstance(argument, str):  # ranges have the number of a frame in their names
+        return groups.get(argument, repr(re.sub(r"^frame\d+", "frame", argument)))
+    return str(argument)
 
 
 def _value(value: Any) -> str:
@@ -96,7 +98,7 @@ def _value(value: Any) -> str:
 
 
 def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
-    """Each in order: what it is for, what it sends over which group, and behind what it starts and is waited for."""
+    """Collectives in order: purpose, kind, group, bytes, and behind which products each starts and ends."""
     behind, seen, last = {}, Counter[str](), "the start"
     for node in gm.graph.nodes:
         behind[node] = last
@@ -115,7 +117,7 @@ def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
 
 
 def differences(old: Summary, new: Summary) -> list[str]:
-    """What is different; nothing where graphs are the same."""
+    """Differences in words; none where graphs are the same."""
     if old["digest"] == new["digest"]:
         return []
     said = list(_operations(old["ops"], new["ops"])) + list(_moved(old["collectives"], new["collectives"]))
@@ -139,7 +141,7 @@ def _operations(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]
 
 
 def _moved(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    """By collectives of the same name (what it is for and its kind), one behind the other."""
+    """Differences between collectives of the same purpose and kind, one behind the other."""
     before, after = _by_name(old), _by_name(new)
     for name in dict.fromkeys([*before, *after]):
         left, right = before.get(name, []), after.get(name, [])
@@ -162,8 +164,8 @@ def _moved(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for line in lines:
         name, sent, start, end = line.split(", ", 3)
-        found[name].append((sent, start, end.removeprefix("to ")))
-    return dict(found)
+        by_name[name].append((sent, start, end.removeprefix("to ")))
+    return dict(by_name)

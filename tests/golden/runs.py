@@ -83,33 +83,33 @@ def run(settings: dict[str, Any]) -> dict[str, Tensor]:
             rank = 0
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=micro or 1, **settings)
     forward = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
-    found = {}
+    tensors = {}
     for step in range(STEPS):
         for part in range(micro or 1):
             data = torch.Generator().manual_seed(100 * step + 10 * part + rank)
             x = torch.randn(5, 6, generator=data).to(settings.get("param_dtype") or torch.float32)
             loss = forward(x).float().square().mean() / (micro or 1)
             loss.backward()
-            found[f"loss of step {step}, micro-batch {part}"] = loss.detach()
+            tensors[f"loss of step {step}, micro-batch {part}"] = loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-    found |= {f"weight {name}": value for name, value in model.state_dict().items()}
+    tensors |= {f"weight {name}": value for name, value in model.state_dict().items()}
     states = optimizer.state_dict()
     names: dict[Any, str] = {}
     for group in states["param_groups"]:
         names |= zip(group["params"], group["param_names"], strict=True)
     for key, slots in states["state"].items():
-        found |= {f"{slot} {names[key]}": value for slot, value in slots.items()} if key in names else {}
-    return {name: _here(value).clone() for name, value in found.items() if isinstance(value, Tensor)}
+        tensors |= {f"{slot} {names[key]}": value for slot, value in slots.items()} if key in names else {}
+    return {name: _here(value).clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def _here(value: Tensor) -> Tensor:
-    """Of this rank."""
+    """The part of a DTensor that this rank has."""
     return value.detach().to_local() if hasattr(value, "to_local") else value.detach()
 
 
 def main(tree: str, out: str, pattern: str, rank: str, world: str, store: str) -> None:
-    """Run the cells that fit, and save of each what it made (or its error) and seconds of CPU."""
+    """Run the cells that fit; save the tensors of each, or its error, and its seconds of CPU."""
     use(Path(tree))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -117,18 +117,18 @@ def main(tree: str, out: str, pattern: str, rank: str, world: str, store: str) -
     if world != "1":
         shared = dist.FileStore(store, int(world))
         dist.init_process_group("gloo", store=shared, rank=int(rank), world_size=int(world))
-    found = {}
+    results = {}
     for name, settings in CELLS.items():
         if fnmatch(name, pattern) and not (world == "1" and "mesh" in settings):
             began = time.process_time()
-            made: dict[str, Tensor] | str = ""
+            result: dict[str, Tensor] | str = ""
             try:
-                made = run(dict(settings))
+                result = run(dict(settings))
             except Exception as error:
-                made = f"{type(error).__name__}: {error}"
+                result = f"{type(error).__name__}: {error}"
             torch._dynamo.reset()
-            found[name] = made, time.process_time() - began
-    torch.save(found, out)
+            results[name] = result, time.process_time() - began
+    torch.save(results, out)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What the golden gate stores, read, made anew, and compared in words."""
+"""The files of the golden gate: read, written anew, and compared in words."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Part = dict[str, Any]
 
 def graphs(cells: Mapping[str, Any] = CELLS) -> Part:
     """Summaries of lowered graphs by cell and graph."""
-    return {f"{name} | {title}": found for name, cell in cells.items() for title, found in graphs_of(cell).items()}
+    return {f"{name} | {title}": entry for name, cell in cells.items() for title, entry in graphs_of(cell).items()}
 
 
 def checkpoints() -> Part:
     """Names, shapes and dtypes of what a checkpoint holds, its files, and the keys of its manifest."""
-    found = {}
+    contents = {}
     for name, settings in CHECKPOINTS.items():
         torch.manual_seed(0)
         model = Uneven()
@@ -54,8 +54,8 @@ def checkpoints() -> Part:
         files = {f"file {name}": "" for name in manifest["files"]}
         groups = {f"group {group['name']}": sorted(group) for group in optimizer.state_dict()["param_groups"]}
         fields = {"manifest": sorted(manifest), "version": manifest["version"], "algorithms": manifest["algorithms"]}
-        found[name] = {**fields, **files, **groups, **tensors}
-    return found
+        contents[name] = {**fields, **files, **groups, **tensors}
+    return contents
 
 
 def messages() -> Part:
@@ -76,19 +76,19 @@ PARTS: dict[str, Callable[[], Part]] = {"graphs": graphs, "checkpoints": checkpo
 
 
 def stored(part: str) -> Part:
-    """What is in the file of a part."""
+    """The contents of a part's file."""
     path = FOLDER / f"{part}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def another_torch() -> str:
-    """Why stored graphs say nothing here; "" where they do."""
-    made_by, here = stored("graphs").get("torch"), torch.__version__.partition("+")[0]
-    return "" if made_by == here else f"stored graphs are those of torch {made_by}, here is {here}"
+    """The reason why stored graphs say nothing here; "" where they do."""
+    writer, here = stored("graphs").get("torch"), torch.__version__.partition("+")[0]
+    return "" if writer == here else f"stored graphs are those of torch {writer}, here is {here}"
 
 
 def write(part: str, values: Part) -> None:
-    """A line an entry, which a diff shows."""
+    """Write a part, an entry a line: a diff shows those that changed."""
     if part == "graphs":
         values = {"torch": torch.__version__.partition("+")[0], **values}
     lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in values.items()]
@@ -96,7 +96,7 @@ def write(part: str, values: Part) -> None:
 
 
 def words(part: str, old: Part, new: Part) -> list[str]:
-    """What is different, a line each; graphs of a cell in which the same is different stand together."""
+    """Differences, a line each; graphs of a cell in which the same changed stand together."""
     before, after = ({key.partition(" | ")[0] for key in values} for values in (old, new))
     graphs_by_text: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in dict.fromkeys([*old, *new]):

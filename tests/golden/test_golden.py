@@ -1,4 +1,4 @@
-"""What is stored of graphs, checkpoints and messages still holds, and what is different is said in words."""
+"""Graphs, checkpoints and messages are the stored ones, and differences are said in words."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def toy(
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is different in a toy that was changed."""
+    """Differences of a toy that was changed."""
     axis = type("Axis", (), {"size": 2, "index": 0})()
     monkeypatch.setattr("digests.axis_of_group", lambda group: axis)
     return lambda **changes: differences(summary(toy(), GROUPS), summary(toy(**changes), GROUPS))
@@ -121,7 +121,7 @@ def test_one_bit_is_a_difference() -> None:
 
 @pytest.mark.full
 def test_runs_of_two_trees_are_compared() -> None:
-    """Whether they differ is for whoever changed something to say."""
+    """The command ends; this test does not ask whether they differ."""
     folder = Path(__file__).parent
     if not (folder.parents[1] / ".git").exists() or shutil.which("git") is None:
         pytest.skip("no git repository here")

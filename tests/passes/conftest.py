@@ -178,11 +178,6 @@ def reducing_backend() -> Callable[..., Any]:
     return aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition, decompositions={})
 
 
-def targets(gm: GraphModule) -> list[str]:
-    """What every node of a graph does, in order."""
-    return [f"{node.op}:{node.target}" if node.op == "call_function" else node.op for node in gm.graph.nodes]
-
-
 class Uneven(nn.Module):
     """No row count divides by 2, 3 or 4 ranks alike; one matrix has fewer rows than ranks."""
 
@@ -250,9 +245,3 @@ def reducing() -> Iterator[Callable[..., Any]]:
 def uneven() -> Callable[..., Captured]:
     """`uneven(rank, world, stage=...)`: graphs of a model whose shards are uneven, traced once per setting."""
     return functools.lru_cache(maxsize=None)(captured_uneven)
-
-
-@pytest.fixture
-def node_targets() -> Callable[[GraphModule], list[str]]:
-    """`node_targets(gm)`, see :func:`targets`."""
-    return targets

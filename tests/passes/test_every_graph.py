@@ -1,7 +1,7 @@
 """One property of every lowered graph: over drawn meshes, layouts and requests it verifies and equals eager.
 
 Graphs are of markers, with a chain of operations between them. Each is lowered for every rank, and all ranks run theirs
-side by side. What they return is what the markers give in eager code, and what one process makes of whole tensors.
+side by side. The results are those of the markers in eager code, and those of one process with whole tensors.
 Ranks meet in the same order, and put every matrix through Newton-Schulz once.
 """
 
@@ -125,18 +125,18 @@ class Rank:
     def __init__(self, case: Case, rank: int, layouts: Sequence[Layout]) -> None:
         self.case, self.rank = case, rank
         self.specs = [self._spec(param, layout) for param, layout in zip(case.params, layouts, strict=True)]
-        own = list(enumerate(zip(case.params, self.specs, strict=True)))
+        pairs = list(enumerate(zip(case.params, self.specs, strict=True)))
         compute = decode_dtype(case.compute)
-        self.shards = [self.piece("weight", i) for i, _ in own]
-        self.states = [self.piece("momentum", i) if spec.muon else torch.empty(0) for i, (_, spec) in own]
-        self.carried = [self.piece(".grad", i) for i, _ in own]
+        self.shards = [self.piece("weight", i) for i, _ in pairs]
+        self.states = [self.piece("momentum", i) if spec.muon else torch.empty(0) for i, (_, spec) in pairs]
+        self.carried = [self.piece(".grad", i) for i, _ in pairs]
         index = [spec.layout.everyone.index for spec in self.specs]
         self.grads, self.earlier = (
-            [whole(name, i, param, index[i])[spec.layout.part].clone() for i, (param, spec) in own]
+            [whole(name, i, param, index[i])[spec.layout.part].clone() for i, (param, spec) in pairs]
             for name in ("gradient", "earlier")
         )
         self.grads = [grad.to(compute) for grad in self.grads]
-        self.weights = [whole("weight", i, param)[spec.layout.part].to(compute) for i, (param, spec) in own]
+        self.weights = [whole("weight", i, param)[spec.layout.part].to(compute) for i, (param, spec) in pairs]
         self.residents = [self._resident(*each) for each in zip(self.weights, self.specs, strict=True)]
 
     def _spec(self, param: Param, layout: Layout) -> ParamSpec:
@@ -150,7 +150,7 @@ class Rank:
         return ParamSpec(layout, "float32", case.compute, case.reduce, muon, on_host=host)
 
     def piece(self, name: str, number: int) -> Tensor:
-        """What this rank holds of a parameter, or of what looks like it."""
+        """This rank's piece of a parameter, or of a tensor like it."""
         region = self.specs[number].layout.region(self.rank)
         return whole(name, number, self.case.params[number])[region].clone()
 
@@ -163,7 +163,7 @@ class Rank:
 
     @functools.cached_property
     def request(self) -> BackwardRequest:
-        """What is wanted, as far as gradients allow it."""
+        """The case's request, as far as gradients allow it."""
         rows = []
         for grad, (purpose, unreduced, carried) in zip(reduced_grads(self.graph(True)), self.case.wanted, strict=True):
             accumulates = grad.spec.layout.accumulates
@@ -201,7 +201,7 @@ class Rank:
             mean = call(aten.mean.default, scalar.to(weight.dtype), read)
             hidden = call(aten.tanh.default, scalar, call(aten.add.Tensor, scalar, hidden, mean))
             if not backward:
-                # One weight goes out as it is, the others by what is made of them.
+                # One weight is returned as it is, products of the others.
                 outputs.append(read if i == 0 else call(aten.mul.Tensor, weight, read, 1))
                 continue
             late = call(aten.add.Tensor, self.grads[i].float(), grads[i], call(aten.mul.Tensor, scalar, hidden, 0.0))
@@ -222,10 +222,10 @@ class Rank:
     def run(self) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Gradients, and directions by number; all compared with eager markers."""
         texts = [spec.encode() for spec in self.specs]
-        given = [x for x in (*self.shards, *self.states, *self.residents) if x is not None]
-        before = [x.clone() for x in (*given, *self.grads, *self.carried)]
-        weights = self.lowered[GraphKind.FORWARD](torch.zeros(()), HYPER, *given)[:-1]
-        memory = {x.untyped_storage()._cdata for x in given}
+        inputs = [x for x in (*self.shards, *self.states, *self.residents) if x is not None]
+        before = [x.clone() for x in (*inputs, *self.grads, *self.carried)]
+        weights = self.lowered[GraphKind.FORWARD](torch.zeros(()), HYPER, *inputs)[:-1]
+        memory = {x.untyped_storage()._cdata for x in inputs}
         assert weights[0].untyped_storage()._cdata not in memory, "a weight that goes out is a copy"
         for i, weight in enumerate(weights):
             assert torch.equal(weight, self.weights[i]) and weight.dtype is self.weights[i].dtype
@@ -233,7 +233,7 @@ class Rank:
 
         request = self.request
         added = [self.earlier[i] for i in request.unreduced_inputs] + [self.carried[i] for i in request.carried_inputs]
-        results = list(self.lowered[GraphKind.BACKWARD](torch.zeros(()), HYPER, *given, *self.grads, *added))
+        results = list(self.lowered[GraphKind.BACKWARD](torch.zeros(()), HYPER, *inputs, *self.grads, *added))
         count = len(self.specs)
         gradients, extras = results[:count], request.split(results[count + 1 :])
         for i, grad in enumerate(gradients):
@@ -247,9 +247,9 @@ class Rank:
                 total = self.carried[i] + grad if request.carried[i] else grad
                 self.close(extras.directions[i], ORTHOGONALIZE(total, self.states[i], HYPER, texts[i]))
                 assert torch.equal(extras.fingerprints[request.speculated.index(i)], fingerprint([total])[0])
-        made = decode_dtype(self.case.direction)
-        assert {direction.dtype for direction in extras.directions.values()} <= {made}
-        assert all(map(torch.equal, before, (*given, *self.grads, *self.carried))), "inputs are written"
+        dtype = decode_dtype(self.case.direction)
+        assert {direction.dtype for direction in extras.directions.values()} <= {dtype}
+        assert all(map(torch.equal, before, (*inputs, *self.grads, *self.carried))), "inputs are written"
         return gradients, extras.directions
 
     def close(self, direction: Tensor, expected: Tensor) -> None:
@@ -263,21 +263,23 @@ class Rank:
 
 
 def joined(ranks: Sequence[Rank], number: int, pieces: Sequence[Tensor]) -> Tensor:
-    """A whole tensor of what ranks hold of it, copies alike."""
-    found = torch.zeros(ranks[0].case.params[number].shape)
-    held = [(rank.specs[number].layout.region(rank.rank), piece) for rank, piece in zip(ranks, pieces, strict=True)]
-    for region, piece in held:
-        found[region] = piece.float()
-    assert all(torch.equal(found[region], piece.float()) for region, piece in held)
-    return found
+    """A whole tensor of the ranks' pieces; copies must be alike."""
+    tensor = torch.zeros(ranks[0].case.params[number].shape)
+    regions = [(rank.specs[number].layout.region(rank.rank), piece) for rank, piece in zip(ranks, pieces, strict=True)]
+    for region, piece in regions:
+        tensor[region] = piece.float()
+    assert all(torch.equal(tensor[region], piece.float()) for region, piece in regions)
+    return tensor
 
 
 def directions_of(param: Param, number: int, gradient: Tensor, dtype: str) -> Tensor:
-    """Of a whole parameter, matrix by matrix."""
+    """The directions of a whole parameter, matrix by matrix."""
     momentum = whole("momentum", number, param).lerp(gradient, 0.05)
     update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if dtype == "float16" else decode_dtype(dtype))
-    made = functools.partial(newton_schulz, dtype=dtype, method="standard")
-    return made(update) if param.view is None else param.view.join([made(part) for part in param.view.cut(update)])
+    direction = functools.partial(newton_schulz, dtype=dtype, method="standard")
+    if param.view is None:
+        return direction(update)
+    return param.view.join([direction(part) for part in param.view.cut(update)])
 
 
 def check(case: Case, threads: Callable[..., list[Any]]) -> None:
@@ -294,8 +296,8 @@ def check(case: Case, threads: Callable[..., list[Any]]) -> None:
         return [mesh.layout(param.shape, case.stage, param.role) for param in case.params]
 
     size = torch.Size(case.axes.values()).numel()
-    found = threads(size, layouts) if size > 1 else [layouts()]
-    ranks = [Rank(case, rank, own) for rank, own in enumerate(found)]
+    by_rank = threads(size, layouts) if size > 1 else [layouts()]
+    ranks = [Rank(case, rank, each) for rank, each in enumerate(by_rank)]
     with patch.object(buckets, "_SMALLEST", case.smallest):
         for rank in ranks:  # tracing is not for threads
             rank.lower()
@@ -330,15 +332,15 @@ def check_meetings(ranks: Sequence[Rank]) -> None:
         starts: dict[str, list[list[object]]] = defaultdict(list)
         matrices = 0
         for rank in ranks:
-            gm, own = rank.lowered[kind], defaultdict(list)
+            gm, orders = rank.lowered[kind], defaultdict(list)
             for node, name in collectives(gm):
                 work = work_of(node)
-                own[node.args[-1]].append((name, work.category, work.bucket))
-            for group, order in own.items():
+                orders[node.args[-1]].append((name, work.category, work.bucket))
+            for group, order in orders.items():
                 starts[group].append(order)
             axes = {axis for spec in rank.specs for axis in spec.layout.axes}
             matrices += measure_traffic(gm, axes).matrices
-        assert all(order == orders[0] for orders in starts.values() for order in orders), (kind, starts)
+        assert all(order == same[0] for same in starts.values() for order in same), (kind, starts)
         asked = ranks[0].request.speculated if kind is GraphKind.BACKWARD else ()
         assert matrices == sum(ranks[0].specs[i].matrix_count for i in asked), kind
 

@@ -89,15 +89,15 @@ def test_the_graph_a_pass_returns_is_the_one_that_goes_on_and_is_recompiled():
 
 def test_dumps_hold_every_graph_and_what_a_pass_makes_bears_its_name(tmp_path):
     request = BackwardRequest((Purpose.SPECULATE,) * 2, (False, False), (True, True))
-    given = {"kind": GraphKind.BACKWARD, "request": request, "frame": "frame7"}
+    context = {"kind": GraphKind.BACKWARD, "request": request, "frame": "frame7"}
     passes = noop("first"), behind("negate", aten.neg.default), behind("add", aten.add.Tensor, double=True)
-    gm, _ = run(*passes, options=PassOptions(dump=tmp_path / "new" / "folder"), **given)
+    gm, _ = run(*passes, options=PassOptions(dump=tmp_path / "new" / "folder"), **context)
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
     names = ["00_before", "01_first", "02_negate", "03_add"]
     assert sorted(files) == [f"frame7.backward.speculate_carried.{name}.py" for name in names]
     assert ["aten.neg" in files[name] for name in sorted(files)] == [False, False, True, True]
-    made = {node.name: node.meta.get(PASS_KEY) for node in gm.graph.nodes}
-    assert made == {"x": None, "relu_default": None, "neg_default": "negate", "add_tensor": "add", "output": None}
+    makers = {node.name: node.meta.get(PASS_KEY) for node in gm.graph.nodes}
+    assert makers == {"x": None, "relu_default": None, "neg_default": "negate", "add_tensor": "add", "output": None}
     marked = [line for line in files[max(files)].splitlines() if "made by" in line]
     assert [line.rpartition("  # ")[2] for line in marked] == ["made by negate", "made by add"]
 

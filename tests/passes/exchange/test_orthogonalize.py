@@ -41,46 +41,46 @@ def work(s):
 shapes = st.tuples(st.integers(1, 64), st.integers(1, 64))
 
 
-def had(specs, owners, world, chosen=None):
-    """What each rank has to do, of the ``chosen``."""
+def loads(specs, owners, world, chosen=None):
+    """The work of each rank, of the ``chosen`` matrices."""
     chosen = range(len(specs)) if chosen is None else chosen
     return [sum(work(specs[i]) for i in chosen if owners[i] == rank) for rank in range(world)]
 
 
 @settings(max_examples=60)
 @given(st.lists(shapes, min_size=1, max_size=7), st.integers(2, 3), st.data())
-def test_owners_are_balanced_alike_on_all_ranks_and_no_bucket_changes_that(found, world, data):
+def test_owners_are_balanced_alike_on_all_ranks_and_no_bucket_changes_that(sizes, world, data):
     """Longest processing time first is within 4/3 - 1/(3 W) of the best (Graham 1969)."""
-    specs = [spec(s, world) for s in found]
+    specs = [spec(s, world) for s in sizes]
     owners = assign_owners(specs, Costs())
-    assert all(assign_owners([spec(s, world, rank) for s in found], Costs()) == owners for rank in range(world))
+    assert all(assign_owners([spec(s, world, rank) for s in sizes], Costs()) == owners for rank in range(world))
     every = itertools.product(range(world), repeat=len(specs))
-    best = min(max(had(specs, ranks, world)) for ranks in every)
-    assert max(had(specs, owners, world)) <= (4 / 3 - 1 / (3 * world)) * best * (1 + 1e-9)
-    ends = sorted(data.draw(st.lists(st.integers(0, len(found)), max_size=4)))
-    buckets = [list(range(*pair)) for pair in itertools.pairwise([0, *ends, len(found)])]
-    assert sorted(had(specs, assign_owners(specs, Costs(), buckets), world)) == sorted(had(specs, owners, world))
+    best = min(max(loads(specs, ranks, world)) for ranks in every)
+    assert max(loads(specs, owners, world)) <= (4 / 3 - 1 / (3 * world)) * best * (1 + 1e-9)
+    ends = sorted(data.draw(st.lists(st.integers(0, len(specs)), max_size=4)))
+    buckets = [list(range(*pair)) for pair in itertools.pairwise([0, *ends, len(specs)])]
+    assert sorted(loads(specs, assign_owners(specs, Costs(), buckets), world)) == sorted(loads(specs, owners, world))
 
 
 @pytest.mark.parametrize(("world", "together"), [(2, 7), (4, 19), (8, 13), (16, 6), (32, 32), (64, 75)])
 def test_every_bucket_has_about_as_much_for_each_rank(world, together):
-    """What a transformer's take where all ranks wait for each other at each; 1.06 to 1.39 were they balanced only as a
-    whole."""
+    """Ranks that wait for each other at each bucket take little longer than the ideal; 1.06 to 1.39 times as long were
+    owners balanced only as a whole."""
     layer = [(8, 28), (28, 8), (28, 8), (8, 8), (2, 8), (2, 8), (8, 8)]
     specs = [spec(s, world) for s in layer * 32]
     ends = [0, *range(together, len(specs), together), len(specs)]
     buckets = [list(range(*pair)) for pair in itertools.pairwise(ends)]
     owners = assign_owners(specs, Costs(), buckets)
-    found = sum(max(had(specs, owners, world, bucket)) for bucket in buckets)
+    total = sum(max(loads(specs, owners, world, bucket)) for bucket in buckets)
     work_of = [[work(specs[i]) for i in bucket] for bucket in buckets]
-    assert found <= 1.13 * sum(max(sum(each) / world, max(each)) for each in work_of)
+    assert total <= 1.13 * sum(max(sum(each) / world, max(each)) for each in work_of)
 
 
 def test_owners_are_balanced_by_the_cost_models_time():
     """A matrix may take longer than another with more operations."""
-    found = [spec((8, 8), 2), *[spec((16, 16), 2)] * 3]
+    specs = [spec((8, 8), 2), *[spec((16, 16), 2)] * 3]
     small_are_slow = Costs(rates={"float32": ((8.0, 1e9), (16.0, 24e9))})  # 8³ take three times as long as 16³
-    assert assign_owners(found, small_are_slow) == (0, 1, 1, 1) != assign_owners(found, Costs())
+    assert assign_owners(specs, small_are_slow) == (0, 1, 1, 1) != assign_owners(specs, Costs())
     assert assign_owners([spec((8, 8), 4)] * 12, Costs())[:5] == (0, 1, 2, 3, 0) and not assign_owners([], Costs())
     with pytest.raises(ValueError, match="not a Muon matrix"):
         assign_owners([ParamSpec(Layout((4, 4), 2), "float32", "float32", "float32", None)], Costs())
@@ -88,8 +88,8 @@ def test_owners_are_balanced_by_the_cost_models_time():
 
 def test_what_lies_whole_on_a_rank_stays_there_and_the_rest_is_dealt():
     """18 rows on 4 ranks, 5 each and 3: heads of 3 rows straddle where 5, 10 and 15 are inside of one."""
-    found = shares(spec((18, 4), 4, view=View.of(18, heads=6)))
-    assert [(share.span, share.whole_at) for share in found] == [
+    dealt = shares(spec((18, 4), 4, view=View.of(18, heads=6)))
+    assert [(share.span, share.whole_at) for share in dealt] == [
         ((0, 3), 0), ((3, 6), None), ((6, 9), 1), ((9, 12), None), ((12, 15), 2), ((15, 18), 3),
     ]  # fmt: skip
     columns = spec((64, 64), 4, view=View.of(64, heads=8, dim=1))
@@ -116,9 +116,9 @@ def test_float16_matrices_travel_in_bfloat16_and_padding_never_leaks(size, threa
     def body(rank, group):
         specs = [spec(s, 3, rank, group, dtype="float16") for s in sizes]
         specs = [replace(s, muon=replace(s.muon_settings, eps=0.0)) for s in specs]
-        own = [grad[s.layout.local_rows].clone() for grad, s in zip(grads, specs, strict=True)]
-        zeros = [torch.zeros_like(grad) for grad in own]
-        return orthogonalize_group(own, zeros, [HYPER] * 3, specs, assign_owners(specs, Costs()))
+        pieces = [grad[s.layout.local_rows].clone() for grad, s in zip(grads, specs, strict=True)]
+        zeros = [torch.zeros_like(grad) for grad in pieces]
+        return orthogonalize_group(pieces, zeros, [HYPER] * 3, specs, assign_owners(specs, Costs()))
 
     for first, *others in threads(3, body):
         assert bool(torch.isnan(first).all())
@@ -126,7 +126,7 @@ def test_float16_matrices_travel_in_bfloat16_and_padding_never_leaks(size, threa
 
 
 def test_norms_of_rows_come_with_what_makes_the_rows(monkeypatch):
-    """Where Triton's kernels are to be expected, and float32 has room for the squares."""
+    """Norms come where Triton's kernels are to be expected, and float32 has room for the squares."""
     seen, op = [], torch.ops.muon_zero.newton_schulz
 
     def noted(*args):
@@ -134,13 +134,13 @@ def test_norms_of_rows_come_with_what_makes_the_rows(monkeypatch):
         return op(*args)
 
     monkeypatch.setattr(torch.ops.muon_zero, "newton_schulz", noted)
-    own = spec((6, 4), exchange="local", dtype="float16")
+    local = spec((6, 4), exchange="local", dtype="float16")
     grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     views = {"heads": View.of(4, heads=2, dim=1), "turns": View.of(6, split=[4, 2], groups=2)}
     without = [{"dtype": "float32"}, {"eps": 0.0}, {"backend": "aten"}, {"backend": "quack"}, {"exchange": "owner"}]
     without += [{"view": view} for view in views.values()]
     for changed in ({}, *without, {"view": View.of(6, split=[4, 2])}):
-        changed_spec = replace(own, muon=replace(own.muon_settings, **changed))
+        changed_spec = replace(local, muon=replace(local.muon_settings, **changed))
         orthogonalize_group(
             [grad], [torch.zeros(6, 4)], [HYPER], [changed_spec], assign_owners([changed_spec], Costs())
         )

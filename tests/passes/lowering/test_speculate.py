@@ -1,4 +1,4 @@
-"""What a backward may be asked for: requests that gradients do not allow are refused by index, shape and remedy."""
+"""Requests of a backward that its gradients do not allow are refused by index, shape and remedy."""
 
 from __future__ import annotations
 

@@ -94,15 +94,15 @@ def test_graphs_that_were_not_lowered(sound):
 
 @pytest.fixture
 def deep(world, trace):
-    """Of seven matrices on one of two ranks; activations outweigh weights, which the min cut would save."""
+    """Graphs of seven layers on one of two ranks; activations outweigh weights, which the min cut would save."""
 
-    def made(joint_passes=JOINT_PASSES):
+    def trace_with(joint_passes=JOINT_PASSES):
         with world(0, 2):
             model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
             MuonZero(model, stage=3)
             return trace(model, torch.randn(64, 6), joint_passes=joint_passes)
 
-    return made
+    return trace_with
 
 
 def test_without_the_recompute_pass_the_verifier_says_no(deep):
