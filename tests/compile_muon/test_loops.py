@@ -56,8 +56,12 @@ class Theirs:
         self.model = self.run = Net() if model is None else model
         self.matrices = [self.model.a.weight, self.model.b.weight]
         self.buffers = [torch.zeros_like(p) for p in self.matrices]
+        self.momentum = 0.95
         rest = [p for p in self.model.parameters() if all(p is not q for q in self.matrices)]
         self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def set_momentum(self, value):
+        self.momentum = value
 
     def zero_grad(self, set_to_none=True):
         self.model.zero_grad(set_to_none)
@@ -70,8 +74,8 @@ class Theirs:
         for p, buffer in zip(self.matrices, self.buffers, strict=True):
             if p.grad is None:
                 continue
-            buffer.lerp_(p.grad, 0.05)
-            update = newton_schulz(p.grad.lerp(buffer, 0.95), dtype="float32", method="standard")
+            buffer.lerp_(p.grad, 1 - self.momentum)
+            update = newton_schulz(p.grad.lerp(buffer, self.momentum), dtype="float32", method="standard")
             p.mul_(1 - LR * 0.1).add_(update, alpha=-LR * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
         self.adamw.step()
 
@@ -87,6 +91,9 @@ class Ours:
         )
         self.run = torch.compile(self.model, backend="muon_zero", options={"codegen": codegen})
         self.zero_grad, self.step = self.optimizer.zero_grad, self.optimizer.step
+
+    def set_momentum(self, value):
+        self.optimizer.param_groups[0]["momentum"] = value
 
 
 def grads(side):
@@ -175,6 +182,14 @@ def penalty_after_backward(side):
     for i in range(STEPS):
         loss_of(side.run, i).backward()
         (0.1 * sum(p.square().sum() for p in side.model.parameters())).backward()
+        side.step()
+        side.zero_grad()
+
+
+def another_momentum_after_backward(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        side.set_momentum(0.95 if i < 2 else 0.8)
         side.step()
         side.zero_grad()
 
@@ -311,6 +326,7 @@ LOOPS = {
     micro_batches_nobody_declared: "all",
     penalty_outside_the_model: "none",
     penalty_after_backward: "none",
+    another_momentum_after_backward: "some",
     gradient_noise: "none",
     gradients_by_hand: "none",
     reversed_through_data: "none",

@@ -170,5 +170,7 @@ def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_pat
         inside = described("h100", 64, replicate=8, shard=8)
         assert inside[gather_start] == near[gather_start]
         assert near[reduce_start] < inside[reduce_start] < far[reduce_start]
+        # Replicas are a node apart each, and what is handed round goes from node to node.
+        assert described("h100", 16, replicate=8, shard=2)[exchange_start] < inside[exchange_start]
     else:
         assert near[gather_start] == 0

@@ -33,6 +33,7 @@ def test_a_weight_is_waited_for_where_it_is_first_read(world, trace, stage):
         resident, state = wait.args
         readers = [node for node in resident.users if node is not wait]
         first = min(map(nodes.index, readers))
+        assert nodes.index(wait) < first
         between = nodes[nodes.index(wait) + 1 : first]
         assert all(node.target is AWAIT_REFRESH_OP for node in between), "others run while this one is waited for"
     places = [nodes.index(wait) for wait in waits]

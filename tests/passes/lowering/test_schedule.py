@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -170,6 +173,21 @@ def test_ranks_meet_in_the_same_order(stage, limit, size, layers, graphs, trace,
     assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
 
 
+def by_group(gm):
+    """The collectives of each group, which all of its ranks name alike."""
+    found = {}
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            found.setdefault(node.args[-1], []).append((work_of(node).category, work_of(node).bucket))
+    return found
+
+
+def assert_alike(orders):
+    for one, other in itertools.combinations(orders, 2):
+        for group in one.keys() & other.keys():
+            assert one[group] == other[group]
+
+
 @pytest.mark.parametrize(
     ("size", "replicas", "stage", "layers", "limit"),
     [
@@ -183,17 +201,8 @@ def test_replicas_meet_in_the_same_order(size, replicas, stage, layers, limit, g
     for rank in sorted({0, 2, size // 2 + 1, size - 1}):
         captured = graphs(rank, size, trace, world, stage=stage, replicas=replicas, layers=layers)
         gm, _ = captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
-        by_group = {}
-        for node in gm.graph.nodes:
-            if is_collective(node):
-                work = work_of(node)
-                by_group.setdefault(node.args[-1], []).append((work.category, work.bucket))
-        orders.append(by_group)
-    # A rank's groups are named alike by all of their ranks.
-    for one in orders:
-        for other in orders:
-            for group in one.keys() & other.keys():
-                assert one[group] == other[group]
+        orders.append(by_group(gm))
+    assert_alike(orders)
     if stage and size == 8:  # 12 matrices for 8 owners in one bucket or two
         assert len({sum(map(len, order.values())) for order in orders}) > 1 or len(orders[0]) > 1
 
@@ -218,13 +227,35 @@ def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, 
     assert len(under_backward) == (3 if stage == 3 else 1)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
-def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, trace, world, monkeypatch):
-    """Several exchanges may start at once. None then waits at once for what the one ahead of it has just begun: an
-    owner comes to that later than the others, by its Newton-Schulz."""
+@pytest.fixture
+def several_at_once(monkeypatch):
+    """Reductions of four matrices each, and exchanges of two: several of these may start at once."""
     monkeypatch.setattr(buckets, "bucket_bytes", lambda total, start: total)
-    monkeypatch.setattr(buckets, "_COLLECTIVES", 6)  # of four matrices each, while exchanges are of two
+    monkeypatch.setattr(buckets, "_COLLECTIVES", 6)
     monkeypatch.setattr(buckets, "_EXCHANGES", 2 * LAYERS)
+
+
+def test_exchanges_that_are_ready_at_once_start_in_the_same_order(several_at_once, graphs, trace, world, monkeypatch):
+    """Of each exchange another rank owns something, and has more nodes for it: that must not decide."""
+    monkeypatch.setattr(buckets, "reduce_start", lambda layout, costs: 2**30)  # the first ones are no smaller
+    monkeypatch.setattr(buckets, "_COLLECTIVES", 3)
+    orders, nodes = [], []
+    for rank in range(4):
+        captured = graphs(rank, 4, trace, world, stage=3, replicas=2)
+        gm, _ = captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, passes=list(LOWERING_PASSES))
+        orders.append(by_group(gm))
+        works = [work for node in gm.graph.nodes if (work := work_of(node)) and work.category is Category.EXCHANGE]
+        nodes.append(Counter(work.bucket for work in works))
+    starts = [event for event in events(gm) if event[0] == "start" and event[1] is not Category.GATHER]
+    pairs = [(one[2], other[2]) for one, other in itertools.pairwise(starts) if one[1] is other[1] is Category.EXCHANGE]
+    assert [pair for pair in pairs if nodes[0][pair[0]] < nodes[0][pair[1]] and nodes[1][pair[0]] > nodes[1][pair[1]]]
+    assert_alike(orders)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
+def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, several_at_once, graphs, trace, world):
+    """None waits at once for what the exchange ahead of it has just begun: an owner comes to that later than the
+    others, by its Newton-Schulz."""
     with_replicas = graphs(0, 4, trace, world, stage=stage, replicas=2)
     gm, _ = with_replicas.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, passes=list(LOWERING_PASSES))
     products = [place for place, node in enumerate(gm.graph.nodes) if node.target is torch.ops.aten.mm.default]
