@@ -56,6 +56,7 @@ class Theirs:
         self.model = self.run = Net() if model is None else model
         self.matrices = [self.model.a.weight, self.model.b.weight]
         self.buffers = [torch.zeros_like(p) for p in self.matrices]
+        self.momentum = 0.95
         rest = [p for p in self.model.parameters() if all(p is not q for q in self.matrices)]
         self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -70,10 +71,13 @@ class Theirs:
         for p, buffer in zip(self.matrices, self.buffers, strict=True):
             if p.grad is None:
                 continue
-            buffer.lerp_(p.grad, 0.05)
-            update = newton_schulz(p.grad.lerp(buffer, 0.95), dtype="float32", method="standard")
+            buffer.lerp_(p.grad, 1 - self.momentum)
+            update = newton_schulz(p.grad.lerp(buffer, self.momentum), dtype="float32", method="standard")
             p.mul_(1 - LR * 0.1).add_(update, alpha=-LR * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
         self.adamw.step()
+
+    def set_momentum(self, value):
+        self.momentum = value
 
 
 class Ours:
@@ -87,6 +91,9 @@ class Ours:
         )
         self.run = torch.compile(self.model, backend="muon_zero", options={"codegen": codegen})
         self.zero_grad, self.step = self.optimizer.zero_grad, self.optimizer.step
+
+    def set_momentum(self, value):
+        self.optimizer.param_groups[0]["momentum"] = value
 
 
 def grads(side):
@@ -256,6 +263,9 @@ LOOPS = {
     "micro_batches_nobody_declared": (micro_batches(3), "all"),
     "penalty_outside_the_model": (usual(loss=lambda side, i: loss_of(side.run, i) + penalty(side)), "none"),
     "penalty_after_backward": (usual(lambda side, i: penalty(side).backward()), "none"),
+    "another_momentum_after_backward": (
+        usual(lambda side, i: side.set_momentum(0.95 if i < 2 else 0.8)), "some"
+    ),
     "gradient_noise": (usual(gradient_noise), "none"),
     "gradients_by_hand": (usual(gradients_by_hand), "none"),
     "reversed_through_data": (usual(reversed_through_data), "none"),

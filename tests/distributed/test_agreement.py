@@ -377,3 +377,27 @@ def edit_everywhere(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_edits_on_every_rank_are_no_drift(ranks: Callable[[int], Ranks], stage: int) -> None:
     assert ranks(2).run(edit_everywhere, stage=stage) == [[], []]
+
+
+def trained(edits: bool) -> tuple[list[Tensor], int]:
+    """Four steps, two of them behind an edit of the momenta on one rank, which changes nothing."""
+    model = stack()
+    optimizer = compile_muon.MuonZero(model, stage=2, update="backward", ns_dtype="float32")
+    compile_as(model, "whole")
+    for step in range(4):
+        loss(model, step).backward()
+        if edits and step > 1 and dist.get_rank() == ODD:
+            for slots in optimizer.state.values():
+                if "momentum_buffer" in slots:
+                    slots["momentum_buffer"].mul_(1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model, optimizer), optimizer.totals()["directions_used"]
+
+
+def test_all_ranks_make_a_direction_anew_that_one_has_lost(ranks: Callable[[int], Ranks]) -> None:
+    for (edited, less), (plain, used) in zip(
+        ranks(2).run(trained, edits=True), ranks(2).run(trained, edits=False), strict=True
+    ):
+        assert less == used / 2 > 0
+        assert all(map(torch.equal, edited, plain))

@@ -10,7 +10,10 @@ import pytest
 import torch
 from support.harness import BACKEND, Ranks
 from support.odd import AXES, MATRICES, STEPS, Odd, cases, data, loss
-from support.reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, Report, train
+from support.reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, Report, full, train, world_and_rank
+from torch import Tensor
+
+import compile_muon
 
 #: Each pair of values of two axes is in one of these.
 PAIRWISE = (
@@ -128,6 +131,24 @@ def test_a_wrong_reference_is_far_away(ranks: Callable[[int], Ranks], stage: int
     for report in ranks(2).run(train_odd, stage=stage, gradient_accumulation_steps=2, update="step", **mistake):
         assert max(report.parameters.values()) / PARAMETER_TOLERANCE > 100
         assert max(report.directions.values()) / DIRECTION_TOLERANCE > 100
+
+
+def started(stage: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A model that each rank has made otherwise, before MuonZero has it and behind."""
+    torch.manual_seed(world_and_rank()[1])
+    model = Odd()
+    model.register_buffer("table", torch.randn(3))
+    before = [value.clone() for value in model.state_dict().values()]
+    compile_muon.MuonZero(model, stage=stage)
+    return before, [full(value.detach()) for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: Callable[[int], Ranks], stage: int) -> None:
+    (first, _), (other, _), *_ = found = ranks(3).run(started, stage=stage)
+    assert not all(map(torch.equal, first, other))
+    for _, now in found:
+        assert all(map(torch.equal, first, now))
 
 
 # ------------------------------------------------------------------------------------------- the harness itself

@@ -368,6 +368,7 @@ def test_what_was_unfrozen_joins_where_a_checkpoint_trains_it(tmp_path: Path) ->
     assert checkpointer.load(model, optimizer) == {}  # frozen there: it joins in the next step
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.123
     checkpointer.save(2, model, optimizer)
     for load in (
         lambda other: checkpointer.load(*other),
@@ -379,6 +380,7 @@ def test_what_was_unfrozen_joins_where_a_checkpoint_trains_it(tmp_path: Path) ->
         here, there = (opt.state[next(model.parameters())] for model, opt in (other, (model, optimizer)))
         assert here.keys() == there.keys() and all(torch.equal(here[slot], there[slot]) for slot in there)
         assert any(state.any() for state in here.values())
+        assert [group["lr"] for group in other[1].param_groups] == [group["lr"] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

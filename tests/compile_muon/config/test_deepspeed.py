@@ -20,6 +20,7 @@ from compile_muon.config import (
     MeshConfig,
     MuonConfig,
     NSConfig,
+    OffloadConfig,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
@@ -576,3 +577,9 @@ def test_weights_that_are_not_offloaded_are_no_request(off):
     reading = read_all({"zero_optimization": {"stage": 3, "offload_param": off}})
     assert reading.config.zero.offload_param is None
     assert (reading.hints, reading.errors) == (["zero_optimization.offload_param"], [])
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_momenta_stay_on_the_device_where_deepspeed_keeps_them_there(stays):
+    zero = {"offload_optimizer": {"device": "cpu"}, "save_muon_momentum_buffer_in_memory": stays}
+    assert load_config({"zero_optimization": zero}).zero.offload == OffloadConfig("cpu", momentum=not stays)

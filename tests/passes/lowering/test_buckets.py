@@ -114,4 +114,6 @@ def test_a_machine_says_what_its_collectives_take_to_start(world):
             return [start(layout, costs) for start in (gather_start, reduce_start, exchange_start)]
 
     (near, first, _), (far, last, _), inside = described(8), described(64), described(64, replicate=8, shard=8)
-    assert 0 < near == inside[0] < far and 0 < first < inside[1] < last and inside[2]
+    assert 0 < near == inside[0] < far and 0 < first < inside[1] < last
+    # Replicas are a node apart each, and what is handed round goes from node to node.
+    assert 0 < described(16, replicate=8, shard=2)[2] < inside[2]
