@@ -1,7 +1,9 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
 # make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
-# make test                             the default tests, at most 8 minutes on two cores; make test-full: all of them
+# make test                             the default tests, at most 8 minutes on two cores
+# make test-full                        all tests but whole products; once all pass it notes the commit in .ci/full
+# make mutate                           breaks a copy of the code in 80 ways, and says which default test notices each
 # make lint | bench | docs | clean
 # make rehearse                         the CUDA path without a GPU: torch's CUDA build (6 GB) on a device that computes nothing
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
@@ -11,6 +13,7 @@
 # RANKS=4                               how many processes `make train` starts
 # LINK=1600mbit                         rates that `make bench` limits the link between ranks to (root, Linux)
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
+# MUTATE_ARGS="--only momenta"          which faults `make mutate` tries; --help lists what else there is
 # DOCS_EDIT=https://host/edit/main      where the pages of `make docs` link to be edited; else to their files beside it
 # REHEARSE_VENV=/path/to/env            where `make rehearse` installs torch's CUDA build (.venv-rehearse)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
@@ -22,6 +25,7 @@ DATA ?=
 TRAIN_ARGS ?=
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
+MUTATE_ARGS ?=
 BENCH_ARGS ?=
 LINK ?=
 GPU_ARGS ?=
@@ -38,7 +42,7 @@ INSTALLED := from importlib.metadata import distributions; \
 	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types bench rehearse gpu docs clean
+.PHONY: help train test test-full mutate lint types bench rehearse gpu docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -75,9 +79,15 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# The default tier, and then the rest.
-test-full: test
-	$(MAKE) --no-print-directory test PYTEST_ARGS='-m "full and not campaign" $(PYTEST_ARGS)'
+# The default tier and the rest in one session. What `.ci/run` then leaves out of the full tier, it leaves out for what
+# has not changed since the commit that is noted here.
+test-full: $(VENV)/.test
+	commit=$$(git rev-parse HEAD); \
+	$(MAKE) --no-print-directory test PYTEST_ARGS="-m 'not campaign' $(PYTEST_ARGS)" && \
+	$(BIN)/python tests/affected.py --passed "$$commit" $(if $(PYTEST_ARGS),--in-part)
+
+mutate: $(VENV)/.test
+	$(BIN)/python -u tests/mutate.py $(MUTATE_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

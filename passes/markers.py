@@ -29,6 +29,7 @@ from .exchange.shares import shares
 from .language.holder import holder_of
 from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .pipeline import tensor_value
+from .torch_private import another_fake
 
 __all__ = [
     "MARKERS",
@@ -211,7 +212,8 @@ class _GradientMarker(_Marker):
     def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
         """Put a marker at the graph's insertion point."""
         node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
-        node.meta["val"] = tensor_value(grad).new_empty(spec.layout.local_shape, dtype=decode_dtype(cls.dtype(spec)))
+        like, shape, dtype = tensor_value(grad), spec.layout.local_shape, decode_dtype(cls.dtype(spec))
+        node.meta["val"] = another_fake(like, shape=shape, dtype=dtype)
         return cls.of(node)
 
 

@@ -165,8 +165,8 @@ def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:
     """Run ``passes`` in order over ``gm``; every node that a pass makes gets its name, under ``meta[PASS_KEY]``.
 
-    The graph is checked and compiled to Python once, at the end: nobody runs what is between two passes. With dumps it is
-    checked behind each pass.
+    The graph is checked and compiled to Python once, at the end: nobody runs what is between two passes. With dumps it
+    is checked behind each pass.
 
     Raises:
         PassContractError: a pass's ``requires`` or ``conflicts`` does not hold, or it left an ill-formed graph.

@@ -110,8 +110,9 @@ class _Recorder(TorchDispatchMode):
                     copy.meta["val"] = another_fake(node.meta["val"])
                 copies[node] = copy
                 self._note(copy.meta["val"], copy)
-            result = copies.get(template.result, template.result)
-            return self._note(result.meta["val"].detach(), result)
+            if (result := copies.get(template.result)) is not None:
+                return result.meta["val"]
+            return self._note(template.result.meta["val"].detach(), template.result)
 
     def _note(self, value: Tensor, node: Node) -> Tensor:
         node.meta.setdefault("val", value)

@@ -415,13 +415,21 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
 
 
-def another_fake(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor like ``value`` with memory of its own; ``torch.empty_strided`` in its mode takes five times longer."""
+def another_fake(
+    value: torch.Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own.
+
+    It takes a fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
+    """
     from torch._subclasses import FakeTensor
 
-    fake = cast("FakeTensor", value)
+    fake, dtype = cast("FakeTensor", value), dtype or value.dtype
     with without_modes():
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if shape is None:
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(shape, dtype=dtype, device="meta")
     return FakeTensor(fake.fake_mode, meta, value.device)
 
 

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ import pytest
 # has PyPI's package of that name cannot be imported. Ranks take their path from here.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+
+def _load(name: str, path: Path) -> Any:
+    """A module by its file. (tests/ on the path would stand for a package compile_muon.)"""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+affected = _load("affected", ROOT / "tests" / "affected.py")
 
 # No test measures absolute time: a draw that took a second said that other ranks had the cores. The tests that run on
 # a GPU need no hypothesis.
@@ -33,6 +46,8 @@ _MOST = {"frames compiled": 60, "graphs lowered": 16, "ranks started": 8}
 #: Dynamo's own names for the first two
 _OWN = {"frames compiled": "_compile.compile_inner", "graphs lowered": "compile_fx_inner"}
 _began = pytest.StashKey[tuple[float, dict[str, int]]]()
+#: test files whose full tests are run, None for all
+_affected = pytest.StashKey[Collection[str] | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +55,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("cpu_limit", help_text, default="10")
     help_text = "times what a test of the default tier may compile, lower and start, or it fails; 0: it never does"
     parser.addini("limit_work", help_text, default="0")
+
+    help_text = "of the full tier, run what can be affected by changes since this commit, or the one that a file names"
+    parser.addoption("--affected-since", metavar="COMMIT", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    since, worker = config.getoption("--affected-since"), getattr(config, "workerinput", None)
+    if worker is not None:  # of pytest-xdist: each selects what the others do
+        config.stash[_affected] = worker["affected"]
+    elif since is not None and (changed := affected.changed_since(since)) is not None:
+        config.stash[_affected] = affected.this_repository(changed).affected(changed)
+    else:
+        config.stash[_affected] = None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["affected"] = node.config.stash[_affected]
+
+
+def _place(item: pytest.Item) -> int:
+    """Files that take long come first, so that no worker has one left when the others are done: those of whole programs
+    at the top, then those that need ranks, which a worker starts once for them all."""
+    folders = item.path.relative_to(ROOT).parts[1:-1] if item.path.is_relative_to(ROOT) else ()
+    return 0 if not folders else 1 if folders[0] == "distributed" else 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.stash[_affected]
+    kept, left = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        full = chosen is not None and item.get_closest_marker("full") is not None
+        (left if full and item.path.relative_to(ROOT).as_posix() not in chosen else kept).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(kept, key=_place)
 
 
 def _cpu_seconds() -> float:
@@ -134,13 +184,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def docs_script() -> Callable[[str], Any]:
     """Loads docs/NAME.py."""
 
-    def load(name: str) -> Any:
-        path = Path(__file__).resolve().parents[1] / "docs" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"docs_{name}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return lambda name: _load(f"docs_{name}", ROOT / "docs" / f"{name}.py")

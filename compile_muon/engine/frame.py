@@ -141,6 +141,12 @@ class ForwardGraph:
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
         self._meets = any(marker.spec.layout.gathered for marker in unshards)
         self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
+        # Of weights that are whole here: where the weight, its state and its resident copy are among the inputs.
+        self._copies = [
+            (placeholders[marker.shard], placeholders[marker.state], placeholders[marker.resident])
+            for marker in unshards
+            if marker.resident is not None and marker.spec.layout.everyone.alone
+        ]
         values = {i: node.meta.get("val") for node, i in placeholders.items()}
         self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
@@ -174,6 +180,9 @@ class ForwardGraph:
                 read.runs(self._options)
             for sharded in sharded_params:
                 keep_fresh(sharded)
+            for weight, state, resident in self._copies:
+                if args[weight] is not found[state].param:  # of torch.func.functional_call
+                    args[resident] = args[weight].detach().to(args[resident].dtype)
             for sharded in trained:
                 sharded.visits.forward()
                 sharded.watch()

@@ -166,20 +166,27 @@ def _tagged(sharded: ShardedParam, whole: Tensor) -> Tensor:
     return whole
 
 
-def _reader(name: str) -> property:
-    """The property through which a module reads its full weight."""
+def _reader(name: str, alone: bool) -> property:
+    """The property through which a module reads its full weight.
+
+    Args:
+        alone: the process has each weight whole. Then a compiled frame reads what the module holds, and the frame's
+            callable notices another tensor there: comparing two tensors is a guard in Python for each weight.
+    """
     key = sharded_param_key(name)
 
     def read(module: nn.Module) -> Tensor:
         sharded: ShardedParam = module.__dict__[key]
-        held: Any = module.__dict__["_parameters"][name]
-        if held is not sharded.param:
-            return _another(sharded, held)
-        param: Any = held
+        if alone and torch.compiler.is_compiling():
+            param: Any = module._parameters[name]
+        else:
+            param = module.__dict__["_parameters"][name]
+            if param is not sharded.param:
+                return _another(sharded, param)
         if torch.compiler.is_compiling():
             shard = param.to_local() if isinstance(param, DTensor) else param
             whole = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
-            if sharded.placed is not None:  # a call would be traced for each weight
+            if sharded.placed is not None:  # asked here, since Dynamo would trace a call for each weight
                 whole = sharded.as_read(whole)
             for tag in sharded.tags:
                 if hasattr(param, tag):
@@ -423,10 +430,11 @@ def _put_back(module: nn.Module) -> None:
         raise _replaced(sharded_params[missing[0]].name, "taken out of its module")
 
 
-def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
+def _swapped(cls: type, names: tuple[str, ...], unseen: bool, alone: bool) -> type:
     """``cls`` with a reader for each of ``names``, and guards.
 
     Args:
+        alone: as for :func:`_reader`.
         unseen: nothing tells whether a parameter is read past its reader, as it does of a shard.
     """
 
@@ -491,7 +499,7 @@ def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
     def __prepare_scriptable__(self: nn.Module) -> nn.Module:
         raise _stays_here(self, "compiled by torch.jit")
 
-    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body: dict[str, Any] = {name: _reader(name, alone) for name in names}
     if unseen:
         body["_parameters"] = property(_table, _keep)
     own: list[Any] = [__new__, __setattr__, __delattr__, register_parameter, _load_from_state_dict]
@@ -520,7 +528,7 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
     """
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
     # Equal modules share a class, and so their compiled code.
-    cache: dict[tuple[type, tuple[str, ...], bool], type] = {}
+    cache: dict[tuple[type, tuple[str, ...], bool, bool], type] = {}
     for module in model.modules():
         own = {name: param for name, param in module._parameters.items() if param is not None}
         for name, param in own.items():
@@ -530,7 +538,9 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
         if own:
             plain = (sharded_params[param] for param in own.values() if not sharded_params[param].distributed)
             unseen = any(not sharded.spec.layout.everyone.alone for sharded in plain)
-            key = (original_class(type(module)), tuple(own), unseen)
+            layouts = [sharded_params[param].spec.layout for param in own.values()]
+            alone = all(layout.everyone.alone and not layout.parted for layout in layouts)
+            key = (original_class(type(module)), tuple(own), unseen, alone)
             cache.setdefault(key, _swapped(*key))
             module.__class__ = cache[key]
             if unseen:

@@ -67,6 +67,8 @@ def _here(
     found = dict(zip(present, made, strict=True))
     # A rank past the last expert has nothing to orthogonalize.
     return [
-        found[i].reshape(u.shape) if i in found else u.new_empty(u.shape, dtype=decode_dtype(muon.dtype))
+        (found[i] if found[i].shape == u.shape else found[i].reshape(u.shape))
+        if i in found
+        else u.new_empty(u.shape, dtype=decode_dtype(muon.dtype))
         for i, u in enumerate(updates)
     ]

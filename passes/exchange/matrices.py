@@ -30,7 +30,8 @@ def wire_dtype(muon: MuonSpec) -> torch.dtype:
 
 def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
     """A whole parameter as one matrix, ``[rows, cols]``, or as a stack of them, ``[batch, rows, cols]``."""
-    return flat.reshape(muon.rows, muon.cols) if muon.batch == 1 else flat.reshape(muon.batch, muon.rows, muon.cols)
+    shape = (muon.rows, muon.cols) if muon.batch == 1 else (muon.batch, muon.rows, muon.cols)
+    return flat if flat.shape == shape else flat.reshape(shape)
 
 
 #: of a matrix, under which float32 may lose squares of entries that count

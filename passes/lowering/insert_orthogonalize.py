@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS
 from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
+from ..record import Alike
 from .gradients import reduced_grads
 
 __all__ = ["INSERT_ORTHOGONALIZE"]
@@ -39,12 +40,12 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
             reduction = reductions[i]
             marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.hyper, reduction.spec)
             directions.append(marker.node)
-    insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients))
+    insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients, by_kind=True))
     return gm
 
 
-def _fingerprints(*gradients: Tensor) -> list[Tensor]:
-    return [FINGERPRINT_OF_ROWS([ROW_SUMS(gradient) for gradient in gradients])]
+def _fingerprints(*gradients: Tensor, alike: Alike) -> list[Tensor]:
+    return [FINGERPRINT_OF_ROWS([alike(ROW_SUMS, ROW_SUMS, [gradient]) for gradient in gradients])]
 
 
 def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,27 +96,27 @@ def _cell(world: int, rank: int = 0, /, **given: Any) -> Cell:
     return Cell(world, rank, **own, settings={"ns_dtype": "float32", **given})
 
 
-INDUCTOR = FrameOptions(codegen="inductor")
+INDUCTOR, SAVING = FrameOptions(codegen="inductor"), FrameOptions(codegen="eager", reshard_after_forward=False)
 HSDP = {"replicate": 2, "shard": 2}
 TWO, THREE = {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}
 HALF = {"param_dtype": torch.bfloat16, "ns_dtype": "bfloat16"}
 STEP = {"update": "step"}
 #: settings of the world, the axes and the stage stand in the name
 CELLS: dict[str, Cell] = {
-    "stage 0, world 1": _cell(1, stage=0),
+    "stage 0, world 1, float16": _cell(1, stage=0, ns_dtype="float16"),
     "stage 2, world 1, offloaded": _cell(1, stage=2, offload="cpu", model=Deep),
     "stage 0, world 2, 2 micro-batches": _cell(2, 1, stage=0, **TWO),
     "stage 1, world 2, 3 micro-batches": _cell(2, 1, stage=1, **THREE),
     "stage 2, world 2, 2 micro-batches, Inductor": _cell(2, 0, stage=2, options=INDUCTOR, **TWO),
     "stage 3, world 2, bfloat16": _cell(2, 0, stage=3, **HALF),
     "stage 3, world 2, weights in host memory": _cell(2, 0, stage=3, offload_param="cpu", model=Deep),
-    "stage 0, world 4, NCCL": _cell(4, 3, stage=0, backend="nccl"),
+    "stage 0, world 4, NCCL, bfloat16, casts saved": _cell(
+        4, 3, stage=0, backend="nccl", options=SAVING, **{**HALF, "ns_dtype": "float16"}
+    ),
     "stage 1, world 4, NCCL, 2 micro-batches, directions in step": _cell(4, 1, stage=1, backend="nccl", **TWO, **STEP),
     "stage 2, world 4, NCCL, bfloat16": _cell(4, 2, stage=2, backend="nccl", **HALF),
     "stage 3, world 4, NCCL, 2 micro-batches, Inductor": _cell(4, 0, stage=3, backend="nccl", options=INDUCTOR, **TWO),
-    "stage 3, world 4, weights saved for backward, ranges": _cell(
-        4, 3, stage=3, options=FrameOptions(codegen="eager", reshard_after_forward=False, nvtx=True)
-    ),
+    "stage 3, world 4, weights saved, ranges": _cell(4, 3, stage=3, options=replace(SAVING, nvtx=True)),
     "stage 2, world 4, heads": _cell(4, 1, stage=2, muon_views={"tied.weight": {"heads": 4}}),
     "stage 0, replicate 2 x shard 2": _cell(4, 1, stage=0, axes=HSDP),
     "stage 1, replicate 2 x shard 2, 2 micro-batches": _cell(4, 3, stage=1, axes=HSDP, **TWO),

@@ -28,9 +28,6 @@ _PRODUCTS = {
     "muon_zero.newton_schulz": "newton_schulz",
 }
 
-#: in the names of ranges; a process counts its frames
-_FRAME = re.compile(r"frame\d+")
-
 Summary = dict[str, Any]
 
 
@@ -85,8 +82,8 @@ def _argument(given: Any, groups: Mapping[str, str], source: Callable[[Node], st
         return f"[{', '.join(_argument(each, groups, source) for each in given)}]"
     if isinstance(given, Mapping):
         return f"{{{', '.join(f'{key}: {_argument(each, groups, source)}' for key, each in sorted(given.items()))}}}"
-    if isinstance(given, str):
-        return groups.get(given, repr(_FRAME.sub("frame", given)))
+    if isinstance(given, str):  # ranges have the number of a frame in their names
+        return groups.get(given, repr(re.sub(r"^frame\d+", "frame", given)))
     return str(given)
 
 

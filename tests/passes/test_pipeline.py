@@ -20,12 +20,12 @@ from compile_muon.passes import (
 from compile_muon.passes.errors import PassContractError
 from compile_muon.passes.pipeline import PASS_KEY
 
+aten = torch.ops.aten
+
 
 def small_graph():
     graph = Graph()
-    x = graph.placeholder("x")
-    y = graph.call_function(torch.ops.aten.relu.default, (x,))
-    graph.output((y,))
+    graph.output((graph.call_function(aten.relu.default, (graph.placeholder("x"),)),))
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -38,148 +38,84 @@ def run(*passes, kind=GraphKind.FORWARD, **kwargs):
     return run_passes(small_graph(), passes, ctx), ctx
 
 
-def test_requires():
-    with pytest.raises(PassContractError, match=r"'second' needs \['first'\] to run before it"):
-        run(noop("second", requires=("first",)), noop("first"))
-    run(noop("first"), noop("second", requires=("first",)))
+def behind(name, target, double=False):
+    """A pass that puts an operation behind the last one, which it reads once or twice."""
 
-
-def test_a_pass_that_was_left_out_of_this_half_does_not_count():
-    first = noop("first", kinds=(GraphKind.JOINT,))
-    with pytest.raises(PassContractError, match="needs"):
-        run(first, noop("second", requires=("first",)), kind=GraphKind.FORWARD)
-
-
-def test_an_unknown_requirement_is_named():
-    with pytest.raises(PassContractError, match=r"'verify' needs \['lowre'\]"):
-        run(noop("lower"), noop("verify", requires=("lowre",)))
-
-
-def test_conflicts():
-    with pytest.raises(PassContractError, match=r"'deduplicate' must run before \['lower'\]"):
-        run(noop("lower"), noop("deduplicate", conflicts=("lower",)))
-    run(noop("deduplicate", conflicts=("lower",)), noop("lower"))
-
-
-def test_lint():
-    def break_it(gm, ctx):
-        relu = next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)))
-        relu.prepend(gm.graph.output_node())
-        return gm
-
-    with pytest.raises(PassContractError, match="'careless' left an ill-formed graph"):
-        run(GraphPass("careless", break_it))
-
-
-def test_the_graph_a_pass_returns_is_the_one_that_goes_on():
-    replacement = small_graph()
-    seen = []
-
-    def look(gm, ctx):
-        seen.append(gm)
-        return gm
-
-    result, ctx = run(GraphPass("swap", lambda gm, ctx: replacement), GraphPass("look", look))
-    assert result is replacement
-    assert seen == [replacement]
-    assert set(ctx.timings) == {"swap", "look"}
-    assert all(seconds >= 0 for seconds in ctx.timings.values())
-
-
-def test_edits_are_recompiled():
-    def negate(gm, ctx):
-        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
-        relu.target = torch.ops.aten.neg.default
-        return gm
-
-    gm, _ = run(GraphPass("negate", negate))
-    assert torch.equal(gm(torch.ones(2))[0], -torch.ones(2))
-
-
-def test_dump_holds_every_graph_before_and_after(tmp_path):
-    def negate(gm, ctx):
-        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
-        relu.target = torch.ops.aten.neg.default
-        return gm
-
-    run(
-        noop("first"),
-        GraphPass("negate", negate),
-        kind=GraphKind.BACKWARD,
-        request=BackwardRequest((Purpose.SPECULATE,) * 2, (False, False), (True, True)),
-        frame="frame7",
-        options=PassOptions(dump=tmp_path / "new" / "folder"),
-    )
-    files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
-    title = "frame7.backward.speculate_carried"
-    assert sorted(files) == [f"{title}.00_before.py", f"{title}.01_first.py", f"{title}.02_negate.py"]
-    assert "aten.relu" in files[f"{title}.01_first.py"]
-    assert "aten.neg" in files[f"{title}.02_negate.py"]
-    assert "aten.neg" not in files[f"{title}.00_before.py"]
-
-
-def test_what_a_pass_makes_bears_its_name(tmp_path):
-    """In the graph and in the dumps; what was there before it does not."""
-
-    def negate(gm, ctx):
-        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
-        with gm.graph.inserting_after(relu):
-            new = gm.graph.call_function(torch.ops.aten.neg.default, (relu,))
-        gm.graph.output_node().args = ((new,),)
-        return gm
-
-    def double(gm, ctx):
-        (old,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    def rewrite(gm, ctx):
+        output = gm.graph.output_node()
+        (old,) = output.args[0]
         with gm.graph.inserting_after(old):
-            new = gm.graph.call_function(torch.ops.aten.add.Tensor, (old, old))
+            new = gm.graph.call_function(target, (old, old) if double else (old,))
             new.meta = dict(old.meta)  # a pass may copy meta, its maker's name with it
-        gm.graph.output_node().args = ((new,),)
+        output.args = ((new,),)
         return gm
 
-    passes = (noop("idle"), GraphPass("negate", negate), GraphPass("double", double))
-    gm, _ = run(*passes, options=PassOptions(dump=tmp_path))
+    return GraphPass(name, rewrite)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([noop("second", requires=("first",)), noop("first")], r"'second' needs \['first'\] to run before it"),
+        ([noop("first", kinds=(GraphKind.JOINT,)), noop("second", requires=("first",))], "needs"),
+        ([noop("lower"), noop("verify", requires=("lowre",))], r"'verify' needs \['lowre'\]"),
+        ([noop("lower"), noop("late", conflicts=("lower",))], r"'late' must run before \['lower'\]"),
+    ],
+)
+def test_contracts(passes, message):
+    with pytest.raises(PassContractError, match=message):
+        run(*passes)
+    run(noop("first", conflicts=("second",)), noop("second", requires=("first",)))
+
+
+def test_an_ill_formed_graph_is_refused_and_where_there_are_dumps_its_pass_is_named(tmp_path):
+    def break_it(gm, ctx):
+        next(iter(gm.graph.find_nodes(op="call_function", target=aten.relu.default))).prepend(gm.graph.output_node())
+        return gm
+
+    passes = noop("first"), GraphPass("careless", break_it), noop("last")
+    with pytest.raises(PassContractError, match=r"one of the passes \['careless', 'first', 'last'\].*ill-formed graph"):
+        run(*passes)
+    with pytest.raises(PassContractError, match="^pass 'careless' left an ill-formed graph"):
+        run(*passes, options=PassOptions(dump=tmp_path))
+
+
+def test_the_graph_a_pass_returns_is_the_one_that_goes_on_and_is_recompiled():
+    replacement = small_graph()
+    gm, ctx = run(GraphPass("swap", lambda gm, ctx: replacement), behind("negate", aten.neg.default))
+    assert gm is replacement and torch.equal(gm(torch.ones(2))[0], -torch.ones(2))
+    assert set(ctx.timings) == {"swap", "negate"} and all(seconds >= 0 for seconds in ctx.timings.values())
+
+
+def test_dumps_hold_every_graph_and_what_a_pass_makes_bears_its_name(tmp_path):
+    request = BackwardRequest((Purpose.SPECULATE,) * 2, (False, False), (True, True))
+    given = {"kind": GraphKind.BACKWARD, "request": request, "frame": "frame7"}
+    passes = noop("first"), behind("negate", aten.neg.default), behind("add", aten.add.Tensor, double=True)
+    gm, _ = run(*passes, options=PassOptions(dump=tmp_path / "new" / "folder"), **given)
+    files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
+    names = ["00_before", "01_first", "02_negate", "03_add"]
+    assert sorted(files) == [f"frame7.backward.speculate_carried.{name}.py" for name in names]
+    assert ["aten.neg" in files[name] for name in sorted(files)] == [False, False, True, True]
     made = {node.name: node.meta.get(PASS_KEY) for node in gm.graph.nodes}
-    assert made == {"x": None, "relu_default": None, "neg_default": "negate", "add_tensor": "double", "output": None}
-    lines = (tmp_path / "frame.forward.03_double.py").read_text().splitlines()
-    marked = {line.split()[0].rstrip(":"): line for line in lines if "made by" in line}
-    assert marked["neg_default"].endswith("  # made by negate")
-    assert marked["add_tensor"].endswith("  # made by double")
-    assert set(marked) == {"neg_default", "add_tensor"}
+    assert made == {"x": None, "relu_default": None, "neg_default": "negate", "add_tensor": "add", "output": None}
+    marked = [line for line in files[max(files)].splitlines() if "made by" in line]
+    assert [line.rpartition("  # ")[2] for line in marked] == ["made by negate", "made by add"]
 
 
-def test_pipelines_are_printable_and_keep_their_own_contracts():
-    for kind in GraphKind:
-        passes = JOINT_PASSES if kind is GraphKind.JOINT else LOWERING_PASSES
-        done = []
-        for graph_pass in (p for p in passes if kind in p.kinds):
-            assert set(graph_pass.requires) <= set(done), graph_pass.name
-            assert not set(graph_pass.conflicts) & set(done), graph_pass.name
-            done.append(graph_pass.name)
-    everything = (*JOINT_PASSES, *LOWERING_PASSES)
-    known = {p.name for p in everything}
-    assert all(set(p.requires) | set(p.conflicts) <= known for p in everything)
-    names = [p.name for p in LOWERING_PASSES]
-    # What follows the verifier may only add what sends and computes nothing.
-    assert set(names[names.index("verify") + 1 :]) <= {"annotate"}
-
-
-def test_pipelines_refuse_another_order():
-    """The contracts say what the order is for: each pass moved in front of its neighbour, and the runner objects."""
-    seen = set()
-    for kind, passes in (
-        (GraphKind.JOINT, JOINT_PASSES),
-        (GraphKind.FORWARD, LOWERING_PASSES),
-        (GraphKind.BACKWARD, LOWERING_PASSES),
-    ):
-        used = [p for p in passes if kind in p.kinds]
-        pairs = {("recompute", "deduplicate"), ("insert_orthogonalize", "deduplicate"), ("verify", "lower")}
-        pairs |= {("lower", "deduplicate"), ("lower", "insert_orthogonalize"), ("annotate", "verify")}
-        names = [p.name for p in used]
-        for late, early in pairs & {(a, b) for a in names for b in names}:
-            order = [GraphPass(p.name, lambda gm, ctx: gm, p.requires, p.conflicts, p.kinds) for p in used]
-            i, j = names.index(early), names.index(late)
-            order[i], order[j] = order[j], order[i]
-            with pytest.raises(PassContractError):
-                run(*order, kind=kind)
-            seen.add((late, early))
-    assert seen == pairs
+@pytest.mark.parametrize("kind", GraphKind)
+def test_pipelines_keep_their_own_contracts_and_refuse_another_order(kind):
+    """The contracts say what the order is for: pairs change places, and the runner objects."""
+    passes = [p for p in (JOINT_PASSES if kind is GraphKind.JOINT else LOWERING_PASSES) if kind in p.kinds]
+    idle = [noop(p.name, requires=p.requires, conflicts=p.conflicts, kinds=p.kinds) for p in passes]
+    run(*idle, kind=kind)
+    names = [p.name for p in passes]
+    known = {p.name for p in (*JOINT_PASSES, *LOWERING_PASSES)}
+    assert all({*p.requires, *p.conflicts} <= known for p in passes)
+    assert set(names[names.index("verify") + 1 :] if "verify" in names else ()) <= {"annotate"}, "sends nothing"
+    pairs = {("deduplicate", "recompute"), ("deduplicate", "insert_orthogonalize"), ("lower", "verify")}
+    pairs |= {("deduplicate", "lower"), ("insert_orthogonalize", "lower"), ("verify", "annotate"), ("schedule", "room")}
+    for early, late in pairs & {(a, b) for a in names for b in names}:
+        i, j, order = names.index(early), names.index(late), list(idle)
+        order[i], order[j] = order[j], order[i]
+        with pytest.raises(PassContractError):
+            run(*order, kind=kind)

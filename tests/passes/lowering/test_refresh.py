@@ -1,50 +1,12 @@
-"""Waits for resident weights in forward graphs."""
+"""Waits for resident weights at run time; where they stand in graphs, the golden gate stores."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import nn
 
-from compile_muon import MuonZero
-from compile_muon.passes import LOWERING_PASSES, GraphKind
 from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.ranges import RANGE_POP, RANGE_PUSH
-
-LAYERS = 4
-
-
-def lowered(world, trace, stage, kind=GraphKind.FORWARD, passes=LOWERING_PASSES):
-    torch.manual_seed(0)
-    with world(1, 2):
-        layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(LAYERS))
-        model = nn.Sequential(nn.Embedding(8, 16), *layers)
-        MuonZero(model, stage=stage, ns_dtype="float32")
-        return trace(model, torch.arange(4)).lowered(kind, passes=passes)[0]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_weight_is_waited_for_where_it_is_first_read(world, trace, stage):
-    nodes = list(lowered(world, trace, stage).graph.nodes)
-    waits = [node for node in nodes if node.target is AWAIT_REFRESH_OP]
-    assert len(waits) == 2 * LAYERS + 1
-    for wait in waits:
-        resident, state = wait.args
-        readers = [node for node in resident.users if node is not wait]
-        first = min(map(nodes.index, readers))
-        between = nodes[nodes.index(wait) + 1 : first]
-        assert all(node.target is AWAIT_REFRESH_OP for node in between), "others run while this one is waited for"
-    places = [nodes.index(wait) for wait in waits]
-    products = [place for place, node in enumerate(nodes) if "mm" in str(node.target)]
-    assert len(products) == LAYERS
-    # All but the first layer's are waited for when a layer has been computed.
-    assert sum(place > products[0] for place in places) >= 2 * (LAYERS - 1)
-
-
-@pytest.mark.parametrize(("stage", "kind"), [(0, GraphKind.FORWARD), (3, GraphKind.FORWARD)])
-def test_nothing_waits_where_nothing_is_resident(world, trace, stage, kind):
-    assert not lowered(world, trace, stage, kind).graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
 
 
 def test_the_op_asks_who_holds_the_state():

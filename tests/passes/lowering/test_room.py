@@ -50,23 +50,18 @@ def limits(monkeypatch: pytest.MonkeyPatch, least: int = 0, **settings: object) 
     return {kind: own for kind, own in found.items() if own}
 
 
-def test_a_call_in_backward_has_what_forward_had_saved(monkeypatch):
-    """Less what there is beside it: gradients, momenta's updates, directions."""
-    (limit,) = limits(monkeypatch)[GraphKind.BACKWARD]
-    assert SAVED - 4 * WEIGHTS <= limit <= SAVED
+@pytest.mark.parametrize(("kind", "settings"), [(GraphKind.BACKWARD, {}), (GraphKind.STEP, {"update": "step"})])
+def test_a_call_has_what_forward_had_saved(kind, settings, monkeypatch):
+    """Less what there is beside it: gradients, momenta's updates, directions; and a gibibyte at least."""
 
+    def limit(least=0, **more):
+        with monkeypatch.context() as patched:
+            (found,) = limits(patched, least, **settings, **more)[kind]
+            return found
 
-def test_a_call_in_step_has_it_too(monkeypatch):
-    (limit,) = limits(monkeypatch, update="step")[GraphKind.STEP]
-    assert SAVED - 4 * WEIGHTS <= limit <= SAVED
-
-
-def test_it_is_a_gibibyte_at_least(monkeypatch):
-    assert limits(monkeypatch, MEMORY_LIMIT) == {GraphKind.BACKWARD: [MEMORY_LIMIT]}
-
-
-def test_what_is_asked_for_is_what_a_call_gets(monkeypatch):
-    assert limits(monkeypatch, ns_memory_limit=12345) == {GraphKind.BACKWARD: [12345]}
+    assert SAVED - 4 * WEIGHTS <= limit() <= SAVED
+    if kind is GraphKind.BACKWARD:
+        assert limit(MEMORY_LIMIT) == MEMORY_LIMIT and limit(ns_memory_limit=12345) == 12345
 
 
 def node(graph, target, *args, shape=None):

@@ -7,12 +7,17 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import JOINT_PASSES, LOWERING_PASSES, GraphKind, GraphPass, Purpose
-from compile_muon.passes.collectives import collectives, is_wait
+from compile_muon.passes import JOINT_PASSES, LOWERING_PASSES, GraphKind, GraphPass, PassContext, PassOptions, Purpose
+from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import PassContractError, VerificationError
+from compile_muon.passes.lowering import buckets
+from compile_muon.passes.lowering.schedule import SCHEDULE
+from compile_muon.passes.lowering.verify import VERIFY
 
-BY_NAME = {p.name: p for p in (*JOINT_PASSES, *LOWERING_PASSES)}
-VERIFY = BY_NAME["verify"]
+
+@pytest.fixture(scope="module")
+def sound(uneven):
+    return uneven(0, 3, stage=3)
 
 
 def breaking(rewrite):
@@ -26,117 +31,93 @@ def breaking(rewrite):
     return (*LOWERING_PASSES[:at], GraphPass("spoil", spoil), *LOWERING_PASSES[at:])
 
 
-@pytest.fixture(scope="module")
-def graphs(uneven):
-    return uneven(0, 3, stage=3)
-
-
-def test_a_sound_graph_passes(graphs):
-    graphs.lowered(GraphKind.FORWARD)
-    for purpose in Purpose:
-        graphs.lowered(GraphKind.BACKWARD, purpose)
-
-
-@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
-def test_markers_left(kind, graphs):
-    fake_lower = GraphPass("lower", lambda gm, ctx: gm)
-    with pytest.raises(VerificationError, match=r"markers \['unshard.* were not lowered; the lower pass"):
-        graphs.lowered(kind, passes=(fake_lower, VERIFY))
-
-
-def test_verification_needs_lowering_first(graphs):
-    with pytest.raises(PassContractError, match=r"'verify' needs \['lower'\]"):
-        graphs.lowered(GraphKind.FORWARD, passes=(VERIFY,))
+def first(gm):
+    """The first gather, and its wait."""
+    node, _ = next(collectives(gm))
+    (wait,) = node.users
+    return node, wait
 
 
 def wait_twice(gm):
-    node, _ = next(collectives(gm))
-    (wait,) = node.users
+    node, wait = first(gm)
     with gm.graph.inserting_after(wait):
         second = gm.graph.call_function(wait.target, (node,))
         second.meta = dict(wait.meta)
-    list(wait.users)[0].replace_input_with(wait, second)
+    next(iter(wait.users)).replace_input_with(wait, second)
 
 
 def read_unwaited(gm):
-    node, _ = next(collectives(gm))
-    (wait,) = node.users
-    user = next(iter(wait.users))
-    user.replace_input_with(wait, node)
+    node, wait = first(gm)
+    next(iter(wait.users)).replace_input_with(wait, node)
 
 
 def drop_wait(gm):
-    node, _ = next(collectives(gm))
-    (wait,) = node.users
+    node, wait = first(gm)
     wait.replace_all_uses_with(node)
     gm.graph.erase_node(wait)
 
 
-@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
+def save_weight(gm, cast=False):
+    """Return what a gather brought, as if backward needed it."""
+    output, saved = gm.graph.output_node(), next(iter(first(gm)[1].users))
+    if cast:
+        with gm.graph.inserting_before(output):
+            saved = gm.graph.call_function(torch.ops.aten._to_copy.default, (saved,), {"dtype": torch.bfloat16})
+    output.args = ((*output.args[0], saved),)
+
+
+SAVED = "is saved for backward; the recompute pass must see its unshard"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (wait_twice, r"has 2 waits and is read unwaited by \[\]"),
         (read_unwaited, r"is read unwaited by \['"),
         (drop_wait, r"has 0 waits and is read unwaited by \['"),
+        (save_weight, SAVED),
+        (lambda gm: save_weight(gm, cast=True), SAVED),
     ],
 )
-def test_waits(kind, spoil, message, graphs):
+def test_broken_graphs(spoil, message, sound):
+    sound.lowered(GraphKind.FORWARD)
     with pytest.raises(VerificationError, match=message):
-        graphs.lowered(kind, passes=breaking(spoil))
+        sound.lowered(GraphKind.FORWARD, passes=breaking(spoil))
 
 
-def save_weight(gm):
-    """Return what a gather brought, as if backward needed it."""
-    output = gm.graph.output_node()
-    (wait,) = next(node for node, kind in collectives(gm) if kind == "all_gather").users
-    output.args = ((*output.args[0], next(iter(wait.users))),)
+def test_graphs_that_were_not_lowered(sound):
+    with pytest.raises(VerificationError, match=r"markers \['unshard.* were not lowered; the lower pass"):
+        sound.lowered(GraphKind.BACKWARD, passes=(GraphPass("lower", lambda gm, ctx: gm), VERIFY))
+    with pytest.raises(PassContractError, match=r"'verify' needs \['lower'\]"):
+        sound.lowered(GraphKind.FORWARD, passes=(VERIFY,))
 
 
-def save_cast_of_weight(gm):
-    output = gm.graph.output_node()
-    (wait,) = next(node for node, kind in collectives(gm) if kind == "all_gather").users
-    view = next(iter(wait.users))
-    with gm.graph.inserting_before(output):
-        cast = gm.graph.call_function(torch.ops.aten._to_copy.default, (view,), {"dtype": torch.bfloat16})
-    output.args = ((*output.args[0], cast),)
+@pytest.fixture
+def deep(world, trace):
+    """Of seven matrices on one of two ranks; activations outweigh weights, which the min cut would save."""
+
+    def made(joint_passes=JOINT_PASSES):
+        with world(0, 2):
+            model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
+            MuonZero(model, stage=3)
+            return trace(model, torch.randn(64, 6), joint_passes=joint_passes)
+
+    return made
 
 
-@pytest.mark.parametrize("spoil", [save_weight, save_cast_of_weight])
-def test_saved_weights(spoil, graphs):
-    with pytest.raises(VerificationError, match="is saved for backward; the recompute pass must see its unshard"):
-        graphs.lowered(GraphKind.FORWARD, passes=breaking(spoil))
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6, bias=False)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x))))).square().mean()
-
-
-def test_without_the_recompute_pass_the_verifier_says_no(world, trace):
-    """The reason for the pass, and for the rule."""
-    x = torch.randn(64, 6)  # activations outweigh weights, so that saving weights is what the min cut prefers
-    without = tuple(p for p in JOINT_PASSES if p.name != "recompute")
-    with world(0, 2):
-        model = Two()
-        MuonZero(model, stage=3)
-        broken, sound = trace(model, x, joint_passes=without), trace(model, x)
+def test_without_the_recompute_pass_the_verifier_says_no(deep):
+    """The reason for the pass, and for the rule, which holds unless weights are to be saved."""
+    broken = deep(tuple(p for p in JOINT_PASSES if p.name != "recompute"))
     with pytest.raises(VerificationError, match="saved for backward"):
         broken.lowered(GraphKind.FORWARD)
-    sound.lowered(GraphKind.FORWARD)
+    broken.lowered(GraphKind.FORWARD, reshard_after_forward=False)
 
 
-def test_every_collective_of_a_sound_graph_is_waited_for_once(graphs):
-    found = 0
-    for kind, purpose in [(GraphKind.FORWARD, Purpose.REDUCE), *((GraphKind.BACKWARD, each) for each in Purpose)]:
-        gm, _ = graphs.lowered(kind, purpose)
-        for node, _kind in collectives(gm):
-            found += 1
-            assert [is_wait(user) for user in node.users] == [True]
-    assert found > 8
+def test_a_schedule_that_goes_over_the_limit(deep, monkeypatch):
+    def greedy(gm, ctx):
+        return SCHEDULE.rewrite(gm, PassContext(ctx.kind, options=PassOptions(), request=ctx.request))
+
+    monkeypatch.setattr(buckets, "_SMALLEST", 64)
+    passes = [GraphPass("schedule", greedy) if p is SCHEDULE else p for p in LOWERING_PASSES]
+    with pytest.raises(VerificationError, match="exchanges under way hold .* more than exchange_bytes = 10"):
+        deep().lowered(GraphKind.BACKWARD, Purpose.SPECULATE, passes=passes, exchange_bytes=10)
