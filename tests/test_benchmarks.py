@@ -283,15 +283,18 @@ def sorted_as(rows: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("script", "given", "said"),
     [
-        (["--links", "fast"], "--links: 'fast' is no rate: give one as 1600mbit, or unlimited"),
-        (["--micro-batches", "3"], "does not divide a rank's 4 sequences"),
+        ("train_step", "--preset tiny --links fast", "--links: 'fast' is no rate: give one as 1600mbit, or unlimited"),
+        ("train_step", "--preset tiny --micro-batches 3", "does not divide a rank's 4 sequences"),
+        ("simulator", "a b c --machine cpu h100", "--machine: 2 of them for 3 results; give one, or as many"),
+        ("gpu", "--only nonsense", "'nonsense' is unknown; expected some of: products"),
     ],
 )
-def test_train_step_says_what_is_wrong(benchmark, capsys, given: list[str], said: str) -> None:
+def test_a_script_says_what_is_wrong(benchmark, monkeypatch, capsys, script, given, said) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *given.split()])
     with pytest.raises(SystemExit):
-        benchmark("train_step").parse(["--preset", "tiny", *given])
+        benchmark(script).main()
     assert said in capsys.readouterr().err
 
 
@@ -306,13 +309,6 @@ def test_stages_take_turns_one_by_one_or_together(benchmark, together) -> None:
     # ratios are taken within a heat
     assert all(len({(trial.heat, trial.repeat) for trial in heat}) == 1 for heat in heats)
     assert len({(heat[0].heat, heat[0].repeat) for heat in heats}) == len(heats)
-
-
-def test_the_simulator_wants_a_machine_for_all_runs_or_for_each(benchmark, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["simulator.py", "a.json", "b.json", "c.json", "--machine", "cpu", "h100"])
-    with pytest.raises(SystemExit):
-        benchmark("simulator").main()
-    assert "--machine: 2 of them for 3 results; give one, or as many" in capsys.readouterr().err
 
 
 def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> None:
@@ -398,6 +394,13 @@ def tiles_of(tune: Any) -> dict[str, list[Any]]:
     return {kind: tiles for kind in tune.KINDS}
 
 
+def tuned(tune: Any, gpu: FakeGpu, stop: Any = None, *matrices: Any) -> Any:
+    stop = tune.Stop() if stop is None else stop
+    tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None, *matrices)
+    tuning.run()
+    return tuning
+
+
 BEFORE = {
     "device": {"rate": 7.0, "solo": 0.5, "overhead": 1e-6, "launch": 1e-6},
     "product": [{"rows": 1}], "symmetric": [{"rows": 1}],
@@ -408,8 +411,7 @@ BEFORE = {
 def test_tiles_that_failed_their_check_are_never_written(tune) -> None:
     large, middle, small = tiles_of(tune)["product"]
     gpu = FakeGpu(wrong={large: 8192, small: 512})  # one wrong everywhere; the fastest at 1024 wrong at 512 only
-    tuning = tune.Tuning(gpu, tiles_of(tune), tune.Stop(), lambda text: None)
-    tuning.run()
+    tuning = tuned(tune, gpu)
     table = tuning.table("here", BEFORE)
     for kind in tune.KINDS:
         assert [tile["rows"] for tile in table[kind]] == [middle.rows]
@@ -419,9 +421,7 @@ def test_tiles_that_failed_their_check_are_never_written(tune) -> None:
 
 
 def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
-    tuning = tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None)
-    tuning.run()
-    table = tuning.table("here", BEFORE)
+    table = tuned(tune, FakeGpu()).table("here", BEFORE)
     rate = 2 * 8192**3 / 4 / (8192 / 128 * 1e-3)  # of 128 × 128, a fourth of them on each of 4 processors
     between = {"between": pytest.approx(5e-6), "between_flattened": pytest.approx(3e-6)}
     assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-4)} | between
@@ -431,8 +431,7 @@ def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
 def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
     stop = tune.Stop()
     gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 7 else None)  # the first of product at 4096
-    tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
-    tuning.run()
+    tuning = tuned(tune, gpu, stop)
     assert len(gpu.timed) == 7, "it stops at the next tile"
     table = tuning.table("here", BEFORE)
     assert [tile["rows"] for tile in table["product"]] == [128], "the fastest at 8192, of which all were timed"
@@ -443,8 +442,7 @@ def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
 def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tune) -> None:
     stop = tune.Stop()
     gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 4 else None)
-    tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
-    tuning.run()
+    tuning = tuned(tune, gpu, stop)
     assert tuning.table("here", BEFORE | {"product": []}) is None, "no table without products"
     table = tuning.table("here", BEFORE)
     assert table["device"] == BEFORE["device"] and table["product"] == [{"rows": 1}]
@@ -474,12 +472,7 @@ def test_compiling_that_is_stopped_ends(tune, monkeypatch) -> None:
 
 
 def test_rates_of_lists_leave_out_what_lies_between_tiles(tune) -> None:
-    one, several = (
-        tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None, matrices)
-        for matrices in (tune.SQUARES, tune.IN_LISTS)
-    )
-    for tuning in (one, several):
-        tuning.run()
+    one, several = (tuned(tune, FakeGpu(), None, matrices) for matrices in (tune.SQUARES, tune.IN_LISTS))
     tile = several.kept()["product"][0]
     operations, tiles = tune.busiest(tile.in_list, [(8, 4096, 4096, 4096)], FakeGpu.processors, triangle=False)
     milliseconds = 10 * tiles * 0.005
@@ -488,9 +481,7 @@ def test_rates_of_lists_leave_out_what_lies_between_tiles(tune) -> None:
 
 
 def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) -> None:
-    tuning = tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None)
-    tuning.run()
-    text = tune._FILE.read_text()
+    tuning, text = tuned(tune, FakeGpu()), tune._FILE.read_text()
     assert tune.formatted(json.loads(text)) == text
     file = tmp_path / "tiles.json"
     file.write_text(tune.formatted(json.loads(text) | {"sm_123": tuning.table("here", BEFORE)}))
@@ -628,12 +619,9 @@ def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, t
     assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
 
 
-def test_without_a_gpu_the_driver_says_so(benchmark, capsys) -> None:
-    done = run("gpu.py")
-    assert done.returncode == 2 and "sees no CUDA device" in done.stderr
-    with pytest.raises(SystemExit):
-        benchmark("gpu").main(["--only", "nonsense"])
-    assert "'nonsense' is unknown; expected some of: products" in capsys.readouterr().err
+def test_without_a_gpu_the_driver_says_so(benchmark, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert benchmark("gpu").main([]) == 2 and "sees no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.full

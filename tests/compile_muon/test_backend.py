@@ -9,35 +9,15 @@ import warnings
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from support.compiled import EAGER, Net, Plain, X
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
 from compile_muon.engine.sharded_param import sharded_param_of
-from compile_muon.kernels import newton_schulz
 from compile_muon.passes.markers import UNSHARD
 
-EAGER = {"codegen": "eager"}
-X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.a = nn.Linear(6, width)
-        self.b = nn.Linear(width, 6, bias=False)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def built(cls=Net, **settings):
@@ -46,42 +26,9 @@ def built(cls=Net, **settings):
     return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
 
 
-def decayed_apart(params):
-    """AdamW's groups: vectors do not decay."""
-    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
-    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
-
-
-class Reference:
-    """The same formulas on an unsharded eager model: Muon in float32, torch.optim.AdamW for the rest."""
-
-    def __init__(self, model, optimizer, clip=None):
-        self.model = model
-        config = optimizer.config
-        self.muon = [row.name for row in optimizer.summary().rows if row.algorithm == "muon"]
-        self.lr, self.decay, self.mu = config.muon.lr, config.muon.weight_decay, config.muon.momentum
-        self.clip = clip
-        named = dict(model.named_parameters())
-        self.buffers = {name: torch.zeros_like(named[name]) for name in self.muon}
-        rest = [p for name, p in named.items() if name not in self.muon and p.requires_grad]
-        adamw = config.adamw
-        self.adamw = torch.optim.AdamW(
-            decayed_apart(rest), lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
-        )
-
-    @torch.no_grad()
-    def step(self):
-        named = dict(self.model.named_parameters())
-        for name in self.muon:
-            p = named[name]
-            if p.grad is None:
-                continue
-            self.buffers[name].lerp_(p.grad, 1 - self.mu)
-            update = newton_schulz(p.grad.lerp(self.buffers[name], self.mu), dtype="float32", method="standard")
-            p.mul_(1 - self.lr * self.decay)
-            p.add_(update, alpha=-self.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
-        self.adamw.step()
-        self.model.zero_grad()
+def plainly(model, optimizer):
+    """An unsharded model of the same settings, and its optimizer."""
+    return Plain(model, optimizer.config, [r.name for r in optimizer.summary().rows if r.algorithm == "muon"])
 
 
 def assert_same(model, reference, atol=1e-6):
@@ -118,14 +65,14 @@ def check_against_eager(
     model, optimizer = built(cls)
     torch.manual_seed(0)
     plain = cls()
-    reference = Reference(plain, optimizer)
+    reference = plainly(plain, optimizer)
     run = wrap(compiled(model) if compiled else torch.compile(model, backend="muon_zero", options=EAGER, **options))
     for x in batches or [X * (i + 1) / 2 for i in range(3)]:
         for target, opt in ((run, optimizer), (wrap(plain), reference)):
             loss(target(x)).backward()
             opt.step()
+            opt.zero_grad()
         assert optimizer.engine.ledger.balance() == 0
-        optimizer.zero_grad()
     assert_same(model, plain, atol)
     return model, optimizer, plain
 
@@ -371,7 +318,7 @@ def test_two_models_in_one_frame():
     plain_a, plain_b = Net(), Net()
     plain_a.load_state_dict(a.state_dict())
     plain_b.load_state_dict(b.state_dict())
-    references = Reference(plain_a, opt_a), Reference(plain_b, opt_b)
+    references = plainly(plain_a, opt_a), plainly(plain_b, opt_b)
     for _ in range(3):
         both(X).backward()
         (plain_a(X).square().mean() + plain_b(X).square().mean()).backward()
@@ -380,6 +327,7 @@ def test_two_models_in_one_frame():
             optimizer.zero_grad()
         for reference in references:
             reference.step()
+            reference.zero_grad()
     assert_same(a, plain_a)
     assert_same(b, plain_b)
 
@@ -548,7 +496,7 @@ def test_bfloat16_parameters_with_float32_masters():
     run = torch.compile(model, backend="muon_zero", options=EAGER)
     torch.manual_seed(0)
     plain = Net()
-    reference = Reference(plain, optimizer)
+    reference = plainly(plain, optimizer)
     for i in range(3):
         out = run((X * (i + 1) / 2).bfloat16())
         seen.append(out.dtype)
@@ -560,6 +508,7 @@ def test_bfloat16_parameters_with_float32_masters():
         for p, q in zip(plain.parameters(), half.parameters(), strict=True):
             p.grad = q.grad.float()
         reference.step()
+        reference.zero_grad()
     assert set(seen) == {torch.bfloat16}
     assert all(p.dtype is torch.float32 for p in model.parameters())
     assert_same(model, plain, atol=1e-5)

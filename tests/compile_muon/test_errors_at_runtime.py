@@ -10,32 +10,14 @@ from unittest import TestCase
 
 import pytest
 import torch
+from support.compiled import EAGER, Net, X
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
 from compile_muon.engine.refusal import SHOWN
 from compile_muon.engine.sharded_param import sharded_param_of
 
-EAGER = {"codegen": "eager"}
-X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 8)
-        self.b = nn.Linear(8, 6, bias=False)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def same(a, b):

@@ -6,25 +6,15 @@ import warnings
 
 import pytest
 import torch
+from support.compiled import EAGER, Net, Plain
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.kernels import newton_schulz
+from compile_muon.config import config_from_kwargs
 
-EAGER = {"codegen": "eager"}
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 LR, ADAMW_LR = 0.02, 1e-3
 STEPS = 6
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(6, 8)
-        self.b = nn.Linear(8, 6, bias=False)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
 def batch(i):
@@ -35,50 +25,10 @@ def loss_of(run, i):
     return run(batch(i)).square().mean()
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def decayed_apart(params):
-    """AdamW's groups: vectors do not decay."""
-    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
-    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
-
-
-class Theirs:
-    """Unsharded and eager: the formulas of Muon, torch's AdamW."""
-
-    def __init__(self, model=None):
-        torch.manual_seed(0)
-        self.model = self.run = Net() if model is None else model
-        self.matrices = [self.model.a.weight, self.model.b.weight]
-        self.buffers = [torch.zeros_like(p) for p in self.matrices]
-        self.momentum = 0.95
-        rest = [p for p in self.model.parameters() if all(p is not q for q in self.matrices)]
-        self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
-
-    def zero_grad(self, set_to_none=True):
-        self.model.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        for p, buffer in zip(self.matrices, self.buffers, strict=True):
-            if p.grad is None:
-                continue
-            buffer.lerp_(p.grad, 1 - self.momentum)
-            update = newton_schulz(p.grad.lerp(buffer, self.momentum), dtype="float32", method="standard")
-            p.mul_(1 - LR * 0.1).add_(update, alpha=-LR * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
-        self.adamw.step()
-
-    def set_momentum(self, value):
-        self.momentum = value
-
+def theirs_of(model=None):
+    """Unsharded and eager."""
+    torch.manual_seed(0)
+    return Plain(Net() if model is None else model, config_from_kwargs(lr=LR, adamw_lr=ADAMW_LR))
 
 class Ours:
     """The compiled model and its optimizer."""
@@ -286,7 +236,7 @@ LOOPS = {
 
 
 def check(loop, ours, atol=1e-5):
-    theirs = Theirs()
+    theirs = theirs_of()
     with warnings.catch_warnings(), torch._functorch.config.patch(donated_buffer=False):
         warnings.simplefilter("ignore")
         mine, wanted = loop(ours), loop(theirs)
@@ -366,7 +316,7 @@ def clipped_there(limit):
     """By the loop on their side, by the optimizer on ours."""
 
     def clip(side, i):
-        if isinstance(side, Theirs):
+        if isinstance(side, Plain):
             torch.nn.utils.clip_grad_norm_(side.model.parameters(), limit)
 
     return clip
@@ -417,7 +367,7 @@ def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
     model = Two()
     plain = Two()
     plain.load_state_dict(model.state_dict())
-    theirs = [Theirs(plain.left), Theirs(plain.right)]
+    theirs = [theirs_of(plain.left), theirs_of(plain.right)]
     common = {"lr": LR, "adamw_lr": ADAMW_LR, "ns_dtype": "float32", "ns_method": "standard"}
     ours = [MuonZero(model.left, **common), MuonZero(model.right, **{**common, **other})]
     run = torch.compile(model, backend="muon_zero", options=EAGER)

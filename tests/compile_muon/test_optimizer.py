@@ -8,13 +8,15 @@ from itertools import product
 
 import pytest
 import torch
+from support.compiled import EAGER
+from support.reference import decayed_apart
 from torch import nn
 from torch.optim import lr_scheduler
 
 from compile_muon import ConfigError, MuonZero, initialize
 from compile_muon.config import config_from_kwargs
 
-EAGER = {"codegen": "eager"}
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Net(nn.Module):
@@ -33,13 +35,6 @@ class Net(nn.Module):
 MUON = ("l1.weight", "l2.weight")
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def tokens(seed):
     return torch.randint(0, 16, (4, 5), generator=torch.Generator().manual_seed(seed))
 
@@ -50,12 +45,6 @@ def built(compiled=True, **settings):
     optimizer = MuonZero(model, **{"ns_dtype": "bfloat16", "ns_method": "standard", **settings})
     run = torch.compile(model, backend="muon_zero", options=EAGER) if compiled else model
     return model, optimizer, run
-
-
-def decayed_apart(params):
-    """AdamW's groups: vectors do not decay."""
-    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
-    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def torch_optimizers(model, *, lr=0.02, weight_decay=0.1, adamw_lr=3e-4, **muon):

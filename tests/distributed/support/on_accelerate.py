@@ -94,6 +94,7 @@ def fit(folder: str, stage: int, compiled: bool = False, resume: bool = False, s
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     run.losses.append(total)
+                    run.sent.append(optimizer.totals()["bytes_sent"])
                     total, done = 0.0, done + 1
                     if done in (2, SAVED) and not resume:
                         accelerator.save_state()

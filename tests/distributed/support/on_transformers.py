@@ -111,7 +111,7 @@ def fit(folder: str, stage: int, compiled: bool = False, resume: bool = False, s
         trainer.train_dataset = Sentences(world_and_rank()[0] // shared * BATCHES_OF_EPOCH * BATCH)
         trainer.add_callback(Watch())
         trainer.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}") if resume else None)
-        assert "muon_zero/bytes_sent" in trainer.state.log_history[0]
+        run.sent = logged(trainer, "muon_zero/bytes_sent")
         run.losses, run.norms = (logged(trainer, key)[SAVED if resume else 0 :] for key in ("loss", "grad_norm"))
         run.evaluations = logged(trainer, "eval_loss")[1 if resume else 0 :]
         run.weights, run.totals = state_of(trainer.model), trainer.muon.totals()

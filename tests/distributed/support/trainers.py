@@ -38,10 +38,14 @@ MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay":
 
 @dataclass
 class Run:
-    """Losses and norms of each step, evaluations, whole weights at the end, and all state where a checkpoint is."""
+    """Losses and norms of each step, evaluations, whole weights at the end, and all state where a checkpoint is.
+
+    And, where a library's steps differ in their micro-batches, the bytes sent until the end of each step.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
