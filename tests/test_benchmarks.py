@@ -9,15 +9,13 @@ import json
 import lzma
 import math
 import os
-import random
 import re
+import shlex
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +28,6 @@ from compile_muon.kernels import newton_schulz_list
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-
-
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Imports a module of benchmarks/."""
@@ -43,106 +35,49 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
-# --- Newton–Schulz ----------------------------------------------------------------------------------------------------
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+#: script -> its arguments, and whether its results are right; `{folder}` is an empty one
+SCRIPTS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "newton_schulz": (
+        "--device cpu --shapes wide experts --repeats 1 --seconds 0.001 --layers 1",
+        lambda found: not found["failed"] and not found["wrong"] and all(row["seconds"] > 0 for row in found["rows"]),
+    ),
+    "first_step": (
+        "--contenders 'torch.compile, AdamW' 'compile_muon, AdamW' --repeats 1 --layers 1",
+        lambda found: all(sum(c["parts"].values()) < 1.05 * c["seconds"] for c in found["contenders"].values()),
+    ),
+    "train_step": (
+        "--preset tiny --contenders ours-muon compute-only --stages 3 --steps 1 --warmup 1 --repeats 1",
+        lambda found: all(row["step_s"] > 0 and row["compile_cold_s"] > 0 for row in found["rows"]),
+    ),
+    "profile_step": (
+        "--preset tiny --picture {folder}/timeline.svg --trace {folder}/trace.json",
+        lambda found: found["ranges"]["step commit muon"] == found["ranges"]["frame0000.backward"] == 1,
+    ),
+    "ns_training": ("--seeds 1 --steps 1", lambda found: len(found["rows"]) == 10),
+    "price": (
+        "--models 1B --worlds 8 --layers 1",
+        lambda found: all(0 < price["share"] < 1 for price in found["simulated"][0]["prices"]),
+    ),
+    "tune_example": (
+        "--layers=1 --width=32 --context=32 --batch=2 --steps=1",
+        lambda found: all(runs and all(loss > 0 for loss in runs.values()) for runs in found.values()),
+    ),
+}
 
 
 @pytest.mark.full
-def test_newton_schulz(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_runs(script: str, tmp_path: Path) -> None:
+    given, right = SCRIPTS[script]
     output = tmp_path / "result.json"
-    shapes = ("wide", "experts", "8B, all matrices")
-    once = ("--repeats", "1", "--seconds", "0.001", "--layers", "1", "--json", str(output))
-    done = run("newton_schulz.py", "--device", "cpu", "--shapes", *shapes, *once)
+    arguments = shlex.split(given.format(folder=tmp_path))
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments, "--json", str(output)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(output.read_text())
-    assert not result["failed"] and not result["wrong"] and not result["stopped"]
-    kernels = {"XXᵀ of ours", "momentum of a list"}
-    assert set(result["missing"]) == {"gram-newton-schulz", "QuACK", "torch grouped"} | kernels
-    contenders = {row["contender"] for row in result["rows"]}
-    assert {"ours, standard bf16", "ours, gram fp16", "torch.optim.Muon compiled", "cuBLAS, batched"} <= contenders
-    assert len(result["rows"]) == len(shapes) * len(contenders)
-    for row in result["rows"]:
-        assert row["seconds"] > 0 and row["tflops"] > 0
-    texts = [verdict["text"] for verdict in result["verdicts"]]
-    assert {"muon_momentum", "muon_apply"} <= {text.split(":")[0] for text in texts}
-    assert any(text.startswith("8B, all matrices") and "(bar: 1.5)" in text for text in texts)
-    assert output.with_suffix(".svg").stat().st_size > 1000
-
-
-@pytest.mark.full
-def test_first_step(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    once = ("--contenders", "torch.compile, AdamW", "compile_muon, AdamW", "--repeats", "1", "--layers", "1")
-    done = run("first_step.py", *once, "--json", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    plain, ours = json.loads(output.read_text())["contenders"].values()
-    assert plain["ratio"] == 1 and ours["ratio"] == ours["seconds"] / plain["seconds"]
-    for run_, named in (
-        (plain, {"Dynamo", "Inductor", "its kernels"}),
-        (ours, {"our passes", "Inductor", "its kernels"}),
-    ):
-        parts = run_["parts"]
-        assert all(parts[part] > 0.01 for part in named) and sum(parts.values()) < 1.05 * run_["seconds"]
-        assert run_["second"] < 0.2 * run_["seconds"] and run_["cpu"] <= run_["all_cpu"]
-
-
-@pytest.mark.campaign
-def test_a_wrong_result_is_not_timed_and_a_failure_is_named(benchmark) -> None:
-    turns, some = benchmark("turns"), benchmark("orthogonalizers")
-    cpu, half = torch.device("cpu"), torch.bfloat16
-    calls: list[str] = []
-
-    def contender(name: str, spoil: Callable[[torch.Tensor], object]) -> Any:
-        def orthogonalize(xs):
-            calls.append(name)
-            results = newton_schulz_list(xs, method="standard", dtype=half)
-            spoil(results[-1])
-            return results
-
-        return some.Contender(lambda device: orthogonalize, "standard", half)
-
-    def raises(y: torch.Tensor) -> None:
-        raise RuntimeError("no kernel image is available")
-
-    def refuses(device: torch.device) -> None:
-        raise some.Missing("it is not installed")
-
-    contenders = {
-        "right": contender("right", lambda y: None),
-        # 1 of 12 blocks, in the last matrix: 0.3 of the norm of all of it, and the error of the others is 0.01
-        "wrong": contender("wrong", lambda y: y[64:, 128:].zero_()),
-        "nan": contender("nan", lambda y: y[0, 0].fill_(torch.nan)),
-        "raises": contender("raises", raises),
-        "missing": some.Contender(refuses, "standard", half),
-    }
-
-    class Inline(turns.Timings):
-        """A contender without a process of its own."""
-
-        def __init__(self, name: str):
-            super().__init__(contenders[name], cpu, graph=False)
-
-        def prepare(self, case):
-            try:
-                return super().prepare(case)
-            except RuntimeError as error:
-                raise turns.Failed(str(error)) from None
-
-        def close(self) -> None:
-            pass
-
-    rounds = turns.Rounds(Inline, repeats=3, at_least=0.0, order=random.Random(0), say=lambda text: None)
-    case = some.Case("two", ((2, 100, 150),), separate=True)
-    rounds.run(case, list(contenders))
-    assert {name: len(times) for (_, name), times in rounds.samples.items()} == {"right": 3}
-    assert "bound 0.12" in rounds.wrong["two", "wrong"] and "error inf" in rounds.wrong["two", "nan"]
-    assert rounds.failed == {("two", "raises"): "no kernel image is available"}
-    assert rounds.missing == {"missing": "it is not installed"}
-    assert calls.count("wrong") == calls.count("nan") == calls.count("raises") == 1
-    again = dataclasses.replace(case, name="again", alone=True)
-    rounds.run(again, list(contenders))
-    rounds.run(dataclasses.replace(case, name="third"), list(contenders))
-    assert calls.count("raises") == 2, "what failed twice is not tried a third time"
-    assert calls.count("wrong") == 3 and len(rounds.samples["third", "right"]) == 3
+    assert right(json.loads(output.read_text()))
 
 
 def test_float16_has_to_be_more_exact_than_bfloat16(benchmark) -> None:
@@ -157,43 +92,7 @@ def test_float16_has_to_be_more_exact_than_bfloat16(benchmark) -> None:
     assert oracle.complaint(rough, torch.float16) is not None
 
 
-@pytest.mark.full
-def test_a_process_that_dies_is_a_failure_of_one(benchmark) -> None:
-    turns, some = benchmark("turns"), benchmark("orthogonalizers")
-    process = turns.Process("copy", "cpu", False, 120.0)
-    try:
-        assert process.prepare(some.single("small", 1, 8, 8)) is None
-        assert process.time(0.0) > 0
-        process._process.kill()
-        with pytest.raises(turns.Failed, match="its process"):
-            process.time(0.0)
-    finally:
-        process.close()
-
-
-@pytest.mark.campaign
-def test_newton_schulz_says_what_is_wrong() -> None:
-    unknown = run("newton_schulz.py", "--device", "cpu", "--shapes", "nonsense")
-    assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: square 64" in unknown.stderr
-    assert "torch sees no CUDA device" in run("newton_schulz.py").stderr
-
-
 # --- a training step --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.campaign
-def test_train_step(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    choice = ["--preset", "tiny", "--contenders", "ours-muon", "compute-only", "--stages", "3", "--micro-batches", "2"]
-    once = ["--steps", "1", "--warmup", "1", "--repeats", "1"]
-    done = run("train_step.py", *choice, *once, "--json", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["contender"]: row for row in json.loads(output.read_text())["rows"]}
-    assert set(rows) == {"ours-muon", "compute-only"}
-    ours = rows["ours-muon"]
-    assert ours["step_s"] > 0 and ours["compile_cold_s"] > 0 and ours["peak_bytes"] is None
-    assert ours["bytes_per_step"] >= ours["counted_bytes_per_step"] > 0
-    assert output.with_suffix(".svg").stat().st_size > 1000
 
 
 def test_ratios_are_taken_within_a_round(benchmark) -> None:
@@ -226,18 +125,6 @@ def test_ratios_are_taken_within_a_round(benchmark) -> None:
         "ours-muon stage 3: +0.500 s over bare forward and backward, which is 0.500 of its step"
         in report.over_compute(records)
     )
-
-
-@pytest.mark.full
-def test_a_contender_that_fails_is_out_and_named(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    choice = ["--preset", "tiny", "--contenders", "ours-muon", "--stages", "1", "--repeats", "2", "--timeout", "1"]
-    done = run("train_step.py", *choice, "--json", str(output))
-    assert done.returncode == 1
-    failures = [r["error"] for r in json.loads(output.read_text())["samples"]]
-    assert len(failures) == 1, "what failed once is not tried again"
-    assert re.search(r"no answer to 'step' within 1 s|rank \d ended with status", failures[0])
-    assert "ours-muon stage 1 failed" in done.stdout
 
 
 def test_bars_of_a_link_are_beside_the_same_rounds_without(benchmark) -> None:
@@ -298,19 +185,6 @@ def test_a_script_says_what_is_wrong(benchmark, monkeypatch, capsys, script, giv
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_stages_take_turns_one_by_one_or_together(benchmark, together) -> None:
-    train_step = benchmark("train_step")
-    given = ["--preset", "tiny", "--contenders", "ours-muon", "compute-only", "--stages", "0", "3", "--repeats", "2"]
-    heats = train_step.plan_heats(train_step.parse([*given, *["--together"] * together]), None)
-    found = [sorted((trial.contender, trial.stage) for trial in heat) for heat in heats]
-    bare, zero, three = ("compute-only", train_step.NO_STAGE), ("ours-muon", 0), ("ours-muon", 3)
-    assert found == ([[bare, zero, three]] if together else [[bare, zero], [bare, three]]) * 2
-    # ratios are taken within a heat
-    assert all(len({(trial.heat, trial.repeat) for trial in heat}) == 1 for heat in heats)
-    assert len({(heat[0].heat, heat[0].repeat) for heat in heats}) == len(heats)
-
-
 def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> None:
     """Whatever a run was given: the standard form was timed once, and the Gram form simulated."""
     simulator, train_step = benchmark("simulator"), benchmark("train_step")
@@ -336,22 +210,6 @@ def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> 
     assert not frames.reshard_after_forward
     tiny = benchmark("gpt").PRESETS["tiny"]
     assert shape == (tiny.batch // 2, tiny.context)
-
-
-@pytest.mark.full
-def test_profile_of_a_step(tmp_path: Path) -> None:
-    output, picture, trace = (tmp_path / name for name in ("profile.json", "timeline.svg", "trace.json"))
-    files = ("--json", str(output), "--picture", str(picture), "--trace", str(trace))
-    done = run("profile_step.py", "--preset", "tiny", *files)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ranges = json.loads(output.read_text())["ranges"]
-    assert {"frame0000.forward", "frame0000.backward", "step", "step commit muon"} <= ranges.keys()
-    assert [name for name in ranges if " newton_schulz " in name]
-    assert set(ranges.values()) == {1}
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["name"] for event in events} >= {f"muon_zero {name}" for name in ranges}
-    drawn = picture.read_text(encoding="utf-8")
-    assert drawn.startswith("<?xml") and "part of step()" in drawn
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -428,17 +286,6 @@ def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
     assert [tile["rate"] for tile in table["cublas"]] == [2.0, 1.0]  # 32 ms instead of 64, and the ratio between them
 
 
-def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
-    stop = tune.Stop()
-    gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 7 else None)  # the first of product at 4096
-    tuning = tuned(tune, gpu, stop)
-    assert len(gpu.timed) == 7, "it stops at the next tile"
-    table = tuning.table("here", BEFORE)
-    assert [tile["rows"] for tile in table["product"]] == [128], "the fastest at 8192, of which all were timed"
-    assert table["cublas"] == BEFORE["cublas"], "not measured: as it was"
-    assert table["source"] == "here; not measured: cublas"
-
-
 def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tune) -> None:
     stop = tune.Stop()
     gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 4 else None)
@@ -448,36 +295,6 @@ def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tu
     assert table["device"] == BEFORE["device"] and table["product"] == [{"rows": 1}]
     assert [tile["rows"] for tile in table["symmetric"]] == [128]
     assert tune.Stop(minutes=0) and not tune.Stop(minutes=1)
-
-
-def test_compiling_that_is_stopped_ends(tune, monkeypatch) -> None:
-    stop: list[object] = []
-
-    def compiled(*launch: object) -> int:
-        time.sleep(0.1 if stop else 0)  # most are waiting when it is stopped
-        stop.append(launch)
-        return 2
-
-    monkeypatch.setattr(tune, "problem_of", compiled)
-    monkeypatch.setattr(tune, "ProcessPoolExecutor", lambda workers, *rest, **more: ThreadPoolExecutor(workers))
-    found: list[Any] = []
-    run = threading.Thread(
-        target=lambda: found.append(tune.compile_ahead("sm_90", tiles_of(tune), stop, 1)), daemon=True
-    )
-    run.start()
-    run.join(30)
-    assert found, "it waits for tiles that were given up"
-    out, resident = found[0]
-    assert not out and 1 <= len(resident) < 6
-
-
-def test_rates_of_lists_leave_out_what_lies_between_tiles(tune) -> None:
-    one, several = (tuned(tune, FakeGpu(), None, matrices) for matrices in (tune.SQUARES, tune.IN_LISTS))
-    tile = several.kept()["product"][0]
-    operations, tiles = tune.busiest(tile.in_list, [(8, 4096, 4096, 4096)], FakeGpu.processors, triangle=False)
-    milliseconds = 10 * tiles * 0.005
-    assert several._rate("product", tile, milliseconds) == pytest.approx(1e3 * operations / (9 * tiles * 0.005))
-    assert one._rate("product", tile, 5.0) == pytest.approx(2e3 * 8192**3 / FakeGpu.processors / 5.0)
 
 
 def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) -> None:
@@ -619,21 +436,6 @@ def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, t
     assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
 
 
-def test_without_a_gpu_the_driver_says_so(benchmark, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert benchmark("gpu").main([]) == 2 and "sees no CUDA device" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_ns_training(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    done = run("ns_training.py", "--seeds", "1", "--steps", "1", "--json", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(output.read_text())["rows"]
-    first = [row for row in rows if row["differences"] == [0.0]]
-    assert len(rows) == 10 and {"jordan", "you", "polar_express"} == {row["coefficients"] for row in first}
-
-
 # --- Muon beside AdamW ------------------------------------------------------------------------------------------------
 
 
@@ -699,31 +501,6 @@ def test_the_page_has_the_tables_of_the_curves(benchmark) -> None:
     assert convergence.tables(record) in page and f"`{record['command']}`" in page
 
 
-@pytest.mark.full
-def test_convergence(benchmark, monkeypatch, tmp_path: Path) -> None:
-    convergence, output = benchmark("convergence"), tmp_path / "result.json"
-    shape = convergence.Shape(layers=1, width=32, heads=2, context=16, batch=4)
-    rates = {"AdamW": (0.004, 0.008), "Muon": (0.01, 0.02)}
-    preset = convergence.Preset(shape, steps=8, short=2, points=2, rates=rates, text=1 << 18)
-    monkeypatch.setitem(convergence.PRESETS, "small", preset)
-    monkeypatch.setattr(convergence, "MOST_RATES", 2)
-    assert convergence.main(["--codegen", "eager", "--steps", "4", "--json", str(output)]) == 0
-    record = json.loads(output.read_text())
-    starts = {(run["algorithm"], run["seed"]): run["curve"][0][2] for run in record["runs"]}
-    assert starts["AdamW", 0] == starts["Muon", 0] != starts["AdamW", 1] == starts["Muon", 1]
-    for run in record["runs"]:
-        (_, _, first), _, (tokens, seconds, last) = run["curve"]
-        assert tokens == 4 * 16 * 4 and seconds > 0 and last < first
-    assert record["grids"]["Muon"]["at_edge"] and len(record["rows"]) == 2
-    picture, again = output.with_suffix(".svg").read_bytes(), tmp_path / "again.svg"
-    convergence.draw(record, again)
-    assert again.read_bytes() == picture and b"<dc:date>" not in picture and b">held-out loss" in picture
-    text = convergence.Text(256, shape.context, preset.text, None, torch.device("cpu"))
-    trainee = convergence.Trainee("Muon", preset, text, torch.device("cpu"), "eager")
-    runs = [list(trainee.run(0, 4, 2, 0.02, 0.01)) for _ in range(2)]
-    assert [point[2] for point in runs[0]] == [point[2] for point in runs[1]], "a run leaves nothing to the next"
-
-
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
@@ -772,29 +549,6 @@ def test_some_methods_are_run_again_beside_the_others(benchmark, monkeypatch, tm
     assert json.loads(file.read_text())["methods"] == then
 
 
-@pytest.mark.parametrize("method", ["adamw", "muonbp", "muown"])
-def test_a_method_trains_the_hidden_matrices(benchmark, method) -> None:
-    train = benchmark("methods").train
-    assert train(method, 0.02, 2)[1] < train(method, 0.0, 2)[1]
-
-
-# --- the example's learning rates -------------------------------------------------------------------------------------
-
-
-@pytest.mark.campaign
-def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
-    tune = benchmark("tune_example")
-    monkeypatch.setattr(tune, "GRID", {"adamw.json": {"lr": (0.004, 50.0)}})
-    file = tmp_path / "grid.json"
-    file.write_text('{"adamw.json": {"lr 50.0": 9.0}}')
-    tiny = ["--layers=1", "--width=32", "--context=32", "--batch=2", f"--json={file}", "--steps=3"]
-    monkeypatch.setattr(sys, "argv", ["tune_example.py", *tiny])
-    tune.main()
-    found = json.loads(file.read_text())["adamw.json"]
-    assert found["lr 0.004"] < found["lr 50.0"] == 9.0
-    assert "adamw.json   best: lr 0.004\n" in capsys.readouterr().out
-
-
 # --- bytes of meshes --------------------------------------------------------------------------------------------------
 
 
@@ -823,26 +577,6 @@ def test_the_tables_of_the_page_on_meshes_are_what_its_commands_print(benchmark,
         monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given.split()])
         benchmark("mesh_bytes").main()
         assert capsys.readouterr().out in page
-
-
-def test_models_of_the_mesh_tables_have_as_many_weights_as_they_are_named_for(benchmark) -> None:
-    models = benchmark("mesh_bytes").MODELS
-    counts = {name: sum(weight.numel for weight in model.weights) for name, model in models.items()}
-    assert counts["8b"] == pytest.approx(8.03e9, rel=1e-3)
-    assert counts["16b"] == pytest.approx(15.96e9, rel=1e-3)
-
-
-@pytest.mark.full
-def test_the_price_of_muon(tmp_path: Path) -> None:
-    output = tmp_path / "price.json"
-    done = run("price.py", "--models", "1B", "--worlds", "8", "--layers", "1", "--json", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(output.read_text())["simulated"]
-    shares = [price["share"] for price in row["prices"]]
-    assert shares == sorted(shares, reverse=True) and shares[-1] > 0
-    for price in row["prices"]:
-        assert price["share"] == pytest.approx(price["computed_share"] + price["exposed_share"])
-    assert "<svg" in output.with_suffix(".svg").read_text()
 
 
 def test_the_page_has_the_prices_as_they_were_planned(benchmark: Callable[[str], Any]) -> None:

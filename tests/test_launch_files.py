@@ -70,14 +70,6 @@ def test_scripts_are_sound(file: str) -> None:
         subprocess.run([shellcheck, str(LAUNCH / file)], check=True)
 
 
-@pytest.mark.campaign
-def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
-    common = {"HOST": f"127.0.0.1:{free_port()}", "NODES": "2", "RANKS": "1"}
-    command = [str(LAUNCH / "torchrun.sh"), *arguments(tmp_path, 2)]
-    printed = finish(*(start(command, tmp_path, ADDRESS=f"127.0.0.{node}", **common) for node in (1, 2)))
-    assert "2 (cpu)" in printed[0] + printed[1] and saved(tmp_path) == [1, 2]
-
-
 @pytest.mark.full
 def test_torchrun_is_tried_again_and_stops_when_told(tmp_path: Path) -> None:
     """With a torchrun that fails, and then one that takes its time."""
@@ -180,24 +172,3 @@ def test_kubernetes_manifests_are_valid() -> None:
     validate = pytest.importorskip("kubernetes_validate")
     for manifest in manifests():
         validate.validate(manifest, validate.latest_version(), strict=True)
-
-
-@pytest.mark.campaign
-def test_the_command_of_the_pods_trains(tmp_path: Path) -> None:
-    """As Kubernetes would start it, but for the names that only a cluster resolves, and the sizes."""
-    _, job = manifests()
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    changes = {
-        "train-gpt-0.train-gpt:29400": f"127.0.0.1:{free_port()}",
-        "=gpu": "=1",
-        "examples/train_gpt.py": str(SCRIPT),
-    }
-    pods = []
-    for address in ("127.0.0.1", "127.0.0.2"):
-        environment = {entry["name"]: entry.get("value", address) for entry in container["env"]}
-        command = [*container["command"], *container["args"], *arguments(tmp_path, 2)]  # an option given again counts
-        for old, new in (*changes.items(), *((f"$({name})", value) for name, value in environment.items())):
-            command = [part.replace(old, new) for part in command]
-        pods.append(start(command, tmp_path, **environment))
-    printed = finish(*pods)
-    assert "2 (cpu)" in printed[0] + printed[1] and saved(tmp_path) == [1, 2]
