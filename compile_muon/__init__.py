@@ -29,6 +29,7 @@ from compile_muon.errors import (
 )
 from compile_muon.initialize import initialize
 from compile_muon.model.full_parameters import full_parameters
+from compile_muon.model.readers import forward_methods
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
 
@@ -61,6 +62,7 @@ __all__ = [
     "UnsupportedModelError",
     "check_sequence",
     "clip_grad_norm_",
+    "forward_methods",
     "full_parameters",
     "full_state_dict",
     "initialize",

@@ -17,18 +17,18 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from compile_muon.agreement.status import holder_of_all
 from compile_muon.config import FrameOptions, read_options
-from compile_muon.engine.direct_reads import read_whole
+from compile_muon.engine.dtensor_parameter import ShardedParameter, meets_plain
 from compile_muon.engine.dtensors import edits_of, local_tensor
+from compile_muon.engine.forwards import written_in_forward
 from compile_muon.engine.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
-from compile_muon.engine.gathered_copies import written_in_forward
 from compile_muon.engine.local import locals_of
-from compile_muon.engine.other_holders import refuse_replaced
+from compile_muon.engine.other_holders import refuse_stale
 from compile_muon.engine.sharded_param import sharded_param_of
-from compile_muon.errors import ConfigError, warn_user
+from compile_muon.errors import ConfigError, listed, warn_user
 from compile_muon.passes import (
     DYNAMO_PASSES,
     JOINT_PASSES,
@@ -39,6 +39,7 @@ from compile_muon.passes import (
     saved_by,
 )
 from compile_muon.passes.costs import Costs
+from compile_muon.passes.dynamo.local_inputs import called
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
@@ -47,6 +48,7 @@ from compile_muon.passes.torch_private import (
     compile_fx,
     compile_fx_inner,
     lacks_compiler,
+    meets_plain_tensor,
     of_constant_shape,
     order_saved_values,
 )
@@ -90,26 +92,11 @@ def _check_writes(gm: GraphModule, inputs: Sequence[Any]) -> None:
         raise written_in_forward(list(written))
 
 
-def _escaping_weights(gm: GraphModule) -> dict[int, int]:
-    """Outputs of a frame that are gathered weights, which Python code behind a graph break gets: to their states."""
-    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    outputs = gm.graph.output_node().args[0]
-    weights = {i: n for i, n in enumerate(outputs) if isinstance(n, Node) and n.target in _UNSHARDS}
-    return {i: places[state] for i, n in weights.items() if isinstance(state := n.args[1], Node) and state in places}
-
-
-def _handing_out(run: Callable[..., Any], escaping: Mapping[int, int]) -> Callable[..., Any]:
-    """``run``, whose weights that escape are watched as those that eager code reads."""
-
-    def watched(*args: Any) -> Any:
-        states = {output: args[place] for output, place in escaping.items()}
-        results = run(*args)
-        for output, state in states.items():
-            if (sharded := sharded_param_of(state)) is not None:
-                sharded.gathered.read(sharded.name, results[output], inside=True)
-        return results
-
-    return watched
+def _read_as_shards(gm: GraphModule, inputs: Sequence[Any]) -> list[str]:
+    """Parameters that a frame reads otherwise than as attributes: ``self.parameters()``, ``self._parameters``."""
+    read = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    direct = [value for node, value in read if any("to_local" not in called(user) for user in node.users)]
+    return [value.origin[0] for value in direct if isinstance(value, ShardedParameter) and value.origin is not None]
 
 
 def _holder(inputs: Sequence[Any]) -> str:
@@ -209,15 +196,13 @@ def muon_zero(
         mode: "reduce-overhead" is ``options={"cuda_graphs": True}``; else Inductor's own configuration applies.
     Raises:
         ConfigError: about every unknown option and bad value.
-        UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded, or a part of
-            one as no module's attribute.
+        UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded.
         NoCompilerError: Inductor finds no C++ compiler.
     """
     if mode not in (None, "default", "reduce-overhead"):
         problem = 'muon_zero has no mode but "reduce-overhead"; set torch._inductor.config instead'
         raise ConfigError(f"mode = {mode!r}: {problem}")
-    refuse_replaced(example_inputs)
-    read_whole(gm, example_inputs)
+    refuse_stale(example_inputs)
     frame_options = read_options(({"cuda_graphs": True} if mode == "reduce-overhead" else {}) | dict(options or {}))
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     if frame_options.cuda_graphs and tensors and all(value.device.type == "cpu" for value in tensors):
@@ -228,15 +213,15 @@ def muon_zero(
             "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first"
         )
     _check_writes(gm, example_inputs)
-    escaping = _escaping_weights(gm)
     try:
         with underway(f"compiling a frame{_holder(example_inputs)}"):
-            run = compile_frame(gm, example_inputs, frame_options)
+            return compile_frame(gm, example_inputs, frame_options)
     except Exception as error:  # Inductor wraps its own
+        if isinstance(error, RuntimeError) and meets_plain_tensor(error):
+            raise meets_plain(listed(_read_as_shards(gm, example_inputs)), "a compiled frame") from error
         if (missing := lacks_compiler(error)) is None:
             raise
         raise NoCompilerError(missing) from error
-    return _handing_out(run, escaping) if escaping else run
 
 
 def compile_frame(

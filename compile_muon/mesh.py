@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.config import Config, MeshConfig
@@ -251,6 +251,10 @@ class Mesh:
             cuts["expert",] = 0
         dims = [cuts.get(names, 0 if layout.sharded else None) for names in self._order(role)]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def gradient_placements(self, role: Role = DENSE) -> list[Placement]:
+        """Of gradients that ranks have of a whole parameter: ranks of one batch have the same."""
+        return [Replicate() if names == ("tensor",) else Partial() for names in self._order(role)]
 
 
 def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None) -> torch.device:

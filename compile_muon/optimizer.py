@@ -45,7 +45,6 @@ from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.mesh import DataPlace, Mesh
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
-from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
@@ -183,7 +182,7 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
             self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group,
-            made.hyper.device, made.compares, made.ownership.check, made.ledger.sharded_params[0].gathered, lr_scale,
+            made.hyper.device, made.compares, made.ownership.check, lr_scale,
         )  # fmt: skip
         self.engine = Engine(
             made.ledger, step, made.ownership.model, made.assignments, made.mesh, made.group, made.extensions,
@@ -307,8 +306,7 @@ class MuonZero(Optimizer):
         Raises:
             NonFiniteError: a gradient, momentum, moment, direction or rate is inf or NaN and ``nonfinite="error"``, or
                 ``"skip"`` has left out ``max_skipped_steps`` in a row. Parameters and state are unchanged.
-            UnsupportedModelError: the model does not hold the parameters any more that were sharded, or a gathered copy
-                of one was edited.
+            UnsupportedModelError: the model does not hold the parameters any more that were sharded.
             LedgerError: some ranks have a gradient that others lack, other hyperparameters, ran other frames or hold
                 other copies, or another rank or pipeline stage refused the step; or at stage 1 a gradient was edited
                 between micro-batches. Parameters and state are unchanged.
@@ -432,10 +430,8 @@ class MuonZero(Optimizer):
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.
 
         Raises:
-            LedgerError: they are those of another rank; nothing is loaded.
             CheckpointError: groups differ, in their names, parameters or kinds of values; nothing is loaded.
         """
-        refuse_states_of_another(state_dict)
         self.unfreeze(name for group in state_dict["param_groups"] for name in group.get("param_names", ()))
         problems = state_problems(self.param_groups, state_dict["param_groups"])
         if problems:

@@ -37,6 +37,7 @@ __all__ = [
     "collective_failed",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_as_frame",
     "compiling_alone",
     "compiled_autograd_active",
     "current_backward",
@@ -556,15 +557,26 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def never_a_frame(function: Any) -> None:
-    """Have Dynamo leave alone ``function``, and what it calls, where code that is not compiled calls it.
+def never_a_frame(function: Any, *, below: bool = True) -> None:
+    """Have Dynamo leave alone ``function`` where code that is not compiled calls it.
 
     Frames that are compiled inline it still, where ``torch.compiler.disable`` would break their graphs.
+
+    Args:
+        below: and what it calls.
     """
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    beneath = FrameAction.SKIP if below else FrameAction.DEFAULT
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, beneath))
+
+
+def compiled_as_frame(function: Any) -> bool:
+    """Whether Dynamo takes ``function`` for a frame where code that is not compiled calls it: not torch.nn's own."""
+    from torch._dynamo import trace_rules
+
+    return not trace_rules.check(function)
 
 
 def compiled_autograd_active() -> bool:

@@ -96,9 +96,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
 
     Raises:
         CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
-        UnsupportedModelError: a gathered copy of a parameter was edited.
     """
-    optimizer.engine.params[0].gathered.check(thoroughly=True)
     optimizer.engine.step.own_momenta()
     found, provider = Contents(), optimizer.engine.state_provider
     algorithm: dict[int, str] = {}

@@ -1,12 +1,12 @@
 """One optimizer at work, and what features add to it. The files, in an order to read them:
 
 a parameter      sharded_param: visits, sums, speculation; dtensor_parameter, dtensors, local
-a frame          frame, which asks the ledger; direct_reads
+a frame          frame, which asks the ledger; forwards, inside which weights are whole
 a step           step: facts -> decision -> directions -> commit, or refusal; and as a CUDA graph, recorded
     facts        step_checks, finite, step_agreement, pinned
     directions   step_graph, projected, owner_states
     commit       pieces, elements, written, states
-weights          resident, gathered_copies, other_holders
+weights          resident, other_holders
 features         extension, hooks, peers, state_provider
 all together     trained, engine
 """

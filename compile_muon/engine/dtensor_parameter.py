@@ -22,14 +22,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
 from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, meets_plain_tensor
 
-__all__ = ["ShardedParameter", "of_frozen", "part_of", "raw_gradient", "sharded_parameter"]
+__all__ = ["ShardedParameter", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -44,10 +44,13 @@ class ShardedParameter(DTensor):
         uncounted_edits: of a parameter, how often it or a view was edited, beside what PyTorch counts.
         shown: of a view that PyTorch does not know as one (``.data``), the parameter whose memory it shows.
         origin: the parameter's name, and what was told of its model; of a copy and a view, too.
+        averaging: placements of the gradients that ranks have of the whole, and the divisor of their sum; of what is
+            computed of a parameter, too.
     """
 
     uncounted_edits: int = 0
     origin: tuple[str, set[str]] | None = None
+    averaging: tuple[Sequence[Placement], int] | None = None
     shown: weakref.ref[ShardedParameter] | None = None
 
     @classmethod
@@ -68,11 +71,23 @@ class ShardedParameter(DTensor):
             if not meets_plain_tensor(error):
                 raise
             name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
-            raise UnsupportedModelError(
-                f"{name}: a shard meets a plain tensor in {func.__name__}; read the weight as an attribute of its "
-                "module (self.weight), where it is whole, or take .full_tensor() of it, on every rank"
-            ) from error
+            raise meets_plain(name, func.__name__) from error
         return tree_map(lambda result: _derived(result, given), results)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole, as a plain tensor; collective.
+
+        What is computed of it is each rank's own, as in forward, so its gradient is averaged over the ranks. (That of a
+        DTensor is taken for equal on all of them.)
+
+        Args:
+            grad_placements: of the gradient, where it is placed otherwise.
+        """
+        trained = torch.is_grad_enabled() and self.requires_grad
+        if grad_placements is not None or self.averaging is None or not trained:
+            return super().full_tensor(grad_placements=grad_placements)
+        placements, divisor = self.averaging
+        return cast("Tensor", _Divided.apply(super().full_tensor(grad_placements=placements), divisor))
 
     @property
     def grad(self) -> Tensor | None:
@@ -124,6 +139,33 @@ class ShardedParameter(DTensor):
         plain = _as_dtensor(self)
         plain.__dict__.update(user_attributes(self))
         return plain.__reduce_ex__(protocol)
+
+
+class _Divided(torch.autograd.Function):
+    """The same, whose gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.divisor, None
+
+
+def meets_plain(names: str, where: str) -> UnsupportedModelError:
+    """For shards that are computed with as if they were whole.
+
+    Args:
+        names: of the parameters.
+        where: the operator, or the frame.
+    """
+    return UnsupportedModelError(
+        f"{names}: a shard meets a plain tensor in {where}; weights are whole as attributes of their modules, inside a "
+        "model's forward and in methods that compile_muon.forward_methods(model, name) names; elsewhere compute with "
+        ".full_tensor(), on every rank"
+    )
 
 
 #: through which Python reads values
@@ -285,44 +327,7 @@ def _derived(result: Any, given: Sequence[Any]) -> Any:
     found = _of_class(result)
     if source is not None:
         found.shown = weakref.ref(source) if source.shown is None else source.shown
-    named = (v for v in given if type(v) is ShardedParameter and v.origin)
-    found.origin = next((v.origin for v in named if v is source or v.shape == found.shape), None)
+    known = [v for v in given if type(v) is ShardedParameter]
+    found.origin = next((v.origin for v in known if v.origin and (v is source or v.shape == found.shape)), None)
+    found.averaging = next((v.averaging for v in known if v.averaging), None)
     return found
-
-
-# ------------------------------------------------------------------------------------------- copies of frozen weights
-
-
-class _FrozenCopy(Tensor):
-    """A plain tensor but for ``requires_grad``, which is the parameter's: ``model.head.weight.requires_grad = True``.
-
-    Attributes:
-        source: the parameter.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    source: nn.Parameter
-
-    @property
-    def requires_grad(self) -> bool:
-        """Of the parameter."""
-        return self.source.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.source.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Set it of the parameter."""
-        self.source.requires_grad_(requires_grad)
-        return self
-
-
-def of_frozen(copy: Tensor, param: nn.Parameter) -> Tensor:
-    """The gathered copy that eager code reads, itself, as a tensor to unfreeze ``param`` by, where that is frozen."""
-    if param.requires_grad or type(copy) is not Tensor:
-        return copy
-    tensor: Any = copy
-    tensor.__class__ = _FrozenCopy  # the copy that is watched stays the one that is read
-    tensor.source = param
-    return tensor

@@ -210,7 +210,6 @@ def _model_problem(trained: Trained) -> UnsupportedModelError | None:
     """
     try:
         trained.check_model()
-        trained.gathered.check(thoroughly=True)
         for check in trained.ledger.hooks.check:
             check()
     except UnsupportedModelError as problem:

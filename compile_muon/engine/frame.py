@@ -169,14 +169,13 @@ class ForwardGraph:
         ledger: Ledger = sharded_params[0].ledger
         names = [sharded.name for sharded in sharded_params]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
-            ledgers = {sharded.ledger: sharded.gathered for sharded in sharded_params}
+            ledgers = dict.fromkeys(sharded.ledger for sharded in sharded_params)
             for read in ledgers:
                 for before in read.hooks.before_forward:
                     before(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
-            for read, gathered in ledgers.items():
-                gathered.check()
+            for read in ledgers:
                 read.runs(self._options)
             for sharded in sharded_params:
                 keep_fresh(sharded)

@@ -18,6 +18,7 @@ from typing import Any
 from compile_muon.agreement.frame_log import FrameLog
 from compile_muon.agreement.status import EVALUATION, TRAINING, RankStatus
 from compile_muon.config import FrameOptions
+from compile_muon.engine.forwards import Forwards
 from compile_muon.engine.hooks import Hooks
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import warn_user
@@ -99,6 +100,8 @@ class Ledger:
         hooks: of the optimizer's extensions.
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.resident`.
         left: bytes that a backward graph has held, and holds no more in ``step()``.
+        forwards: of the model that are under way.
+        whole: names of parameters that are whole and plain for the moment (``full_parameters``).
     """
 
     accumulation_steps: int | None
@@ -116,6 +119,8 @@ class Ledger:
     hooks: Hooks = field(default_factory=Hooks)
     gathers: tuple[Any, Any] | None = None
     left: int = 0
+    forwards: Forwards = field(default_factory=Forwards)
+    whole: set[str] = field(default_factory=set)
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)
@@ -126,7 +131,7 @@ class Ledger:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """No optimizer steps a copied module: its gradients stay gradients."""
         copied = Ledger(accumulation_steps=None, update="step", options=copy.copy(self.options), stepped=False)
-        memo[id(self)] = copied
+        memo[id(self)], copied.forwards = copied, copy.deepcopy(self.forwards, memo)
         return copied
 
     def phase(self, *, evaluates: bool) -> str:

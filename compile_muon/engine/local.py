@@ -1,4 +1,4 @@
-"""From a sharded parameter to its shard and back, through as many derivatives as a loss takes; and gradients of copies.
+"""From a sharded parameter to its shard and back, through as many derivatives as a loss takes.
 
 ``DTensor.to_local()`` makes a new DTensor of a gradient, outside of autograd: what is computed of that gradient, a
 penalty on its norm or an inner loop's step, would have none.
@@ -6,17 +6,17 @@ penalty on its norm or an inner loop's step, would have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.engine.dtensor_parameter import ShardedParameter
 from compile_muon.engine.dtensors import like_parameter
 
-__all__ = ["local_of", "locals_of", "of_trained"]
+__all__ = ["local_of", "locals_of"]
 
 
 def local_of(param: DTensor) -> Tensor:
@@ -71,73 +71,3 @@ class _Placed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         return local_of(grad.redistribute(placements=ctx.param.placements)), None
-
-
-class _TrainedCopy(Tensor):
-    """A plain tensor, but for ``torch.autograd.grad(loss, model.head.weight)``: forward has read another copy.
-
-    What is asked for is the parameter's gradient, averaged over the ranks, and what is given all of it; collective.
-
-    Attributes:
-        source: the parameter.
-        in_vain: told that a backward was asked for the copy's gradient, which has none.
-    """
-
-    source: nn.Parameter
-    in_vain: Callable[[], None]
-
-    def __del__(self) -> None:
-        # What backward(inputs=[...]) is given is told to keep its gradient, and forward has read another copy.
-        if self.retains_grad and self.grad is None:
-            self.in_vain()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is not torch.autograd.grad:
-                return func(*args, **kwargs)
-            return _gradients(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in vars(self) and name not in ("source", "in_vain"):  # and not what every tensor has, as .grad
-            setattr(self.source, name, value)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._as_plain())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_plain().__reduce_ex__(protocol)
-
-    def _as_plain(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.view_as(self)
-
-
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    sources = [value.source if isinstance(value, _TrainedCopy) else value for value in given]
-    found = torch.autograd.grad(outputs, sources, *args, **kwargs)
-    return tuple(
-        _whole(grad).to(value.dtype) if isinstance(value, _TrainedCopy) and grad is not None else grad
-        for value, grad in zip(given, found, strict=True)
-    )
-
-
-def _whole(grad: Tensor) -> Tensor:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
-def of_trained(copy: Tensor, param: nn.Parameter, in_vain: Callable[[], None]) -> Tensor:
-    """The gathered copy that eager code reads outside of forwards, itself, as a tensor to ask for gradients of.
-
-    Args:
-        in_vain: called when the copy is gone and a backward was asked for its gradient, which is never there.
-    """
-    if type(copy) is not Tensor or not copy.requires_grad:
-        return copy
-    tensor: Any = copy
-    tensor.__class__ = _TrainedCopy
-    tensor.source, tensor.in_vain = param, in_vain
-    return copy

@@ -1,8 +1,8 @@
 """Who else holds a parameter: lists and closures that have it as it was before it was sharded, and other optimizers.
 
 What held a parameter when ``MuonZero`` replaced it holds it still: a list that is clipped, an average of weights, an
-optimizer, a module that keeps a second reference. Nothing trains that tensor any more, so each such use is refused by
-name, or told where it only reads.
+optimizer, a module that keeps a second reference. Nothing trains that tensor any more: its memory is freed, and each
+use is refused by name.
 """
 
 from __future__ import annotations
@@ -19,68 +19,44 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from compile_muon.errors import UnsupportedModelError, listed, warn_user
+from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.torch_private import being_compiled
 
-__all__ = ["ReplacedParameter", "refuse_replaced", "refuse_shared", "replace", "watched"]
+__all__ = ["StaleParameter", "make_stale", "refuse_shared", "refuse_stale", "watched"]
 
 _REMEDY = (
     "take it from model.parameters() anew, after MuonZero; a module reads it as an attribute of the module that has it"
 )
 
 
-class ReplacedParameter(nn.Parameter):
-    """A parameter as it was before it was sharded: its values can be read, and no gradient comes to it.
+#: what may be asked of a stale parameter: nothing of its values, and what optimizers and hooks ask of all they hold
+_HARMLESS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("requires_grad", "device", "dtype", "layout", "is_leaf", "is_sparse")
+)
+
+
+class StaleParameter(nn.Parameter):
+    """A parameter as it was before it was sharded, without its memory: whatever is asked of it is an error by name.
 
     Attributes:
-        replaced: its name, and whom to tell that it was read.
+        stale: its name.
     """
 
-    replaced: tuple[str, set[str]]
-
-    @property
-    def grad(self) -> Tensor | None:
-        """Of what takes its place.
-
-        Raises:
-            UnsupportedModelError: always; who asks would find nothing, and clip or step nothing.
-        """
-        if being_compiled():
-            return None
-        raise _stale(self.replaced[0], "its gradient is looked for")
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        raise _stale(self.replaced[0], "a gradient is put on it")
+    stale: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # of a frame, the inputs are looked at
+        # Of a frame that is compiled, Dynamo looks at the inputs.
+        if func in _HARMLESS or torch.compiler.is_compiling() or being_compiled():
             with _C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
+        held = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
         name = getattr(func, "__name__", "")
-        first = args[0] if args else None
-        if isinstance(first, cls) and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-            raise _stale(first.replaced[0], f"is written to ({name})")
-        with _C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        held = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
-        made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        if any(value is not source for value in made for source in held):
-            _tell(held)
-        return result
+        owner = getattr(func, "__self__", None)  # of a property's function
+        raise _stale(held.stale, f"is asked for ({getattr(owner, '__name__', name)})")
 
-
-def _tell(held: Sequence[ReplacedParameter]) -> None:
-    for param in held:
-        name, told = param.replaced
-        if not told:  # one of a list tells of all
-            told.add(name)
-            warn_user(
-                f"{name}: is read as it was before MuonZero sharded it, and stays as it is while the model trains; "
-                f"{_REMEDY}"
-            )
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StaleParameter({self.stale})"
 
 
 def _stale(name: str, what: str) -> UnsupportedModelError:
@@ -89,13 +65,12 @@ def _stale(name: str, what: str) -> UnsupportedModelError:
     )
 
 
-def replace(replaced: Mapping[str, nn.Parameter]) -> None:
-    """Have these say so wherever something still holds them.
+def make_stale(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Free these, and have them say so wherever something still holds them.
 
     Args:
         replaced: by name, parameters in whose place the model has others.
     """
-    told: set[str] = set()
     for name, param in replaced.items():
         param.grad = None
 
@@ -105,11 +80,12 @@ def replace(replaced: Mapping[str, nn.Parameter]) -> None:
         if param.requires_grad:
             param.register_hook(refuse)
         if not isinstance(param, DTensor):  # whose class has another layout
-            param.__class__ = ReplacedParameter
-            param.replaced = name, told  # type: ignore[attr-defined]
+            param.data = param.data.new_empty(0)
+            param.__class__ = StaleParameter
+            param.stale = name  # type: ignore[attr-defined]
 
 
-def refuse_replaced(inputs: Sequence[Any]) -> None:
+def refuse_stale(inputs: Sequence[Any]) -> None:
     """Raise for a frame that reads a parameter as it was before it was sharded.
 
     Args:
@@ -118,8 +94,8 @@ def refuse_replaced(inputs: Sequence[Any]) -> None:
         UnsupportedModelError: naming it.
     """
     for value in inputs:
-        if isinstance(value, ReplacedParameter):
-            raise _stale(value.replaced[0], "is read by a compiled frame")
+        if isinstance(value, StaleParameter):
+            raise _stale(value.stale, "is read by a compiled frame")
 
 
 # -------------------------------------------------------------------------------------------------- other optimizers

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Placement
 from compile_muon.agreement.status import TRAINING
 from compile_muon.engine.dtensor_parameter import raw_gradient
 from compile_muon.engine.dtensors import contiguous_stride, edits_of, like_parameter, local_tensor
-from compile_muon.engine.gathered_copies import GatheredCopies
 from compile_muon.engine.speculation import Speculations
 from compile_muon.engine.sums import UnreducedSums
 from compile_muon.engine.visits import Visits
@@ -55,7 +54,6 @@ class ShardedParam:
             this rank's slice; else None.
         ledger: the :class:`~compile_muon.engine.ledger.Ledger` of the optimizer that owns the parameter. It knows its
             parameters, and they are not made of it.
-        gathered: gathered copies that eager code holds, of all parameters of the optimizer.
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
@@ -78,7 +76,6 @@ class ShardedParam:
     hyper: Tensor
     resident: Tensor | None
     ledger: Any
-    gathered: GatheredCopies = field(default_factory=GatheredCopies)
     group: dist.ProcessGroup | None = None
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
     text: str = ""
@@ -106,7 +103,7 @@ class ShardedParam:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         """The parameter of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
         self.await_refresh()
-        names = ("ledger", "param", "resident", "gathered")
+        names = ("ledger", "param", "resident")
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         own["accumulated"] = None

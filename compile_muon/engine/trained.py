@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.engine.dtensors import like_parameter, local_tensor
-from compile_muon.engine.gathered_copies import GatheredCopies
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.pinned import pinned_numbers
 from compile_muon.engine.sharded_param import ShardedParam
@@ -40,7 +39,6 @@ class Trained:
         device: of all tensors.
         compares: whether ranks answer.
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
-        gathered: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
     Attributes:
         state_provider: of the states that are not resident.
@@ -56,7 +54,6 @@ class Trained:
     device: torch.device
     compares: bool
     check_model: Callable[[], None]
-    gathered: GatheredCopies
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     state_provider: StateProvider = field(init=False)

@@ -53,21 +53,18 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         module: the model or any module in it; one without sharded parameters is left alone.
         write: whether edits are kept. The same on every rank: entering is collective, and so is leaving then.
     Raises:
-        UnsupportedModelError: a gathered copy of a parameter was edited before; a parameter was edited without
-            ``write``; its shape, dtype, device or requires_grad changed; a parameter was added, removed or untied, or a
-            module with parameters added. The sharded model is as before then.
+        UnsupportedModelError: a parameter was edited without ``write``; its shape, dtype, device or requires_grad
+            changed; a parameter was added, removed or untied, or a module with parameters added. The sharded model is
+            as before then.
     """
     held = [Held(path, inner) for path, inner in module.named_modules()]
     sharded_params = list({id(sharded): sharded for each in held for sharded in each.sharded_params.values()}.values())
     for sharded in sharded_params:
-        if sharded.name in sharded.gathered.whole:
+        if sharded.name in sharded.ledger.whole:
             raise UnsupportedModelError(
                 f"{sharded.name}: is whole already in an outer full_parameters block, over another module it is tied "
                 "to; enter one block over a module that holds both"
             )
-    problems = _of_all_ranks(sharded_params, _edited_copies(sharded_params))
-    if problems:
-        raise UnsupportedModelError("; ".join(problems))
     with ordinary_tensors():
         gathered = gather_whole(sharded_params)
         whole: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
@@ -75,7 +72,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     for each in held:
         each.open(whole)
     for sharded in sharded_params:
-        sharded.gathered.whole.add(sharded.name)
+        sharded.ledger.whole.add(sharded.name)
     try:
         yield
         problems = [problem for each in held for problem in each.problems()] + _came(held)
@@ -91,7 +88,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         for each in held:
             each.close()
         for sharded in sharded_params:
-            sharded.gathered.whole.discard(sharded.name)
+            sharded.ledger.whole.discard(sharded.name)
     if write:
         problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
@@ -118,8 +115,6 @@ class Held:
 
     def open(self, whole: dict[int, Any]) -> None:
         """Let the module hold whole parameters."""
-        if not self.sharded_params:
-            return
         self.module.__class__ = original_class(self.cls)
         for name, sharded in self.sharded_params.items():
             del self.module.__dict__[sharded_param_key(name)]
@@ -130,9 +125,9 @@ class Held:
         """Everything as before."""
         self.module._modules.clear()
         self.module._modules.update(self.children)
+        self.module.__class__ = self.cls
         if not self.sharded_params:
             return
-        self.module.__class__ = self.cls
         self.module.__dict__["_parameters"].clear()
         self.module.__dict__["_parameters"].update(self.parameters)
         for name, sharded in self.sharded_params.items():
@@ -202,16 +197,6 @@ def _parameter(sharded: ShardedParam, full: Tensor) -> nn.Parameter:
     param = nn.Parameter(sharded.as_read(full), requires_grad=sharded.param.requires_grad)
     vars(param).update(user_attributes(sharded.param))
     return param
-
-
-def _edited_copies(sharded_params: Sequence[ShardedParam]) -> list[str]:
-    """Gathered copies that were edited before: what is gathered now does not have it."""
-    try:
-        if sharded_params:
-            sharded_params[0].gathered.check({sharded.name for sharded in sharded_params}, thoroughly=True)
-    except UnsupportedModelError as error:
-        return [str(error)]
-    return []
 
 
 def _edited(sharded_params: Sequence[ShardedParam], before: Tensor | None, after: Tensor | None) -> list[str]:

@@ -85,7 +85,7 @@ class Ownership:
     def _examine(self) -> None:
         """Something changed; raise if it matters."""
         for module, cls, name, sharded in self._places:
-            if sharded.name in sharded.gathered.whole:
+            if sharded.name in sharded.ledger.whole:
                 raise UnsupportedModelError(
                     f"{sharded.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
                 )

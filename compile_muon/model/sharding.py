@@ -1,9 +1,10 @@
 """From an ``nn.Module`` to sharded parameters behind unshard markers.
 
-Each parameter becomes a DTensor over all axes of the mesh, with ``Shard(0)`` over its shard axis, or over both of
-those of data parallelism (uneven and empty shards allowed), and its module reads the full weight through the
-``unshard`` marker (:mod:`compile_muon.model.readers`). ``_parameters`` still holds the shard, so ``parameters()``,
-``state_dict()`` and checkpoints see DTensors under the names they had.
+On several ranks each parameter becomes a DTensor over all axes of the mesh, with ``Shard(0)`` over its shard axis, or
+over both of those of data parallelism (uneven and empty shards allowed), or with ``Replicate()`` at stage 0. Inside
+forward its module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`).
+``_parameters`` holds the parameter, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names
+they had.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
 from compile_muon.engine.dtensor_parameter import ShardedParameter, sharded_parameter
 from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_tensor, user_attributes
-from compile_muon.engine.gathered_copies import GatheredCopies
 from compile_muon.engine.ledger import Ledger
-from compile_muon.engine.other_holders import replace
+from compile_muon.engine.other_holders import make_stale
 from compile_muon.engine.owner_states import owners_of
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider
@@ -94,10 +94,9 @@ def _split(
     whole = local_tensor(param).detach().contiguous()  # all that this rank's model has
     if param.is_meta and not layout.gathered:
         whole = torch.empty_like(whole, device=device)
-    if mesh is None or (layout.stage == 0 and not mesh.parted):
+    if mesh is None:
         if not param.is_meta and role.placed is None and param.dtype is dtype and not spec.on_host:
-            # With other ranks, who has the parameter from before would read past the marker that averages gradients.
-            return (param if mesh is None else _like(param, param.detach())), None
+            return param, None
         whole = whole.to(dtype)
         return _like(param, on_host(whole) if spec.on_host else whole), None
     resident = None
@@ -183,7 +182,7 @@ def shard_model(
     else:
         provider.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}
-    gathered, told = GatheredCopies(), set[str]()
+    told = set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
@@ -192,17 +191,19 @@ def shard_model(
         new, resident = _split(param, spec, mesh, roles[name], device)
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
+            if mesh is not None:
+                new.averaging = mesh.gradient_placements(roles[name]), spec.layout.divisor
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
         own_momentum = spec.muon is not None and spec.muon.resident_momentum
         momentum = torch.zeros_like(local, dtype=dtype) if own_momentum else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
-            name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, roles[name].placed,
+            name, new, spec, momentum, hypers[name], resident, ledger, group, roles[name].placed,
             owners=owners.get(name, ()),
         )  # fmt: skip
     install_readers(model, sharded_params)
     _drop_gradients(sharded_params)
-    replace({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})
+    make_stale({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})
     return list(sharded_params.values())
 
 

@@ -113,8 +113,6 @@ class Weights:
                 f"{doing}: ranks hold different models or give different arguments ({by_rank(found['digest'])}); give "
                 "the same on every rank"
             )
-        with ranks.together(f"{doing}: nothing was done"):
-            self.sharded_params[0].gathered.check(thoroughly=True)
         return ranks
 
     def check_live(self) -> None:
@@ -181,7 +179,7 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
             "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
         )
-    whole = sorted({name for sharded in sharded_params for name in sharded.gathered.whole})
+    whole = sorted({name for sharded in sharded_params for name in sharded.ledger.whole})
     if whole:
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
     groups = {sharded.group for sharded in sharded_params}
