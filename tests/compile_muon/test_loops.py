@@ -164,7 +164,16 @@ def the_next_forward_before_step(side):
         loss = side.run(upcoming).square().mean()
 
 
+def zero_grad_of_the_model(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        side.step()
+        side.model.zero_grad()
+        assert not grads(side)
+
+
 def closure(side):
+    returned = []
     for i in range(STEPS):
 
         def closure(i=i):
@@ -173,7 +182,8 @@ def closure(side):
             loss.backward()
             return loss
 
-        side.step(closure)
+        returned.append(side.step(closure))
+    return returned
 
 
 def freeze_and_thaw(side):
@@ -215,6 +225,7 @@ LOOPS = {
     "two_steps_on_one_gradient": (usual(lambda side, i: side.step()), "some"),
     "validation_with_gradients_on": (usual(loss=validation_with_gradients_on), "all"),
     "the_next_forward_before_step": (the_next_forward_before_step, "all"),
+    "zero_grad_of_the_model": (zero_grad_of_the_model, "all"),
     "closure": (closure, "all"),
     "freeze_and_thaw": (freeze_and_thaw, "some"),
     "anomaly_mode": (anomaly_mode, "all"),
