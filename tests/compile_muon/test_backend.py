@@ -11,7 +11,6 @@ import torch
 from functorch.compile import make_boxed_func
 from support.compiled import EAGER, Net, Plain, X
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
 from compile_muon.engine.sharded_param import sharded_param_of
@@ -97,12 +96,6 @@ def test_bad_options(options, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_bad_options_through_torch_compile():
-    model, _ = built()
-    with pytest.raises(Exception, match="did you mean 'codegen'"):
-        torch.compile(model, backend="muon_zero", options={"codegn": "eager"})(X)
-
-
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Graphs that reach Inductor's code generation run as they are, since C++ takes seconds each; whether each was to
@@ -155,18 +148,13 @@ def test_unsharded_model_compiles_plainly_with_one_warning(uncompiled):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_a_sharded_model_does_not_warn():
-    model, optimizer = built()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(torch.compile(model, backend="muon_zero", options=EAGER), optimizer)
-    assert not [w for w in caught if "muon_zero" in str(w.message)]
-
-
 def test_dump_folder(tmp_path):
     model, optimizer = built()
     run = torch.compile(model, backend="muon_zero", options={**EAGER, "dump": tmp_path / "graphs"})
-    train(run, optimizer, steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(run, optimizer, steps=1)
+    assert not [w for w in caught if "muon_zero" in str(w.message)]
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     for graph, passes in {
         "joint": ["before", "deduplicate", "recompute"],
@@ -244,7 +232,7 @@ def test_no_recompilation_after_two_steps(codegen, tmp_path):
         step(i)
     compiled = count_compilations(), written(tmp_path)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(20):
+        for i in range(8):
             step(i)
     assert (count_compilations(), written(tmp_path)) == compiled
 
@@ -262,19 +250,6 @@ def count_compilations():
         "aot": counters["aot_autograd"]["total"],
         "inductor": cache.get("fxgraph_cache_miss", 0) + cache.get("fxgraph_cache_hit", 0),
     }
-
-
-def test_a_changed_lr_is_not_ignored():
-    model, optimizer = built(weight_decay=0.0)
-    run = torch.compile(model, backend="muon_zero", options=EAGER)
-    moved = []
-    for lr in (0.02, 0.0, 0.04):
-        optimizer.param_groups[0]["lr"] = lr
-        before = model.b._parameters["weight"].detach().clone()
-        train(run, optimizer, steps=1)
-        moved.append((model.b._parameters["weight"].detach() - before).norm().item())
-    assert moved[1] == 0.0
-    assert moved[2] == pytest.approx(2 * moved[0], rel=0.2)
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------
@@ -307,31 +282,6 @@ def test_two_models_train_side_by_side_as_if_alone():
             assert torch.equal(p, q)
 
 
-def test_two_models_in_one_frame():
-    """A student and a teacher, each with an optimizer of its own, compiled into one graph."""
-    (a, opt_a), (b, opt_b) = built(), built(lr=0.05)
-
-    @torch.compile(backend="muon_zero", options=EAGER)
-    def both(x):
-        return a(x).square().mean() + b(x).square().mean()
-
-    plain_a, plain_b = Net(), Net()
-    plain_a.load_state_dict(a.state_dict())
-    plain_b.load_state_dict(b.state_dict())
-    references = plainly(plain_a, opt_a), plainly(plain_b, opt_b)
-    for _ in range(3):
-        both(X).backward()
-        (plain_a(X).square().mean() + plain_b(X).square().mean()).backward()
-        for optimizer in (opt_a, opt_b):
-            optimizer.step()
-            optimizer.zero_grad()
-        for reference in references:
-            reference.step()
-            reference.zero_grad()
-    assert_same(a, plain_a)
-    assert_same(b, plain_b)
-
-
 # --- odd frames -------------------------------------------------------------------------------------------------------
 
 
@@ -350,25 +300,6 @@ class Scalar(Net):
         return out.square().mean(), None, out.detach().argmax(-1)
 
 
-class Checkpointed(Net):
-    def forward(self, x):
-        h = checkpoint(lambda y: torch.tanh(self.b(torch.tanh(self.a(y)))), x, use_reentrant=False)
-        return self.head(h)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Linear(6, 6, bias=False)
-        self.mid = nn.Linear(6, 6)
-        self.again = nn.Linear(6, 6, bias=False)
-        self.again.weight = self.emb.weight
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.again(torch.tanh(self.mid(torch.tanh(self.emb(x))))))
-
-
 class Buffers(Net):
     def __init__(self):
         super().__init__()
@@ -380,32 +311,20 @@ class Buffers(Net):
         return self.head(torch.tanh(self.b(self.norm(self.a(x)))))
 
 
-@pytest.mark.parametrize("cls", [Breaks, Checkpointed, Tied, Buffers])
+@pytest.mark.parametrize("cls", [Breaks, Buffers, Scalar])
 def test_models(cls):
-    _, optimizer, _ = check_against_eager(cls)
+    loss = {"loss": lambda out: out[0]} if cls is Scalar else {}
+    _, optimizer, _ = check_against_eager(cls, **loss)
     assert optimizer.traffic.matrices == 3 * len(optimizer.engine.step.muon)
 
 
-def test_scalar_and_mixed_outputs():
-    check_against_eager(Scalar, loss=lambda out: out[0])
-
-
-def test_module_compile_keeps_type_and_keys():
-    def compiled(model):
-        model.compile(backend="muon_zero", fullgraph=True, options=EAGER)
-        return model
-
-    model, optimizer, plain = check_against_eager(compiled=compiled)
-    assert optimizer.traffic.matrices == 3 * 2
-    assert type(model) is Net and isinstance(model.a, nn.Linear)
-    assert list(model.state_dict()) == list(plain.state_dict())
-
-
-def test_initialize_compiles_in_place():
+def test_initialize_compiles_in_place_and_keeps_type_and_keys():
     torch.manual_seed(0)
     model, optimizer = initialize(Net(), {"compile": {"codegen": "eager"}, "zero_optimization": {"stage": 3}})
     train(model, optimizer)
     assert optimizer.traffic.matrices == 6
+    assert type(model) is Net and isinstance(model.a, nn.Linear)
+    assert list(model.state_dict()) == list(Net().state_dict())
 
 
 @pytest.mark.full
@@ -430,36 +349,11 @@ def test_sequential_roots_are_compiled_whole_however_many_there_are():
         assert optimizer.totals()["compiled_graphs"] == 2 and type(model) is nn.Sequential
 
 
-def test_a_weight_that_is_read_by_itself_is_no_frame():
-    torch._dynamo.reset()
-    model, _ = built()
-    frames = []
-
-    def noting(gm, inputs):
-        frames.append(gm)
-        return gm
-
-    run = torch.compile(lambda: model.a.weight.sum(), backend=noting)  # inlined where a frame reads it
-    run()
-    assert len(frames) == 1
-    nn.Sequential.compile(holder := nn.Sequential(model.a, model.b), backend=noting)
-    holder(torch.randn(2, model.a.in_features))
-    calls = [[str(node.target) for node in gm.graph.nodes if node.op == "call_function"] for gm in frames[1:]]
-    assert not any(made and all("unshard" in target for target in made) for made in calls)
-
-
-def test_updates_in_backward_are_really_made_there():
-    model, optimizer = built()
-    torch.compile(model, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(sharded.speculations.current is not None for sharded in optimizer.engine.step.muon)
-    assert optimizer.traffic.matrices == 2
-
-
 def rows(*numbers):
     return [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in numbers]
 
 
-@pytest.mark.parametrize("mark", [True, None])
+@pytest.mark.parametrize("mark", [pytest.param(True, marks=pytest.mark.full), None])
 def test_dynamic_shapes(mark):
     """Batches of changing length: a symint among the saved values, and no recompilation per length."""
     check_against_eager(batches=rows(5, 7, 4, 9, 3), dynamic=mark)
@@ -472,10 +366,6 @@ def test_recompile_limit_falls_back_to_eager_and_stays_right():
         _, optimizer, _ = check_against_eager(batches=rows(5, 7, 4, 9, 3, 5), dynamic=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert optimizer.traffic.matrices == 6 * 2
-
-
-def test_checkpoint_around_a_compiled_model():
-    check_against_eager(wrap=lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
 
 
 def test_autocast():

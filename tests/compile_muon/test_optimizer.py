@@ -63,11 +63,11 @@ def assert_equal(model, reference):
         assert torch.equal(p, q), f"{name} differs by {(p - q).abs().max():.1e}"
 
 
-def advance(optimizer, run, seeds, **settings):
+def advance(optimizer, run, seeds):
     for seed in seeds:
         loss_of(run, seed).backward()
         optimizer.step()
-        optimizer.zero_grad(**settings)
+        optimizer.zero_grad()
 
 
 class Both:
@@ -84,7 +84,7 @@ class Both:
         self.reference = Net()
         self.others = list(torch_optimizers(self.reference, **(theirs or {})))
 
-    def train(self, steps=5, *, micro=1, then=lambda: None, clear=lambda optimizer: optimizer.zero_grad()):
+    def train(self, steps=5, *, micro=1, then=lambda: None):
         """And compare behind each step, of so many micro-batches."""
         for i in range(steps):
             for run in (self.run, self.reference):
@@ -92,7 +92,7 @@ class Both:
                     (loss_of(run, 10 * i + k) / micro).backward()
             for each in (self.optimizer, *self.others):
                 each.step()
-                clear(each)
+                each.zero_grad()
             then()
             assert_equal(self.model, self.reference)
 
@@ -122,8 +122,7 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
     assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 1, 3])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("stage", "compiled"), [(0, True), (3, False)])
 def test_bitwise_torch_at_every_stage(stage, compiled):
     """At world 1 a stage changes nothing, and neither does leaving the model eager."""
     Both(compiled, stage=stage).train(steps=3)
@@ -146,8 +145,6 @@ def test_bitwise_would_notice_one_bit():
 
 SCHEDULES = [
     lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    lambda o: lr_scheduler.StepLR(o, 2),
     lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
@@ -156,7 +153,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_schedulers_of_torch_keep_both_rates(make):
-    both = Both(lr=0.02, adamw_lr=1e-3, theirs={"adamw_lr": 1e-3})
+    both = Both(False, lr=0.02, adamw_lr=1e-3, theirs={"adamw_lr": 1e-3})
     schedulers = [make(each) for each in (both.optimizer, *both.others)]
     both.train(then=lambda: [scheduler.step() for scheduler in schedulers])
     theirs = [group["lr"] for other in both.others for group in other.param_groups]
@@ -179,46 +176,15 @@ def test_one_cycle_cycles_the_momentum_without_recompiling():
 
     both.train(steps=2, then=then)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        both.train(steps=6, then=then)
+        both.train(steps=4, then=then)
     assert len(seen) > 4, "the schedule must move the momentum"
 
 
 # --- an optimizer like others -----------------------------------------------------------------------------------------
 
 
-def test_groups_say_who_is_who():
-    model, optimizer, _ = built()
-    groups = {group["name"]: group for group in optimizer.param_groups}
-    assert list(groups) == ["muon", "adamw", "adamw_no_decay"]
-    assert tuple(groups["muon"]["param_names"]) == MUON
-    named = dict(model.named_parameters())
-    assert [id(p) for p in groups["muon"]["params"]] == [id(named[name]) for name in MUON]
-    vectors = {name for name, param in named.items() if param.ndim < 2}
-    assert set(groups["adamw_no_decay"]["param_names"]) == vectors
-    assert set(groups["adamw"]["param_names"]) == set(named) - set(MUON) - vectors
-    assert groups["muon"]["lr"] == 0.02 and groups["adamw"]["lr"] == groups["adamw_no_decay"]["lr"] == 3e-4
-    assert [groups[name]["weight_decay"] for name in groups] == [0.1, 0.1, 0.0]
-
-
-def test_step_runs_a_closure():
-    both = Both()
-
-    def closure():
-        both.optimizer.zero_grad()
-        loss = loss_of(both.run, 0)
-        loss.backward()
-        return loss
-
-    first = both.optimizer.step(closure)
-    assert first.item() == pytest.approx(loss_of(both.reference, 0).item())
-    loss_of(both.reference, 0).backward()
-    for other in both.others:
-        other.step()
-    assert_equal(both.model, both.reference)
-
-
 def test_step_hooks_of_torch_run():
-    _, optimizer, run = built()
+    _, optimizer, run = built(compiled=False)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -228,24 +194,8 @@ def test_step_hooks_of_torch_run():
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])
-@pytest.mark.parametrize("how", ["to none", "in place", "of the model"])
-def test_zero_grad(update, how):
-    both = Both(update=update)
-
-    def clear(optimizer):
-        if how == "of the model" and optimizer is both.optimizer:
-            both.model.zero_grad()
-        else:
-            optimizer.zero_grad(set_to_none=how != "in place")
-        if optimizer is both.optimizer:
-            assert all((not p.grad.any()) if how == "in place" else p.grad is None for p in both.model.parameters())
-
-    both.train(steps=4, clear=clear)
-
-
-@pytest.mark.parametrize("update", ["backward", "step"])
 def test_grad_norm_is_that_of_the_raw_gradients(update):
-    _, optimizer, run = built(update=update)
+    _, optimizer, run = built(update == "backward", update=update)
     torch.manual_seed(0)
     reference = Net()
     loss_of(run, 0).backward()
@@ -255,34 +205,12 @@ def test_grad_norm_is_that_of_the_raw_gradients(update):
     torch.testing.assert_close(optimizer.grad_norm, want)
 
 
-def test_gradient_clipping_is_that_of_torch():
-    model, optimizer, run = built(gradient_clipping=0.01, ns_dtype="float32")
-    torch.manual_seed(0)
-    unclipped = copy.deepcopy(Net())
-    torch.manual_seed(0)
-    reference, clipped, ref_run = built(update="step", ns_dtype="float32")
-    for i in range(3):
-        loss_of(run, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(ref_run, i).backward()
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-        clipped.step()
-        clipped.zero_grad()
-        torch.testing.assert_close(optimizer.grad_norm, norm)
-        assert norm > 0.01
-    for p, q, start in zip(model.parameters(), reference.parameters(), unclipped.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), atol=1e-6, rtol=1e-5)
-        assert not torch.equal(p, start)
-
-
-@pytest.mark.parametrize("update", ["backward", "step"])
-def test_state_dict_round_trip_continues_bit_for_bit(update):
-    model, optimizer, run = built(update=update)
+def test_state_dict_round_trip_continues_bit_for_bit():
+    model, optimizer, run = built()
     advance(optimizer, run, range(3))
     saved = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
     advance(optimizer, run, range(3, 6))
-    again, loaded, rerun = built(update=update)
+    again, loaded, rerun = built()
     loss_of(rerun, 99).backward()  # a step under way is forgotten
     again.load_state_dict(saved[0])
     loaded.load_state_dict(saved[1])
@@ -294,10 +222,10 @@ def test_state_dict_round_trip_continues_bit_for_bit(update):
         assert loaded.state[state.param]["momentum_buffer"].data_ptr() == state.momentum.data_ptr()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_state_dicts_are_saved_without_us(stage, tmp_path):
     """What is saved loads as plain tensors, without unpickling anything of ours."""
-    model, optimizer, run = built(stage=stage)
+    model, optimizer, run = built(compiled=False, stage=stage)
     loss_of(run, 0).backward()
     optimizer.step()
     torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
@@ -313,7 +241,7 @@ def test_state_dicts_are_saved_without_us(stage, tmp_path):
 @pytest.mark.parametrize("when", ["put", "before", "after"])
 def test_a_momentum_that_users_edit_counts(when):
     """Around backward, or in place of the one that is there: directions that were made of another are made anew."""
-    pairs = [built(), built(update="step")]
+    pairs = [built(), built(compiled=False, update="step")]
     for ours, (model, optimizer, run) in zip((True, False), pairs, strict=True):
         state = optimizer.state[dict(model.named_parameters())["l1.weight"]]
         advance(optimizer, run, [0])
@@ -327,19 +255,6 @@ def test_a_momentum_that_users_edit_counts(when):
         optimizer.step()
     assert_equal(pairs[0][0], pairs[1][0])
     assert pairs[0][1].totals()["directions_used"] == (4 if when == "before" else 3)
-
-
-def test_parameters_without_gradient_are_left_alone():
-    """Like torch: no gradient, no decay, no momentum."""
-    model, optimizer, run = built()
-    loss_of(run, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = [p.detach().clone() for p in model.parameters()]
-    momenta = [state.momentum.clone() for state in optimizer.engine.step.muon]
-    optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(torch.equal(s.momentum, m) for s, m in zip(optimizer.engine.step.muon, momenta, strict=True))
 
 
 # --- decay ------------------------------------------------------------------------------------------------------------

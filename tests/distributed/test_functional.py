@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -93,18 +92,12 @@ def other_weights(stage: int, kinds: list[str], compiled: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "compiled"),
-    [
-        (2, 2, False),
-        (2, 3, False),
-        *(pytest.param(2, stage, True, marks=pytest.mark.full) for stage in range(4)),
-        *(pytest.param(world, stage, False, marks=pytest.mark.full) for world in (1, 2) for stage in (0, 1)),
-    ],
+    ("stage", "compiled"), [(3, False), *(pytest.param(*c, marks=pytest.mark.full) for c in ((0, False), (1, True)))]
 )
 def test_functional_call_computes_with_what_it_is_given(
-    ranks: Callable[[int], Ranks], world: int, stage: int, compiled: bool
+    ranks: Callable[[int], Ranks], stage: int, compiled: bool
 ) -> None:
-    ranks(world).run(other_weights, stage=stage, kinds=list(OTHERS), compiled=compiled)
+    ranks(2).run(other_weights, stage=stage, kinds=list(OTHERS), compiled=compiled)
 
 
 # ------------------------------------------------------------------------------------------- losses of gradients
@@ -162,59 +155,9 @@ def second_order(stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("world", "stage"),
-    [(2, 2), (2, 3), *(pytest.param(*c, marks=pytest.mark.full) for c in [(1, 0), (1, 2), (2, 0), (2, 1), (4, 3)])],
-)
-def test_losses_of_gradients_have_those_of_the_whole_model(
-    ranks: Callable[[int], Ranks], world: int, stage: int
-) -> None:
-    ranks(world).run(second_order, stage=stage)
-
-
-# ------------------------------------------------------------------------------------------- gradients of one weight
-
-
-def of_single_weights(stage: int, compiled: bool) -> None:
-    """VQGAN's adaptive weight asks for the gradients of two losses for the last layer."""
-    world, rank = world_and_rank()
-    model, optimizer, run = made(stage, compiled)
-
-    def asked(run: Any, model: Any, rank: int) -> list[Tensor]:
-        loss, found = loss_of(run, rank), []
-        for layer in (model.head, model.mid, model.up):
-            found.append(torch.autograd.grad(loss, layer.weight, retain_graph=True)[0])
-            found.extend(torch.autograd.grad(outputs=[loss], inputs=[layer.weight], retain_graph=True))
-        return found
-
-    plain = Net()
-    each = [asked(plain, plain, rank) for rank in range(world)]
-    with torch._functorch.config.patch(donated_buffer=False):
-        for found, *expected in zip(asked(run, model, rank), *each, strict=True):
-            assert type(found) is Tensor
-            torch.testing.assert_close(found, sum(expected) / world, atol=1e-6, rtol=1e-4)
-    weight = model.head.weight
-    assert type(weight * 1) is type(weight.detach()) is Tensor and repr(weight).startswith("tensor(")
-    buffer = io.BytesIO()
-    torch.save(weight, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer, weights_only=True)) is Tensor
-    loss_of(run, rank).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "compiled"),
-    [
-        (2, 3, False),
-        (2, 1, True),
-        *(pytest.param(w, s, True, marks=pytest.mark.full) for w, s in [(1, 0), (1, 3), (2, 0), (2, 2), (2, 3)]),
-    ],
-)
-def test_the_gradient_of_a_weight_that_is_read_after_forward_is_the_parameters(
-    ranks: Callable[[int], Ranks], world: int, stage: int, compiled: bool
-) -> None:
-    ranks(world).run(of_single_weights, stage=stage, compiled=compiled)
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3))])
+def test_losses_of_gradients_have_those_of_the_whole_model(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(second_order, stage=stage)
 
 
 # ------------------------------------------------------------------------------------------------- torch.func
@@ -229,26 +172,21 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
 
 
 def transformed(stage: int) -> None:
-    world, rank = world_and_rank()
+    _, rank = world_and_rank()
     model, optimizer, _ = made(stage)
     params = {name: full(p.detach()) for name, p in model.named_parameters()}
     for name, transform in TRANSFORMS.items():
         expected = transform(Net(), batch(rank), params)
         torch.testing.assert_close(transform(model, batch(rank), params), expected, atol=1e-6, rtol=1e-4, msg=name)
-    if world > 1:
-        with pytest.raises(compile_muon.UnsupportedModelError, match=r"up\.weight: functional_call inside"):
-            TRANSFORMS["of weights"](model, batch(rank), dict(model.named_parameters()))
+    with pytest.raises(compile_muon.UnsupportedModelError, match=r"up\.weight: functional_call inside"):
+        TRANSFORMS["of weights"](model, batch(rank), dict(model.named_parameters()))
     loss_of(model, rank).backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("world", "stage"), [(2, 2), *(pytest.param(w, s, marks=pytest.mark.full) for w, s in [(1, 2), (2, 0), (2, 3)])]
-)
-def test_transforms_of_torch_func_go_through_an_eager_model(
-    ranks: Callable[[int], Ranks], world: int, stage: int
-) -> None:
-    ranks(world).run(transformed, stage=stage)
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3))])
+def test_transforms_of_torch_func_go_through_an_eager_model(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(transformed, stage=stage)
 
 
 # -------------------------------------------------------------------------------------- reads that pass by attributes
@@ -286,7 +224,7 @@ class Direct(Net):
 
 
 def direct_reads(stage: int, compiled: bool) -> None:
-    world, rank = world_and_rank()
+    _, rank = world_and_rank()
     for way in DIRECT:
         torch._dynamo.reset()
         model, plain = Direct(way), Direct(way)
@@ -303,15 +241,7 @@ def direct_reads(stage: int, compiled: bool) -> None:
         same(*({n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, plain)))
 
 
-@pytest.mark.parametrize(
-    ("stage", "compiled"),
-    [
-        (0, False),
-        (3, False),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (3, True), (1, True)]),
-        pytest.param(2, True, marks=pytest.mark.campaign),
-    ],
-)
+@pytest.mark.parametrize(("stage", "compiled"), [(0, False), (3, False), pytest.param(3, True, marks=pytest.mark.full)])
 def test_parameters_that_forward_reads_past_their_attributes_are_whole_or_named(
     ranks: Callable[[int], Ranks], stage: int, compiled: bool
 ) -> None:

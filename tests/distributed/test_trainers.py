@@ -148,6 +148,8 @@ REFUSED = [
     ("lightning", "None, lambda m: None", "None: makes no optimizer, and neither does the strategy"),
     ("lightning", "None, lambda m: compile_muon.MuonZero(m.model.up, muon_params=['weight'])", "'model.embed.weight, "),
     ("lightning", "None, lambda m: m.trainer.strategy.muon", "is made from MuonZeroStrategy"),
+    ("lightning", "config_of(2, sequence_parallel={'size': 2, 'blocks': ['blocks']}), lambda m: None",
+     "sequence_parallel.size = 2: is checked where a causal language model"),
     ("transformers", "torch_compile=True", "Arguments.torch_compile = True: would compile .*\"compile\": true"),
     ("transformers", "auto_find_batch_size=True", "TrainingArguments.auto_find_batch_size = True"),
     ("transformers", "optim='adafactor'", "TrainingArguments.optim = 'adafactor': is another optimizer; leave it out"),
@@ -194,7 +196,9 @@ def test_what_cannot_be_honoured_is_refused(
     ranks: Callable[[int], Ranks], library: str, change: str, said: str
 ) -> None:
     trainer(library)
-    for message in ranks(2 if library == "torchtitan" else 1).run(refused, library=library, change=change):
+    for message in ranks(2 if library == "torchtitan" or "sequence" in change else 1).run(
+        refused, library=library, change=change
+    ):
         assert re.search(said, message), message
 
 

@@ -43,6 +43,7 @@ from compile_muon.passes.language.spec import MuonSpec, ParamSpec, decode_dtype,
 from compile_muon.passes.language.views import View
 from compile_muon.passes.language.work import work_of
 from compile_muon.passes.lowering import buckets
+from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5
@@ -336,6 +337,9 @@ def check_meetings(ranks: Sequence[Rank]) -> None:
             for node, name in collectives(gm):
                 work = work_of(node)
                 orders[node.args[-1]].append((name, work.category, work.bucket))
+            place = {node: number for number, node in enumerate(gm.graph.nodes)}
+            for wait in gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP):
+                assert min(wait.args[0].users, key=place.__getitem__) is wait, "read ahead of its wait"
             for group, order in orders.items():
                 starts[group].append(order)
             axes = {axis for spec in rank.specs for axis in spec.layout.axes}

@@ -57,10 +57,9 @@ class Plain:
         self.model.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> None:
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
+    def step(self, closure: Callable[[], object] | None = None) -> object:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         lr, momentum, decay = self.config.lr, self.config.momentum, self.config.weight_decay
         for p, buffer in zip(self.matrices, self.buffers, strict=True):
             if p.grad is None:
@@ -69,6 +68,7 @@ class Plain:
             update = newton_schulz(p.grad.lerp(buffer, momentum), dtype="float32", method="standard")
             p.mul_(1 - lr * decay).add_(update, alpha=-lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
         self.adamw.step()
+        return loss
 
     def set_momentum(self, value: float) -> None:
         self.config = dataclasses.replace(self.config, momentum=value)

@@ -162,11 +162,11 @@ def saved(folder: Path) -> tuple[list[str], dict[str, Tensor]]:
 
 
 class Configured(Language):
-    """``configure_optimizers`` is a function of the module."""
+    """``configure_optimizers`` is a function of the module, which has a list of blocks."""
 
     def __init__(self, configure: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._configure = configure
+        self._configure, self.blocks = configure, torch.nn.ModuleList([torch.nn.Linear(24, 24)])
 
     def configure_optimizers(self) -> Any:
         return self._configure(self)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compile_muon import MuonZero
+from compile_muon.config.machine import load_costs
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes.costs import Costs, Link, exchange_start, gather_start, reduce_start
 from compile_muon.passes.formulas import bucket_bytes
@@ -115,4 +116,4 @@ def test_a_machine_says_what_its_collectives_take_to_start(world):
 
     (near, first, _), (far, last, _), inside = described(8), described(64), described(64, replicate=8, shard=8)
     assert 0 < near == inside[0] < far and 0 < first < inside[1] < last
-    assert inside[2]
+    assert inside[2] == load_costs("h100").start_bytes("all_to_all", range(0, 64, 8)), "replicas are a node apart each"

@@ -5,6 +5,9 @@ The golden gate stores every order. These rules hold of any.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +78,33 @@ def test_exchanges_travel_under_backward_and_newton_schulz_behind_it(replicas, c
     else:  # what is handed round travels under backward, and no owner is waited for at once
         assert sum(i < end for i in runs) >= 2
     assert ctx.exchange_bytes > 0
+
+
+def test_exchanges_that_are_ready_at_once_start_in_the_same_order(captured, monkeypatch):
+    """Of each exchange another rank owns something, and has more nodes for it: that must not decide."""
+    monkeypatch.setattr(buckets, "bucket_bytes", lambda total, start: total)
+    monkeypatch.setattr(buckets, "reduce_start", lambda layout, costs: 2**30)  # the first ones are no smaller
+    monkeypatch.setattr(buckets, "_COLLECTIVES", 3)
+    monkeypatch.setattr(buckets, "_EXCHANGES", 12)
+    orders, nodes = [], []
+    for rank in (0, 1):
+        gm, _ = captured(rank, 4, 2).lowered(GraphKind.BACKWARD, Purpose.SPECULATE)
+        orders.append([event for event in events(gm) if event[0] == "start"])
+        works = [work for node in gm.graph.nodes if (work := work_of(node)) and work.category is EXCHANGE]
+        nodes.append(Counter(work.bucket for work in works))
+    pairs = [(one[2], other[2]) for one, other in itertools.pairwise(orders[0]) if one[1] is other[1] is EXCHANGE]
+    assert [pair for pair in pairs if nodes[0][pair[0]] < nodes[0][pair[1]] and nodes[1][pair[0]] > nodes[1][pair[1]]]
+    assert orders[0] == orders[1]
+
+
+def test_a_limit_bounds_what_is_under_way(captured):
+    """With two thirds of the bytes exchanges go on earlier, and are as many."""
+    graphs = captured(0, 2)
+    unbounded, free = graphs.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=2**14)
+    limit = free.exchange_bytes * 2 // 3
+    gm, ctx = graphs.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=2**14, exchange_bytes=limit)
+    assert 0 < ctx.exchange_bytes <= limit and events(gm) != events(unbounded)
+    assert Counter(events(gm)) == Counter(events(unbounded))
 
 
 @pytest.mark.parametrize("cap", [2**14, 3 * 2**14])
