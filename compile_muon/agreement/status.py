@@ -24,10 +24,10 @@ from compile_muon.agreement.heartbeat import Entry, Heartbeat, backend_of
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
 
-__all__ = ["EVALUATION", "READING", "TRAINING", "RankStatus", "holder_of_all"]
+__all__ = ["EVALUATION", "TRAINING", "RankStatus", "holder_of_all"]
 
 #: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
-TRAINING, EVALUATION, READING = "training", "evaluation", "reading weights"
+TRAINING, EVALUATION = "training", "evaluation"
 
 _log = logging.getLogger("compile_muon")
 

@@ -130,8 +130,9 @@ class Ledger:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """No optimizer steps a copied module: its gradients stay gradients."""
-        copied = Ledger(accumulation_steps=None, update="step", options=copy.copy(self.options), stepped=False)
-        memo[id(self)], copied.forwards = copied, copy.deepcopy(self.forwards, memo)
+        own: dict[str, Any] = {"options": copy.copy(self.options), "forwards": copy.deepcopy(self.forwards, memo)}
+        copied = Ledger(accumulation_steps=None, update="step", stepped=False, **own)
+        memo[id(self)] = copied
         return copied
 
     def phase(self, *, evaluates: bool) -> str:

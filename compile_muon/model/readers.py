@@ -110,19 +110,22 @@ def _given(sharded: ShardedParam, other: Tensor) -> Tensor:
             f"{sharded.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
             f"{list(sharded.spec.layout.whole)}, plain or a DTensor"
         )
-    whole = other.full_tensor() if isinstance(other, DTensor) and sharded.placed is None else other
+    whole = other
+    if isinstance(other, DTensor) and sharded.placed is None:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # which would take its gradient for equal on all ranks
+        whole = other.full_tensor()
     return whole.to(decode_dtype(sharded.spec.compute_dtype))
 
 
-def _tagged(sharded: ShardedParam, whole: Tensor) -> Tensor:
-    """``whole`` with the attributes that users set on the parameter: ``weight.quant_state``."""
+def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
+    """The attributes that users set on the parameter (``weight.quant_state``), which frames give the weight too."""
     given = user_attributes(sharded.param)
     found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
     public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
     if public != sharded.tags:
         sharded.tag(public)
-    vars(whole).update(found)
-    return whole
+    return found
 
 
 def _reader(name: str, alone: bool) -> property:
@@ -141,6 +144,7 @@ def _reader(name: str, alone: bool) -> property:
         else:
             param = module.__dict__["_parameters"][name]
             if not torch.compiler.is_compiling() and not sharded.ledger.forwards.inside:
+                _note_attributes(sharded)
                 return param
             if param is not sharded.param:
                 return _given(sharded, param)
@@ -169,7 +173,9 @@ def _reader(name: str, alone: bool) -> property:
                 ledger.count(traffic_of_gather(sharded.text))
                 ledger.frame_log.note("forward", "", [sharded.name])
             ledger.forwards.note(sharded.name, whole)
-            return _tagged(sharded, sharded.as_read(whole))
+            whole = sharded.as_read(whole)
+            vars(whole).update(_note_attributes(sharded))
+            return whole
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -458,7 +464,7 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
         for name, param in own.items():
             module._parameters[name] = sharded_params[param].param
             module.__dict__[sharded_param_key(name)] = sharded_params[param]
-            _tagged(sharded_params[param], torch.empty(0))
+            _note_attributes(sharded_params[param])
         layouts = [sharded_params[param].spec.layout for param in own.values()]
         alone = all(layout.everyone.alone and not layout.parted for layout in layouts)
         key = (original_class(type(module)), tuple(own), alone)

@@ -245,7 +245,7 @@ def edit_whole(stage: int) -> None:
     optimizer.zero_grad()
     step(model, optimizer)
     with full_parameters(model.up, write=True):  # one module only
-        assert isinstance(model.head._parameters["weight"], DTensor if stage else nn.Parameter)
+        assert isinstance(model.head.weight, DTensor)
         nn.init.zeros_(model.up.weight)
     assert not full(params["up.weight"]).any()
     model, optimizer = sharded(stage, param_dtype="bfloat16")  # master values, not what the model computes with
@@ -254,7 +254,6 @@ def edit_whole(stage: int) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         model.up.weight = nn.Parameter(third.clone())
     assert torch.equal(full(model.up._parameters["weight"]), third)
-    assert torch.equal(model.up.weight, third.bfloat16())
 
 
 @STAGES
@@ -301,10 +300,6 @@ def test_full_parameters_refuse_alike_on_all_ranks(ranks: Callable[[int], Ranks]
 # ------------------------------------------------------------------------------- edits, moves, wrappers
 
 
-def _by_data(model: Uneven) -> None:
-    model.head.weight.data = torch.zeros(6, 6)
-
-
 def misuse(stage: int) -> dict[str, list[str]]:
     """What each misuse says, and whether the model was left as it was."""
     from torch.distributed.fsdp import fully_shard
@@ -314,18 +309,7 @@ def misuse(stage: int) -> dict[str, list[str]]:
     before = values(model)
     run = compiled(model) if stage in (1, 3) else model
     run(X)
-    forwards = {"eager": lambda: model(X), "compiled": lambda: run(X), "step": optimizer.step}
-    edits: dict[str, Callable[[], Any]] = {
-        "init": lambda: nn.init.zeros_(model.head.weight),
-        "data": lambda: model.head.weight.data.zero_(),
-        "set_data": lambda: _by_data(model),
-    }
     said: dict[str, list[str]] = {}
-    for edit, make in edits.items():
-        for where, forward in forwards.items():
-            make()
-            said[f"{edit}, {where}"] = [error_of(forward), "head.weight", "full_parameters(model, write=True)"]
-            assert error_of(forward) == "no error"  # said once, forgotten
     moves: dict[str, Callable[[], Any]] = {
         "half": model.half, "meta": lambda: model.to("meta"),
         "replace": lambda: setattr(model.up, "weight", nn.Parameter(torch.zeros(9, 6))),
@@ -364,32 +348,3 @@ def test_misuse_is_refused_by_name(ranks: Callable[[int], Ranks], stage: int) ->
         for what, (message, name, remedy) in said.items():
             assert message != "no error", what
             assert name in message and remedy in message, (what, message)
-
-
-# ------------------------------------------------------------------------------- what one rank does alone
-
-
-def one_rank_alone() -> str:
-    model, optimizer = sharded(2)
-    model.load_state_dict(net(3).state_dict())
-    if dist.get_rank() == 0:  # resident weights: a rank may look at them when it likes, right after loading too
-        assert torch.equal(model.up.weight, net(3).up.weight)
-    model(X).square().mean().backward()
-    before = values(model)
-    if dist.get_rank() == 0:
-        nn.init.zeros_(model.up.weight)
-    message = "no error"
-    try:
-        optimizer.step()
-    except compile_muon.MuonZeroError as error:
-        message = f"{type(error).__name__}: {error}"
-    same(model, before)
-    optimizer.step()  # the gradients are still there, the edit is forgotten
-    assert not torch.equal(values(model)["up.weight"], before["up.weight"])
-    return message
-
-
-def test_what_one_rank_does_alone_reaches_all_ranks(ranks: Callable[[int], Ranks]) -> None:
-    first, second = ranks(2).run(one_rank_alone)
-    assert first.startswith("UnsupportedModelError: up.weight: a gathered copy of the weight was edited")
-    assert second.startswith("LedgerError: step() was refused by another rank")
