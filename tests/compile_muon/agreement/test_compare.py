@@ -24,12 +24,6 @@ def test_the_odd_rank_is_found_wherever_it_is(world: int) -> None:
             assert f"None on rank {odd}" in worded(differing(everyone))
 
 
-def test_entries_come_in_the_order_in_which_ranks_have_them() -> None:
-    found = differing([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0, "c": 0, "d": 4}], absent="none")
-    assert list(found.items()) == [("b", [2, 0]), ("c", [3, 0]), ("d", ["none", 4])]
-    assert next(iter(differing([dict(enumerate("same")), dict(enumerate("some"))]))) == 1
-
-
 def test_ranks_that_agree_differ_in_nothing() -> None:
     assert differing([FACTS, dict(reversed(FACTS.items()))]) == differing([]) == differing([{"x": math.nan}]) == {}
 

@@ -51,11 +51,6 @@ WAITING = Entry(3, "forward of frame 5", True, 9)
             [0],
             "rank 1 ended after step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5",
         ),
-        (
-            {0: Entry(1, "", False, 9), 1: WAITING, 2: WAITING},
-            [1, 2],
-            "rank 0 was last seen in step 1; ranks 1, 2 wait in step 3, forward of frame 5",
-        ),
     ],
 )
 def test_who_is_where(places: dict[int, Entry], alive: list[int], said: str) -> None:
