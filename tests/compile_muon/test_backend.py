@@ -10,6 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from support.compiled import EAGER, Net, Plain, X
+from support.harness import compiled
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
@@ -78,19 +79,20 @@ def check_against_eager(
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
+    ("given", "parts"),
     [
-        ({"codgen": "eager"}, ("codgen", "'eager'", "unknown option", "did you mean 'codegen'?")),
-        ({"zzz": 1}, ("zzz", "use one of", "codegen", "dump")),
-        ({"bucket_mb": 0}, ("options['bucket_mb'] = 0: lies outside (0, inf)",)),
+        ({"options": {"codgen": "eager"}}, ("codgen", "'eager'", "unknown option", "did you mean 'codegen'?")),
+        ({"options": {"zzz": 1}}, ("zzz", "use one of", "codegen", "dump")),
+        ({"options": {"bucket_mb": 0}}, ("options['bucket_mb'] = 0: lies outside (0, inf)",)),
+        ({"mode": "max-autotune"}, ("mode = 'max-autotune'",)),
     ],
 )
-def test_bad_options(options, parts):
+def test_bad_options_and_modes(given, parts):
     from compile_muon.backend import muon_zero
 
     gm = torch.fx.symbolic_trace(lambda x: x + 1)
     with pytest.raises(ConfigError) as caught:
-        muon_zero(gm, [torch.ones(1)], options=options)
+        muon_zero(gm, [torch.ones(1)], **given)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
@@ -118,22 +120,14 @@ def test_reduce_overhead_records_every_graph_as_cuda_graphs(uncompiled):
     assert not torch._inductor.config.triton.cudagraphs
 
 
-def test_modes_are_refused():
-    from compile_muon.backend import muon_zero
-
-    gm = torch.fx.symbolic_trace(lambda x: x + 1)
-    with pytest.raises(ConfigError, match="mode = 'max-autotune'"):
-        muon_zero(gm, [torch.ones(1)], mode="max-autotune")
-
-
 def test_unsharded_model_compiles_plainly_with_one_warning(uncompiled):
     torch.manual_seed(0)
     model = Net()
-    compiled = torch.compile(model, backend="muon_zero")
+    run = torch.compile(model, backend="muon_zero")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compiled(X).square().mean().backward()
-        compiled(X)
+        run(X).square().mean().backward()
+        run(X)
     ours = [str(w.message) for w in caught if "muon_zero" in str(w.message)]
     assert len(ours) == 1, ours
     assert uncompiled == [False, False]
@@ -197,12 +191,12 @@ class Net6(nn.Module):
 
 
 def test_identical_blocks_compile_once(tmp_path):
-    def compiled(model):
+    def regionally(model):
         for block in model.blocks:
             block.compile(backend="muon_zero", options={**EAGER, "dump": tmp_path})
         return model
 
-    check_against_eager(Blocks, compiled=compiled)
+    check_against_eager(Blocks, compiled=regionally)
     frames = {path.name.split(".")[0] for path in tmp_path.iterdir()}
     backward = {path.name for path in tmp_path.iterdir() if "backward" in path.name and "lower" in path.name}
     assert len(frames - {f for f in frames if f.startswith("step")}) == 1, frames
@@ -228,26 +222,16 @@ def test_no_recompilation_after_two_steps(codegen, tmp_path):
 
     for i in range(2):
         step(i)
-    compiled = count_compilations(), written(tmp_path)
+    before = compiled(), written(tmp_path)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for i in range(8):
             step(i)
-    assert (count_compilations(), written(tmp_path)) == compiled
+    assert (compiled(), written(tmp_path)) == before
 
 
 def written(folder):
     """What the passes dumped, and when: every lowering rewrites its files."""
     return sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
-
-
-def count_compilations():
-    counters = torch._dynamo.utils.counters
-    cache = counters["inductor"]
-    return {
-        "frames": counters["stats"]["unique_graphs"],
-        "aot": counters["aot_autograd"]["total"],
-        "inductor": cache.get("fxgraph_cache_miss", 0) + cache.get("fxgraph_cache_hit", 0),
-    }
 
 
 # --- odd frames -------------------------------------------------------------------------------------------------------
@@ -407,12 +391,12 @@ def test_two_models_train_side_by_side_as_if_alone():
         except Exception as error:
             failed.append(error)
 
-    def compiled(**settings):
+    def in_place(**settings):
         model, optimizer = built(**settings)
         model.compile(backend="muon_zero", options=EAGER)
         return model, optimizer
 
-    made, alone = ([compiled(**each) for each in settings] for _ in range(2))
+    made, alone = ([in_place(**each) for each in settings] for _ in range(2))
     for pair in alone:
         train(*pair, 12)
     for pair in made:

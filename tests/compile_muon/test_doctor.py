@@ -36,21 +36,16 @@ def test_this_environment_is_ready_wherever_it_is_asked() -> None:
     assert "gloo" in done.stdout
 
 
-def test_without_a_command_it_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
-    assert "doctor" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_an_error() -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["docter"])
-    assert stop.value.code == 2
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"compile_muon {compile_muon.__version__}\n"
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [([], 0, "doctor"), (["docter"], 2, "docter"), (["--version"], 0, f"compile_muon {compile_muon.__version__}\n")],
+)
+def test_the_command_line(line: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = cli.main(line)
+    except SystemExit as stop:
+        found = stop.code
+    assert found == code and said in "".join(capsys.readouterr())
 
 
 @pytest.mark.full
@@ -129,11 +124,6 @@ def test_a_package_out_of_range_fails_and_says_which_is_asked_for(
     assert fits or found.remedy == "pip install 'safetensors>=0.8,<1'"
 
 
-def test_python_range() -> None:
-    assert doctor.check_python((3, 9, 18)).verdict is Verdict.FAIL
-    assert doctor.check_python((3, 10, 0)).verdict is Verdict.OK
-
-
 def test_a_missing_compiler_fails_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # monkeypatch would not put a config value back: it deletes what it finds no instance attribute for
@@ -143,11 +133,10 @@ def test_a_missing_compiler_fails_and_names_the_remedy(monkeypatch: pytest.Monke
     assert "CXX" in found.remedy
 
 
-def test_an_unknown_backend_fails() -> None:
+def test_what_is_too_old_or_absent_fails() -> None:
+    assert doctor.check_python((3, 9, 18)).verdict is Verdict.FAIL
+    assert doctor.check_python((3, 10, 0)).verdict is Verdict.OK
     assert doctor.check_entry_point("no_such_backend").verdict is Verdict.FAIL
-
-
-def test_a_missing_package_fails() -> None:
     assert doctor.check_package("no_such_package").verdict is Verdict.FAIL
 
 

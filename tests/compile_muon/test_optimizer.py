@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.compiled import EAGER
+from support.compiled import EAGER, Words
 from support.reference import decayed_apart
 from torch import nn
 from torch.optim import lr_scheduler
@@ -18,29 +18,16 @@ from compile_muon.config import config_from_kwargs
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(16, 8)
-        self.l1 = nn.Linear(8, 12)
-        self.norm = nn.LayerNorm(12)
-        self.l2 = nn.Linear(12, 8, bias=False)
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, x):
-        return self.head(self.l2(torch.relu(self.norm(self.l1(self.emb(x))))))
-
-
-MUON = ("l1.weight", "l2.weight")
+MUON = ("q.weight", "up.weight", "down.weight")
 
 
 def tokens(seed):
-    return torch.randint(0, 16, (4, 5), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(seed))
 
 
 def built(compiled=True, **settings):
     torch.manual_seed(0)
-    model = Net()
+    model = Words()
     optimizer = MuonZero(model, **{"ns_dtype": "bfloat16", "ns_method": "standard", **settings})
     run = torch.compile(model, backend="muon_zero", options=EAGER) if compiled else model
     return model, optimizer, run
@@ -80,7 +67,7 @@ class Both:
     def __init__(self, compiled=True, *, theirs=None, **settings):
         self.model, self.optimizer, self.run = built(compiled, **settings)
         torch.manual_seed(0)
-        self.reference = Net()
+        self.reference = Words()
         self.others = list(torch_optimizers(self.reference, **(theirs or {})))
 
     def train(self, steps=5, *, micro=1, then=lambda: None):
@@ -118,7 +105,7 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
         theirs = both.others[0].state[both.reference.get_parameter(name)]["momentum_buffer"]
         torch.testing.assert_close(buffer, theirs, rtol=last_bit, atol=last_bit * 1e-3)
     made = both.optimizer.totals()
-    assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
+    assert (made["directions_used"], made["directions_in_step"]) == ((15, 0) if update == "backward" else (0, 15))
 
 
 @pytest.mark.parametrize(("stage", "compiled"), [(0, True), (3, False)])
@@ -196,7 +183,7 @@ def test_step_hooks_of_torch_run():
 def test_grad_norm_is_that_of_the_raw_gradients(update):
     _, optimizer, run = built(update == "backward", update=update)
     torch.manual_seed(0)
-    reference = Net()
+    reference = Words()
     loss_of(run, 0).backward()
     optimizer.step()
     loss_of(reference, 0).backward()
@@ -229,7 +216,7 @@ def test_a_momentum_that_users_edit_counts(when):
     """Around backward, or in place of the one that is there: directions that were made of another are made anew."""
     pairs = [built(), built(compiled=False, update="step")]
     for ours, (model, optimizer, run) in zip((True, False), pairs, strict=True):
-        state = optimizer.state[dict(model.named_parameters())["l1.weight"]]
+        state = optimizer.state[dict(model.named_parameters())["up.weight"]]
         advance(optimizer, run, [0])
         if when == "put" and ours:
             state["momentum_buffer"] = state["momentum_buffer"] * -0.5
@@ -240,7 +227,7 @@ def test_a_momentum_that_users_edit_counts(when):
             state["momentum_buffer"].mul_(-0.5)
         optimizer.step()
     assert_equal(pairs[0][0], pairs[1][0])
-    assert pairs[0][1].totals()["directions_used"] == (4 if when == "before" else 3)
+    assert pairs[0][1].totals()["directions_used"] == (6 if when == "before" else 5)
 
 
 # --- decay ------------------------------------------------------------------------------------------------------------
@@ -297,7 +284,7 @@ def test_muons_groups_have_one_momentum():
 def scheduled():
     torch.manual_seed(0)
     params = {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear", "total_num_steps": 8}
-    return initialize(Net(), {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    return initialize(Words(), {"scheduler": {"type": "WarmupDecayLR", "params": params}})
 
 
 def test_a_schedule_of_the_configuration_moves_all_rates():
@@ -324,4 +311,4 @@ def test_a_schedule_that_nobody_steps_is_an_error_in_the_second_step():
     optimizer.scheduler = None
     optimizer.step()
     optimizer.step()
-    assert MuonZero(Net()).scheduler is None
+    assert MuonZero(Words()).scheduler is None

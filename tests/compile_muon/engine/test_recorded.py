@@ -249,19 +249,6 @@ def test_schedules_of_every_method_need_no_other_graph(name):
     assert launched == ("'first', 'turn' of method 'soap'" if name == "soap" else None)
 
 
-def test_a_constant_of_a_method_is_another_graph():
-    graphs = AsGraphs()
-    runs = [Run(recorded, method="normuon") for recorded in (None, graphs)]
-    for number, x in enumerate(torch.randn(8, 5, 8)):
-        for run in runs:
-            if number == 4:
-                run.optimizer.param_groups[0]["beta2"] = 0.5
-            run.step(x)
-    for one, other in zip(*(run.held() for run in runs), strict=True):
-        assert torch.equal(one, other)
-    assert (graphs.recordings, graphs.replays) == (2, 6)
-
-
 def test_kinds_of_steps_that_take_turns_do_not_drive_each_other_out():
     """More of them than graphs that are kept: those that are stay, and the others are launched."""
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support.compiled import Net, X
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero
@@ -311,16 +312,6 @@ def test_visits_never_owe_less_than_nothing():
 # --- a backward that fails in the middle ------------------------------------------------------------------------------
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x))).square().mean()
-
-
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     """Out of memory in backward: the sums of earlier micro-batches are still in `.grad`."""
     from compile_muon import backend
@@ -341,15 +332,14 @@ def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     monkeypatch.setattr(backend, "lower_and_compile", fragile)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Small()
+    model = Net()
     optimizer = MuonZero(model, gradient_accumulation_steps=2, ns_dtype="float32")
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
-    x = torch.randn(3, 4)
-    run(x).backward()
+    run(X).square().mean().backward()
     sums = [p.grad.clone() for p in model.parameters()]
     failing.append(True)
     with pytest.raises(MemoryError):
-        run(x).backward()
+        run(X).square().mean().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), sums, strict=True))
     assert all(sharded.speculations.current is None for sharded in optimizer.engine.step.muon)
     optimizer.step()
