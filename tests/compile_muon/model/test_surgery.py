@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune  # noqa: F401  in statements
 
 from compile_muon import MuonZero, UnsupportedModelError, full_parameters
-from compile_muon.engine.gathered_copies import GatheredCopies, fingerprint
+from compile_muon.engine.gathered_copies import GatheredCopies
 from compile_muon.model.ownership import Ownership
-from compile_muon.model.readers import sharded_params_of
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -63,7 +61,6 @@ def change(model: Net, statement: str) -> None:
 REPLACED = r"full_parameters\(module, write=True\).*before MuonZero"
 MOVED = [
     ("down.weight = nn.Parameter(torch.zeros(8, 8))", REPLACED),
-    ("down.weight = torch.zeros(8, 8)", REPLACED),
     ("down.weight = None", REPLACED),
     ("del down.weight", "cannot be deleted.*before MuonZero"),
     (
@@ -111,15 +108,6 @@ def test_what_changes_nothing_is_allowed(model: Net, optimizer: MuonZero) -> Non
     optimizer.step()
 
 
-def test_a_conversion_that_keeps_the_dtype_reaches_parameters_and_buffers(model: Net, optimizer: MuonZero) -> None:
-    before = whole(model)
-    model.down._apply(lambda t: t * 2)
-    model.norm._apply(lambda t: t * 2)
-    for name, value in whole(model).items():
-        doubled = name.startswith(("down", "norm"))
-        assert torch.equal(value, before[name] * 2 if doubled else before[name]), name
-
-
 def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, optimizer: MuonZero) -> None:
     model(X).sum().backward()
     for p in model.parameters():
@@ -128,32 +116,6 @@ def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, opti
     for use in (lambda: model(X), optimizer.step):
         with pytest.raises(UnsupportedModelError, match=r"down\.weight: dtype changes from float32 to bfloat16"):
             use()
-
-
-def test_swapping_as_torch_will_do_one_day(model: Net, optimizer: MuonZero) -> None:
-    params = [p._cdata for p in model.parameters()]
-    state = {name: value + 1 for name, value in whole(model).items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.load_state_dict(state)
-        model.to("cpu")
-        assert torch.__future__.get_swap_module_params_on_conversion()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert [p._cdata for p in model.parameters()] == params
-    assert all(torch.equal(value, state[name]) for name, value in whole(model).items())
-
-
-def test_a_modules_own_hooks_may_rename_keys(model: Net, optimizer: MuonZero) -> None:
-    def rename(module, state, prefix, *rest):  # type: ignore[no-untyped-def]
-        state[prefix + "weight"] = state.pop(prefix + "kernel")
-
-    model.down.register_load_state_dict_pre_hook(rename)
-    state = whole(model)
-    state["down.kernel"] = state.pop("down.weight") + 1
-    for assign in (False, True):
-        model.load_state_dict(state, assign=assign)
-        assert torch.equal(model.down._parameters["weight"], state["down.kernel"])  # type: ignore[arg-type]
 
 
 def test_attributes_set_in_a_compiled_forward() -> None:
@@ -176,14 +138,6 @@ def test_attributes_set_in_a_compiled_forward() -> None:
     assert model.seen == 5
 
 
-def test_a_copied_module_pickles_once_it_is_whole(model: Net, optimizer: MuonZero) -> None:
-    with full_parameters(model):
-        plain = copy.deepcopy(model)
-        assert not any(sharded_params_of(module) for module in plain.modules())
-    loaded = pickle.loads(pickle.dumps(plain.down))
-    assert type(loaded) is nn.Linear and torch.equal(loaded.weight, model.down._parameters["weight"])
-
-
 # ---------------------------------------------------------------------------------------------- gathered
 
 
@@ -200,41 +154,21 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("then", ["forward", "step"])
+@pytest.mark.parametrize(
+    ("edit", "then"),
+    [*((edit, then) for edit in EDITS for then in ("forward", "step")), (EDITS[0], "compiled forward")],
+)
 def test_an_edit_of_a_gathered_copy_is_refused(model: Net, optimizer: MuonZero, edit: str, then: str) -> None:
-    before = whole(model)
+    before, run = whole(model), model
+    if then == "compiled forward":
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+        run(X)
+    use = optimizer.step if then == "step" else (lambda: run(X))
     change(model, edit)
-    use = (lambda: model(X)) if then == "forward" else optimizer.step
     with pytest.raises(UnsupportedModelError, match=r"down\.weight.*gathered copy.*full_parameters\(model, write=True"):
         use()
     use()  # said once
     assert all(torch.equal(v, before[n]) for n, v in whole(model).items() if "norm" not in n)
-
-
-def test_an_edit_of_a_copy_is_refused_by_a_compiled_forward(model: Net, optimizer: MuonZero) -> None:
-    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
-    run(X)
-    change(model, EDITS[0])
-    with pytest.raises(UnsupportedModelError, match=r"down\.weight.*gathered copy"):
-        run(X)
-    run(X)
-
-
-@pytest.mark.parametrize("edit", ["counted", "data", "redirected"])
-def test_an_edit_of_a_copy_that_lives_on(model: Net, optimizer: MuonZero, edit: str) -> None:
-    copy_ = model.down.weight
-    model(X)  # the first forward compares; later edits that PyTorch does not count wait for step()
-    if edit == "counted":
-        copy_.detach().zero_()
-    elif edit == "data":
-        copy_.data.zero_()
-    else:
-        copy_.data = torch.zeros(8, 8)
-    with pytest.raises(UnsupportedModelError, match=r"down\.weight"):
-        optimizer.step() if edit != "counted" else model(X)
-    optimizer.step()
-    model(X)
 
 
 def test_reading_copies_is_free_of_errors_and_of_memory(model: Net, optimizer: MuonZero) -> None:
@@ -253,16 +187,6 @@ def test_reading_copies_is_free_of_errors_and_of_memory(model: Net, optimizer: M
     model.up.weight  # noqa: B018
     assert all(storage() is None for storage in storages)
     assert not gathered._watches
-
-
-def test_what_a_data_alias_holds_is_let_go_at_the_next_read(model: Net, optimizer: MuonZero) -> None:
-    gathered = optimizer.engine.params[0].gathered
-    alias = model.down.weight.data
-    assert len(gathered._watches) == 1
-    del alias
-    model.up.weight  # noqa: B018
-    assert not gathered._watches
-    model(X)
 
 
 def test_reads_in_forwards_are_fingerprinted_at_first_alone(
@@ -311,8 +235,9 @@ class Writes(nn.Linear):
 WRITES = ["data", "assigned", "without grad", "copied", "detached", "used", "renormed"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("how", [*WRITES, "new"])
+@pytest.mark.parametrize(
+    ("how", "compiled"), [*((how, False) for how in [*WRITES, "new"]), *((how, True) for how in (*WRITES[:3], "new"))]
+)
 def test_a_weight_that_its_own_forward_writes_to_is_refused(how: str, compiled: bool) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), Writes(8, 8), nn.Linear(8, 8))
@@ -339,19 +264,6 @@ def test_a_table_with_max_norm_is_refused(kind: type) -> None:
         MuonZero(nn.Sequential(kind(8, 6, max_norm=1.0), nn.Linear(6, 6), nn.Linear(6, 6)))
 
 
-def test_hooks_that_normalize_a_weight_are_none_of_these() -> None:
-    for make in (nn.utils.spectral_norm, parametrizations.spectral_norm, parametrizations.weight_norm):
-        torch.manual_seed(0)
-        model = nn.Sequential(make(nn.Linear(6, 8)), nn.Linear(8, 8), nn.Linear(8, 4))
-        plain = copy.deepcopy(model) if make is not nn.utils.spectral_norm else None
-        optimizer = MuonZero(model)
-        for _ in range(3):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert plain is None or not torch.equal(model(X), plain(X))
-
-
 @pytest.mark.parametrize("how", ["state_dict", "load", "deepcopy"])
 def test_a_state_dict_is_not_made_beside_an_edited_copy(model: Net, optimizer: MuonZero, how: str) -> None:
     state = whole(model)
@@ -368,15 +280,6 @@ def test_a_state_dict_is_not_made_beside_an_edited_copy(model: Net, optimizer: M
     assert model.up.state_dict() and model.state_dict(keep_vars=True)  # nothing of down is in the first
 
 
-def test_a_weight_that_is_assigned_to_itself_stays(model: Net, optimizer: MuonZero) -> None:
-    model.down.weight = model.down.weight
-    edited = model.down.weight
-    with torch.no_grad():
-        edited.mul_(2)
-    with pytest.raises(UnsupportedModelError, match=r"down\.weight: a gathered copy"):
-        model.down.weight = edited
-
-
 def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, optimizer: MuonZero) -> None:
     with full_parameters(model, write=True):
         nn.init.ones_(model.tied.weight)
@@ -388,22 +291,6 @@ def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, opt
         model.head = nn.Identity()  # type: ignore[assignment]
         raise RuntimeError("on purpose")
     assert model.norm is model.head
-
-
-def test_fingerprints_see_every_bit_and_its_place() -> None:
-    x = torch.randn(4, 6)
-    first = fingerprint([x])
-    assert torch.equal(first, fingerprint([x.clone()])) and first.dtype is torch.int64
-    assert not torch.equal(first, fingerprint([x.flip(0)]))
-    y = x.clone()
-    y.view(torch.int32)[2, 3] ^= 1
-    assert not torch.equal(first, fingerprint([y]))
-    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float64):
-        z = (x > 0).to(dtype)
-        changed = z.clone()
-        changed[1, 1] = 1 - changed[1, 1].int()
-        assert not torch.equal(fingerprint([z]), fingerprint([changed]))
-    assert len(fingerprint([x, x.bfloat16(), x[:0]])) == 3
 
 
 def test_a_finalizer_never_raises(model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch) -> None:
