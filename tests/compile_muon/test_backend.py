@@ -332,30 +332,6 @@ def test_autocast():
     assert all(state.param.dtype is torch.float32 for state in optimizer.engine.step.muon)
 
 
-def test_bfloat16_parameters_with_float32_masters():
-    model, optimizer = built(param_dtype=torch.bfloat16)
-    seen = []
-    run = torch.compile(model, backend="muon_zero", options=EAGER)
-    torch.manual_seed(0)
-    plain = Net()
-    reference = plainly(plain, optimizer)
-    for i in range(3):
-        out = run((X * (i + 1) / 2).bfloat16())
-        seen.append(out.dtype)
-        out.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        half = copy.deepcopy(plain).bfloat16()
-        half((X * (i + 1) / 2).bfloat16()).float().square().mean().backward()
-        for p, q in zip(plain.parameters(), half.parameters(), strict=True):
-            p.grad = q.grad.float()
-        reference.step()
-        reference.zero_grad()
-    assert set(seen) == {torch.bfloat16}
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-    assert_same(model, plain, atol=1e-5)
-
-
 def test_inference_frames_leave_no_account():
     model, optimizer = built()
     run = torch.compile(model, backend="muon_zero", options=EAGER)

@@ -157,23 +157,6 @@ assert compile_muon.__file__.startswith({str(tmp_path)!r}), compile_muon.__file_
     assert "fine" in in_a_fresh_process(code, tmp_path)
 
 
-HOSTED = [*(ROOT / ".github").rglob("*.yml")]
-
-
-@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.name)
-def test_files_for_a_code_host_are_whole(path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    read = yaml.safe_load(path.read_text())
-    if path.parent.name == "workflows":
-        commands = [step["run"] for job in read["jobs"].values() for step in job["steps"] if "run" in step]
-        assert any(".ci/run" in command for command in commands)
-        for script in re.findall(r"\S+\.py", " ".join(commands)):
-            assert (ROOT / script).is_file(), script
-    elif path.name == "bug.yml":
-        doctor = next(part for part in read["body"] if part["id"] == "doctor")
-        assert "python -m compile_muon doctor" in doctor["attributes"]["label"] and doctor["validations"]["required"]
-
-
 def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"compile_muon"}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import compile_muon
-from compile_muon.planning.machine import load_machine
-from compile_muon.planning.machines.calibrate import write_machine
+from compile_muon.model import setup_agreement
 
 WIDTH = 8
 ODD = 1  # the rank that does something else
@@ -87,8 +85,11 @@ def build(difference: dict[str, Any]) -> str:
     if "muon_params" in difference:  # a predicate is compared by what it chooses
         left_out = settings.get("muon_params", "none")
         settings["muon_params"] = lambda name, param: left_out not in name
+    theirs, version = settings.pop("version", None), setup_agreement.version
+    known = lambda name: theirs if theirs and name == "compile_muon" else version(name)  # noqa: E731
     try:
-        compile_muon.MuonZero(model, **settings)
+        with mock.patch.object(setup_agreement, "version", known):
+            compile_muon.MuonZero(model, **settings)
     except compile_muon.MuonZeroError as error:
         assert type(model.head) is nn.Linear
         kept = [torch.equal(before[name], value) for name, value in model.state_dict().items()]
@@ -107,6 +108,10 @@ def build(difference: dict[str, Any]) -> str:
             "settings: zero.gradient_clipping = 1.0 on rank 1, None on ranks 0, 2, zero.param_dtype = torch.bfloat16 "
             "on rank 1, None on ranks 0, 2; ",
         ),
+        (
+            {"version": "0.0.9"},
+            f"library versions: compile_muon = 0.0.9 on rank 1, {compile_muon.__version__} on ranks 0, 2; nothing was",
+        ),
         ({"tied": True}, "parameters: blocks.3.up.weight = (absent) on rank 1, (12, 8) float32 on ranks 0, 2; "),
         ({"frozen": True}, "parameters: head.weight = (5, 8) float32 frozen on rank 1, (5, 8) float32 on ranks 0, 2; "),
         (
@@ -116,55 +121,12 @@ def build(difference: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_ranks_compare_settings_and_parameters(
+def test_ranks_compare_versions_settings_and_parameters(
     ranks: Callable[[int], Ranks], difference: dict[str, Any], said: str
 ) -> None:
     first, *others = ranks(3).run(build, difference=difference)
-    kind = "ConfigError" if said.startswith("settings") else "UnsupportedModelError"
+    kind = "ConfigError" if said.startswith(("settings", "library")) else "UnsupportedModelError"
     assert first.startswith(f"{kind}: ranks disagree on {said}"), first
-    assert others == [first, first]
-
-
-def build_with_files(files: list[str]) -> str:
-    try:
-        compile_muon.MuonZero(stack(), machine=files[dist.get_rank()])
-    except compile_muon.MuonZeroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_files_of_machines_are_compared_by_their_contents(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Not by where they are, nor by what they say of their sources."""
-    cpu = load_machine("cpu")
-    files = [tmp_path / f"{rank}.json" for rank in range(3)]
-    for rank, path in enumerate(files):
-        write_machine(dataclasses.replace(cpu, sources={"all": f"measured by {rank}"}), path)
-    assert ranks(3).run(build_with_files, files=list(map(str, files))) == ["no error"] * 3
-    write_machine(dataclasses.replace(cpu, kernel_seconds=0.5), files[ODD])
-    said = f"settings: machine.kernel_seconds = 0.5 on rank 1, {cpu.kernel_seconds} on ranks 0, 2; nothing was changed"
-    for found in ranks(3).run(build_with_files, files=list(map(str, files))):
-        assert found.startswith(f"ConfigError: ranks disagree on {said}")
-
-
-def build_with_other_versions() -> str:
-    from compile_muon.model import setup_agreement
-
-    real = setup_agreement.version
-    if dist.get_rank() == ODD:
-        setup_agreement.version = lambda name: "0.0.9" if name == "compile_muon" else real(name)
-    try:
-        compile_muon.MuonZero(stack())
-    except compile_muon.MuonZeroError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        setup_agreement.version = real
-    return "no error"
-
-
-def test_ranks_compare_library_versions(ranks: Callable[[int], Ranks]) -> None:
-    first, *others = ranks(3).run(build_with_other_versions)
-    said = f"compile_muon = 0.0.9 on rank 1, {compile_muon.__version__} on ranks 0, 2; nothing was changed"
-    assert first.startswith(f"ConfigError: ranks disagree on library versions: {said}")
     assert others == [first, first]
 
 
@@ -312,9 +274,13 @@ def trained(edits: bool) -> tuple[list[Tensor], int]:
     return snapshot(model, optimizer), optimizer.totals()["directions_used"]
 
 
+def trained_both_ways() -> tuple[int, int]:
+    """Directions used with the edits, and without; the numbers are the same."""
+    (edited, less), (plain, used) = trained(True), trained(False)
+    assert all(map(torch.equal, edited, plain))
+    return less, used
+
+
 def test_all_ranks_make_a_direction_anew_that_one_has_lost(ranks: Callable[[int], Ranks]) -> None:
-    for (edited, less), (plain, used) in zip(
-        ranks(2).run(trained, edits=True), ranks(2).run(trained, edits=False), strict=True
-    ):
+    for less, used in ranks(2).run(trained_both_ways):
         assert less == used / 2 > 0
-        assert all(map(torch.equal, edited, plain))
