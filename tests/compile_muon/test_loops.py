@@ -278,10 +278,7 @@ def test_every_loop_is_right_wherever_directions_are_made(settings):
         assert settings["update"] != "step" or metrics["directions_speculated"] == metrics["directions_used"] == 0, name
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["clip_grad_norm", *(pytest.param(name, marks=pytest.mark.full) for name in ("zero_in_place", "two_forwards"))],
-)
+@pytest.mark.parametrize("name", ["clip_grad_norm", pytest.param("two_forwards", marks=pytest.mark.full)])
 def test_generated_code(name):
     check(LOOPS[name][0], Ours(codegen="inductor"))
 
@@ -309,21 +306,15 @@ def test_a_head_that_runs_in_chunks_does_not_hide_the_last_backward():
 # --- clipping by configuration ----------------------------------------------------------------------------------------
 
 
-def clipped_there(limit):
-    """By the loop on their side, by the optimizer on ours."""
-
-    def clip(side, i):
-        if isinstance(side, Plain):
-            torch.nn.utils.clip_grad_norm_(side.model.parameters(), limit)
-
-    return clip
-
-
 def test_directions_resume_once_the_norm_stays_under_the_limit():
     def loss(side, i):
         return loss_of(side.run, i) * (100.0 if i < 4 else 1e-3)
 
-    metrics = check(usual(clipped_there(1.0), loss=loss, steps=12), Ours(gradient_clipping=1.0))
+    def clip(side, i):  # by the optimizer on our side
+        if isinstance(side, Plain):
+            torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
+
+    metrics = check(usual(clip, loss=loss, steps=12), Ours(gradient_clipping=1.0))
     # 3 discarded, 1 + 3 made in step() until it resumes
     assert metrics["directions_discarded"] == 2 * 3, metrics
     assert metrics["directions_used"] == 2 * 5, metrics
@@ -343,11 +334,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"gradient_clipping": 0.05},
-        {"gradient_accumulation_steps": None},
-        *(pytest.param(o, marks=pytest.mark.full) for o in ({"update": "step"}, {"gradient_accumulation_steps": 2})),
-    ],
+    [{"gradient_clipping": 0.05}, {"gradient_accumulation_steps": None}, {"update": "step"}],
 )
 def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
     """The left one steps after every micro-batch, the right one after two: whatever its settings say."""
@@ -373,12 +360,8 @@ def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
                     right.zero_grad()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    left, right = (optimizer.totals() for optimizer in ours)
+    left = ours[0].totals()
     assert left["directions_used"] == left["directions_speculated"] == 2 * 8, left
-    if other.get("update") == "step":
-        assert right["directions_speculated"] == 0
-    elif "gradient_clipping" not in other:
-        assert right["directions_used"] >= 2 * 3, right
 
 
 # --- "auto" -----------------------------------------------------------------------------------------------------------

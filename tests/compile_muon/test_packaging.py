@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = re.findall(r'^__version__ = "(.*)"$', (ROOT / "compile_muon" / "__init__.py").read_text(), re.MULTILINE)[0]
 LAYERS = {"compile_muon.kernels": ROOT / "kernels", "compile_muon.passes": ROOT / "passes"}
-MODULES = [
-    ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+#: each module of ours, and its file
+SOURCES = {
+    ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
     for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items()
     for path in sorted(folder.rglob("*.py"))
-    if path.name != "__main__.py"
-]
+}
+MODULES = [module for module, path in SOURCES.items() if path.name != "__main__.py"]
 
 
 def in_a_fresh_process(code: str, folder: Path) -> str:
@@ -45,7 +47,7 @@ for name in {MODULES!r}:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "triton":
+        if (error.name or "").partition(".")[0] not in ("triton", "torchtitan"):
             raise
 for name in ("passes", "kernels"):
     assert name not in sys.modules, name
@@ -69,46 +71,6 @@ print(*{name.partition('.')[0] for name in sys.modules})
     assert "compile_muon" in imported
     assert not imported & {"matplotlib", "transformers", "deepspeed", "pytest", "hypothesis"}
     assert not imported & {"rich", "safetensors"}  # for whoever prints a summary, or saves a checkpoint
-
-
-@pytest.mark.full
-def test_importing_us_first_leaves_transformers_its_kernels_package(tmp_path: Path) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    code = """
-import sys, compile_muon, compile_muon.kernels, compile_muon.passes
-import transformers
-from transformers import GPT2Config, GPT2LMHeadModel  # pulls in the integrations that look for `kernels`
-GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
-ours = [name for name, module in sys.modules.items()
-        if name in ("kernels", "passes") and "compile_muon" in str(getattr(module, "__file__", ""))]
-assert not ours, ours
-"""
-    in_a_fresh_process(code, tmp_path)
-
-
-@pytest.mark.full
-def test_operators_survive_imports_from_the_checkouts_root() -> None:
-    """There our folders answer to `kernels`, which transformers imports to learn its version, and to `passes`."""
-    code = """
-import torch
-from compile_muon.kernels import newton_schulz
-from compile_muon.kernels.ops import newton_schulz_op
-import compile_muon.passes
-before = {name: getattr(torch.ops.muon_zero, name).default for name in ("newton_schulz", "unshard", "pack")}
-import kernels
-try:
-    import passes
-except ImportError as error:
-    assert "compile_muon.passes" in str(error), error
-else:
-    raise AssertionError("passes was loaded a second time")
-for name, op in before.items():
-    assert getattr(torch.ops.muon_zero, name).default is op, f"{name} was registered again"
-assert newton_schulz_op._opoverload is before["newton_schulz"]
-assert newton_schulz(torch.ones(2, 3)).shape == (2, 3)
-"""
-    in_a_fresh_process(code, ROOT)
 
 
 def test_these_tests_see_what_is_installed() -> None:
@@ -166,13 +128,8 @@ def test_triton_is_an_extra_that_fits_torch(wheel: zipfile.ZipFile) -> None:
     named = re.findall(r"^Requires-Dist: triton(.*)$", metadata, re.MULTILINE)
     assert named and all('extra == "triton"' in rest and "platform_machine" in rest for rest in named)
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
-    assert {re.findall(r"[a-z]+", line.split()[1])[0] for line in needed} == {
-        "torch",
-        "sympy",
-        "rich",
-        "safetensors",
-        "numpy",
-    }
+    named = {re.findall(r"[a-z]+", line.split()[1])[0] for line in needed}
+    assert named == {"torch", "sympy", "rich", "safetensors", "numpy"}
     pins = dict(re.findall(r"^(torch|triton)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert pins["torch"].startswith("2.13") and pins["triton"].startswith("3.7")
 
@@ -198,23 +155,6 @@ import compile_muon
 assert compile_muon.__file__.startswith({str(tmp_path)!r}), compile_muon.__file__
 """
     assert "fine" in in_a_fresh_process(code, tmp_path)
-
-
-HOSTED = [*(ROOT / ".github").rglob("*.yml")]
-
-
-@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.name)
-def test_files_for_a_code_host_are_whole(path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    read = yaml.safe_load(path.read_text())
-    if path.parent.name == "workflows":
-        commands = [step["run"] for job in read["jobs"].values() for step in job["steps"] if "run" in step]
-        assert any(".ci/run" in command for command in commands)
-        for script in re.findall(r"\S+\.py", " ".join(commands)):
-            assert (ROOT / script).is_file(), script
-    elif path.name == "bug.yml":
-        doctor = next(part for part in read["body"] if part["id"] == "doctor")
-        assert "python -m compile_muon doctor" in doctor["attributes"]["label"] and doctor["validations"]["required"]
 
 
 def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:
@@ -273,41 +213,12 @@ def forbidden_imports(path: Path, module: str, allowed: tuple[str, ...]) -> list
     ]
 
 
-@pytest.mark.parametrize(
-    ("layer", "allowed"),
-    [
-        ("compile_muon.kernels", ("compile_muon.kernels",)),
-        ("compile_muon.passes", ("compile_muon.passes", "compile_muon.kernels")),
-    ],
-)
-def test_lower_layers_never_import_upper_ones(layer: str, allowed: tuple[str, ...]) -> None:
-    folder = LAYERS[layer]
-    found = {}
-    for path in sorted(folder.rglob("*.py")):
-        module = ".".join((layer, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
-        if names := forbidden_imports(path, module, allowed):
-            found[str(path.relative_to(ROOT))] = names
-    assert not found
-
-
-@pytest.mark.parametrize(
-    ("source", "forbidden"),
-    [
-        ("import compile_muon", ["compile_muon"]),
-        ("from compile_muon import initialize", ["compile_muon.initialize"]),
-        ("from ..config import Config", ["compile_muon.config.Config"]),
-        ("from .. import ledger", ["compile_muon.ledger"]),
-        ("import kernels", ["kernels"]),
-        ("def late():\n    import compile_muon.optimizer", ["compile_muon.optimizer"]),
-        ("from .costs import price", []),
-        ("from compile_muon.kernels import newton_schulz\nfrom . import costs\nimport torch", []),
-    ],
-)
-def test_the_import_check_can_fail(tmp_path: Path, source: str, forbidden: list[str]) -> None:
-    path = tmp_path / "lower.py"
-    path.write_text(source)
-    allowed = ("compile_muon.passes", "compile_muon.kernels")
-    assert forbidden_imports(path, "compile_muon.passes.lower", allowed) == forbidden
+@pytest.mark.parametrize("layer", LAYERS)
+def test_lower_layers_never_import_upper_ones(layer: str) -> None:
+    allowed = tuple(LAYERS)[: 1 + (layer == "compile_muon.passes")]
+    of_layer = {module: path for module, path in SOURCES.items() if f"{module}.".startswith(f"{layer}.")}
+    assert of_layer
+    assert not {m: names for m, path in of_layer.items() if (names := forbidden_imports(path, m, allowed))}
 
 
 def private_reaches(sources: Mapping[str, str]) -> list[str]:
@@ -341,68 +252,14 @@ def private_reaches(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
+def texts(*names: str) -> dict[str, str]:
+    """Of all files below folders."""
+    paths = [path for name in names for path in sorted((ROOT / name).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
 def test_no_module_names_what_another_keeps_to_itself() -> None:
-    folders = [ROOT / name for name in ("compile_muon", "passes", "kernels")]
-    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    assert not private_reaches({str(path.relative_to(ROOT)): path.read_text() for path in paths})
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("def f(optimizer): return optimizer._steps", ["upper:1 optimizer._steps"]),
-        ("from compile_muon.lower import _helper", ["upper:1 imports _helper"]),
-        ("def f(module): return module._parameters", []),
-        ("class A:\n    def f(self): return self._steps", []),
-        ("class A:\n    def __init__(self, b): self._c = b._c", []),
-    ],
-)
-def test_the_check_of_private_names_can_fail(source: str, found: list[str]) -> None:
-    lower = "class Optimizer:\n    def __init__(self): self._steps = 0\ndef _helper(): pass"
-    assert private_reaches({"lower": lower, "upper": source}) == found
-
-
-#: what is written by its own methods only, and what holders call it
-WRITTEN_BY_ITSELF = {
-    "ledger.py": "ledger",
-    "sharded_param.py": "sharded|copied|a",
-    "visits.py": "visits",
-    "sums.py": "sums",
-    "speculation.py": "speculations",
-    "recorded.py": "recorded",
-}
-
-
-def writes_of_others(sources: Mapping[str, str]) -> list[str]:
-    """Where code assigns to an attribute of what only writes itself."""
-    found = []
-    for module, source in sources.items():
-        others = "|".join(names for file, names in WRITTEN_BY_ITSELF.items() if not module.endswith(f"/{file}"))
-        for node in nodes_of(source):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                holder = re.sub(r"\[.*?\]|_params|\.counters", "", ast.unparse(node.value))
-                if re.fullmatch(rf"(.*\.)?({others})", holder):
-                    found.append(f"{module}:{node.lineno} {ast.unparse(node)}")
-    return found
-
-
-def test_the_ledger_and_its_parameters_are_written_by_their_own_methods() -> None:
-    paths = sorted((ROOT / "compile_muon").rglob("*.py"))
-    assert not writes_of_others({str(path.relative_to(ROOT)): path.read_text() for path in paths})
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("self.ledger.counters.used += 1", ["upper:1 self.ledger.counters.used"]),
-        ("sharded_params[0].ledger.left = 3", ["upper:1 sharded_params[0].ledger.left"]),
-        ("for sharded in all: sharded.tags = ()", ["upper:1 sharded.tags"]),
-        ("sharded_params[i].visits.delivers = True", ["upper:1 sharded_params[i].visits.delivers"]),
-        ("sharded.param.grad = None; self.counters = 0; ledger.join(sharded)", []),
-    ],
-)
-def test_the_check_of_writes_can_fail(source: str, found: list[str]) -> None:
-    assert writes_of_others({"upper": source}) == found
+    assert not private_reaches(texts("compile_muon", "passes", "kernels"))
 
 
 #: what loops over extensions and names none, beside all of engine/
@@ -441,19 +298,44 @@ def test_the_core_names_no_feature() -> None:
     assert not {path: names for path, names in found.items() if names}
 
 
+def imports_up(source: str, folder: Path) -> list[str]:
+    (folder / "lower.py").write_text(source)
+    return forbidden_imports(folder / "lower.py", "compile_muon.passes.lower", tuple(LAYERS))
+
+
+def private_of_lower(source: str, _: Path) -> list[str]:
+    lower = "class Optimizer:\n    def __init__(self): self._steps = 0\ndef _helper(): pass"
+    return private_reaches({"lower": lower, "upper": source})
+
+
+def features(source: str, _: Path) -> list[str]:
+    return named_features(source)
+
+
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("check", "source", "found"),
     [
-        ("from compile_muon.extensions.qk_clip import MuonClip", ["1 compile_muon.extensions.qk_clip", "1 MuonClip"]),
-        ("import compile_muon.offload as away", ["1 compile_muon.offload"]),
-        ("if config.muon.qk_clip is not None: pass", ["1 qk_clip"]),
-        ("def f(ledger): return ledger.shares_sequences", ["1 shares_sequences"]),
-        ("why = 'pipeline stages decide together'", ["1 pipeline stages decide together"]),
-        ("def f(x: Sequence[int], stage: int): 'A sequence.'; return x", []),
+        (imports_up, "import compile_muon", ["compile_muon"]),
+        (imports_up, "from compile_muon import initialize", ["compile_muon.initialize"]),
+        (imports_up, "from ..config import Config", ["compile_muon.config.Config"]),
+        (imports_up, "from .. import ledger", ["compile_muon.ledger"]),
+        (imports_up, "import kernels", ["kernels"]),
+        (imports_up, "def late():\n    import compile_muon.optimizer", ["compile_muon.optimizer"]),
+        (imports_up, "from compile_muon.kernels import newton_schulz\nfrom . import costs\nimport torch", []),
+        (private_of_lower, "def f(optimizer): return optimizer._steps", ["upper:1 optimizer._steps"]),
+        (private_of_lower, "from compile_muon.lower import _helper", ["upper:1 imports _helper"]),
+        (private_of_lower, "def f(module): return module._parameters", []),
+        (private_of_lower, "class A:\n    def f(self): return self._steps", []),
+        (private_of_lower, "class A:\n    def __init__(self, b): self._c = b._c", []),
+        (features, "import compile_muon.offload as away", ["1 compile_muon.offload"]),
+        (features, "if config.muon.qk_clip is not None: pass", ["1 qk_clip"]),
+        (features, "def f(ledger): return ledger.shares_sequences", ["1 shares_sequences"]),
+        (features, "why = 'pipeline stages decide together'", ["1 pipeline stages decide together"]),
+        (features, "def f(x: Sequence[int], stage: int): 'A sequence.'; return x", []),
     ],
 )
-def test_the_check_of_features_can_fail(source: str, found: list[str]) -> None:
-    assert named_features(source) == found
+def test_the_checks_of_sources_can_fail(check: Any, source: str, found: list[str], tmp_path: Path) -> None:
+    assert check(source, tmp_path) == found
 
 
 @cache
@@ -466,13 +348,11 @@ def folder_of(name: str) -> str | None:
 def folders() -> dict[str, set[str]]:
     """Folder -> the folders that it imports from, in functions as well."""
     graph: dict[str, set[str]] = {}
-    for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items():
-        for path in folder.rglob("*.py"):
-            module = ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
-            own = folder_of(module)
-            if own is not None and path.name != "__main__.py":
-                found = {folder_of(name) for name in imported_names(path, module)} - {own, None}
-                graph.setdefault(own, set()).update(found)
+    for module, path in SOURCES.items():
+        own = folder_of(module)
+        if own is not None and path.name != "__main__.py":
+            found = {folder_of(name) for name in imported_names(path, module)} - {own, None}
+            graph.setdefault(own, set()).update(found)
     return graph
 
 
@@ -488,11 +368,7 @@ def test_folders_import_one_way() -> None:
 
 def test_files_import_no_circle() -> None:
     """Not even for types: of two that need each other one knows the other by what it asks of it."""
-    paths = {}
-    for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items():
-        for path in folder.rglob("*.py"):
-            if path.name not in ("__init__.py", "__main__.py"):  # which hand names on
-                paths[".".join((package, *path.relative_to(folder).with_suffix("").parts))] = path
+    paths = {m: path for m, path in SOURCES.items() if path.name not in ("__init__.py", "__main__.py")}  # hand names on
     graph = {}
     for module, path in paths.items():
         names = [name for name in imported_names(path, module) if name.startswith("compile_muon")]
@@ -503,7 +379,6 @@ def test_files_import_no_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_the_map_of_folders_is_whole() -> None:
     """CONTRIBUTING.md has a line for each folder of the package, and none for one that is gone."""
     said = set(re.findall(r"^((?:kernels|passes|compile_muon)/\S*)  ", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
@@ -515,15 +390,7 @@ def test_the_map_of_folders_is_whole() -> None:
     assert said == there
 
 
-def test_the_engine_says_in_which_order_to_read_it() -> None:
-    folder = ROOT / "compile_muon/engine"
-    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert said is not None
-    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} <= set(
-        re.findall(r"\w+", said.partition("\n")[2])
-    )
-
-
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_lint_checks_the_types_of_every_module() -> None:
     """mypy says that all is well of a package whose modules it does not find."""
     printed = subprocess.run(["make", "-n", "types"], capture_output=True, text=True, check=True, cwd=ROOT).stdout

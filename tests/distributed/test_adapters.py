@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,36 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks
 from support.launched import accelerated
-from support.reference import full, world_and_rank
+from support.on_transformers import trainer_of
+from support.reference import full
+from support.trainers import gpt, refusal, sentences
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
 
 import compile_muon
 
-STEPS, BATCH, LIMIT = 4, 2, 0.5
 CONFIG = {
     "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}},
     "zero_optimization": {"stage": 3},
 }
 
-#: a process without compile_muon: adapters onto the base model
-APART = """
-import sys, torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base, adapters, out = sys.argv[1:]
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters)
-torch.save({name: param.detach() for name, param in model.named_parameters()}, out)
-assert not any(name.startswith("compile_muon") for name in sys.modules)
-"""
-
 
 def base(**more: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(3)
-    shape = dict(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **more))
+    return gpt(n_layer=2, **more)
 
 
 def lora() -> Any:
@@ -59,103 +41,8 @@ def lora() -> Any:
     return model
 
 
-class Sentences(Dataset):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(0, 61, (48, 8), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        labels = self.tokens[index].clone()
-        labels[0] = -100  # the Trainer divides by the number of labels, of which the first predicts nothing
-        return {"input_ids": self.tokens[index], "labels": labels}
-
-
 def weights(model: Any) -> dict[str, Tensor]:
     return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
-
-
-def plain(world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """By hand, in one process on the batches of all ranks."""
-    model, data, losses = lora(), Sentences(), []
-    optimizer = compile_muon.MuonZero(
-        model, lr=0.02, adamw_lr=0.003, weight_decay=0.1, ns_dtype="fp32", gradient_accumulation_steps=None
-    )
-    for step in range(STEPS):
-        total = 0.0
-        for rank in range(world):
-            tokens = data.tokens[(step * world + rank) * BATCH :][:BATCH]
-            loss = model(input_ids=tokens, labels=tokens).loss / world
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, weights(model)
-
-
-def by_accelerate(folder: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Accelerate's loop. Saved in each way there is, loaded into another one; a state too."""
-    from accelerate import Accelerator
-
-    from compile_muon.integrations.accelerate import prepare
-
-    place, losses = Path(folder), []
-    world, rank = world_and_rank()
-    with accelerated():
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = prepare(accelerator, *compile_muon.initialize(lora(), CONFIG))
-        for step in range(STEPS):
-            tokens = Sentences().tokens[(step * world + rank) * BATCH :][:BATCH]
-            loss = model(input_ids=tokens, labels=tokens).loss
-            accelerator.backward(loss)
-            losses.append(accelerator.gather(loss.detach()).mean().item())
-            accelerator.clip_grad_norm_(model.parameters(), LIMIT)
-            optimizer.step()
-            optimizer.zero_grad()
-        compile_muon.save_pretrained(model, place / "ours")
-        state = accelerator.get_state_dict(model)
-        if accelerator.is_main_process:
-            accelerator.unwrap_model(model).save_pretrained(place / "theirs", state_dict=state)
-        accelerator.save_model(model, place / "whole")
-        accelerator.save_state(place / "state")
-        found = weights(model)
-        for load in ("ours", "theirs", "state"):
-            with torch.no_grad():
-                for param in model.parameters():
-                    if param.requires_grad:
-                        param.zero_()
-            load_state = accelerator.load_state if load == "state" else None
-            load_state(place / load) if load_state else compile_muon.load_pretrained(model, place / load)
-            assert all(torch.equal(value, found[name]) for name, value in weights(model).items())
-        return losses, found
-
-
-@pytest.mark.campaign
-def test_accelerate_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    losses, expected = plain(2)
-    before = weights(lora())
-    for mine, found in ranks(2).run(by_accelerate, folder=str(tmp_path)):
-        assert mine == pytest.approx(losses, rel=1e-5, abs=2e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
-        trained = {name for name, value in found.items() if not torch.equal(value, before[name])}
-        assert trained == {n for n in found if "lora_" in n and ".default." in n or "modules_to_save" in n}
-    for ours in ("ours", "state/muon_zero"):
-        for name in ("", "other/"):
-            one = load_file(tmp_path / ours / f"{name}adapter_model.safetensors")
-            other = load_file(tmp_path / "theirs" / f"{name}adapter_model.safetensors")
-            assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-            assert (tmp_path / ours / f"{name}adapter_config.json").exists()
-    assert not (tmp_path / "ours" / "model.safetensors").exists()
-    assert len(load_file(tmp_path / "whole" / "model.safetensors")) > len(one) * 5
-    base().save_pretrained(tmp_path / "base")
-    command = [sys.executable, "-c", APART, *(str(tmp_path / name) for name in ("base", "ours", "out"))]
-    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True)
-    apart = torch.load(tmp_path / "out", weights_only=True)
-    assert all(torch.equal(value, found[name]) for name, value in apart.items())
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -188,106 +75,60 @@ def test_adapters_are_no_values_of_a_model_on_the_meta_device(tmp_path: Path) ->
     assert all(torch.equal(value, weights(model)[name]) for name, value in weights(hollow).items())
 
 
-def usual_lines(folder: str) -> dict[str, Tensor]:
-    """A Hugging Face model saved as Accelerate's own examples do, by all ranks."""
+def usual_lines(folder: str, adapters: bool) -> dict[str, Tensor]:
+    """A Hugging Face model saved as Accelerate's own examples do, by all ranks; adapters as PEFT's do, by the first."""
     from accelerate import Accelerator
 
     from compile_muon.integrations.accelerate import prepare
 
     with accelerated():
         accelerator = Accelerator(cpu=True)
-        model, _ = prepare(accelerator, *compile_muon.initialize(base(), CONFIG))
+        model, _ = prepare(accelerator, *compile_muon.initialize(lora() if adapters else base(), CONFIG))
         accelerator.wait_for_everyone()
-        accelerator.unwrap_model(model).save_pretrained(
-            folder,
-            is_main_process=accelerator.is_main_process,
-            save_function=accelerator.save,
-            state_dict=accelerator.get_state_dict(model),
-        )
+        state, first = accelerator.get_state_dict(model), accelerator.is_main_process
+        if first or not adapters:
+            accelerator.unwrap_model(model).save_pretrained(
+                folder, is_main_process=first, save_function=accelerator.save, state_dict=state
+            )
         return weights(model)
 
 
-def test_a_model_is_saved_by_the_lines_of_every_example(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_model_is_saved_by_the_lines_of_every_example(
+    ranks: Callable[[int], Ranks], tmp_path: Path, adapters: bool
+) -> None:
+    from peft import PeftModel
     from transformers import GPT2LMHeadModel
 
-    found = ranks(2).run(usual_lines, folder=str(tmp_path))[0]
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    found = ranks(2).run(usual_lines, folder=str(tmp_path), adapters=adapters)[0]
+    loaded = PeftModel.from_pretrained(base(), tmp_path) if adapters else GPT2LMHeadModel.from_pretrained(tmp_path)
     assert all(torch.equal(value, found[name]) for name, value in loaded.named_parameters())
 
 
-def trainer_of(folder: str, **settings: Any) -> Any:
-    from transformers import TrainingArguments
-
-    from compile_muon.integrations.transformers import MuonTrainer
-
-    class InOrder(MuonTrainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    defaults: dict[str, Any] = dict(
-        max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True, max_grad_norm=LIMIT, learning_rate=0.02,
-        lr_scheduler_type="constant", logging_steps=1, report_to=[], disable_tqdm=True, save_steps=2,
-        eval_strategy="steps", eval_steps=2,
-    )  # fmt: skip
-    arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
-    return InOrder(
-        model=lora(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(), muon_config=CONFIG
-    )
-
-
-Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
-
-
-def trained(folder: str) -> Trained:
-    """Losses and weights of a run; and of one that goes on from its middle."""
-    with accelerated():
-        trainer = trainer_of(folder)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found = weights(trainer.model)
-    with accelerated():
-        trainer = trainer_of(folder)
-        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
-        return losses, found, weights(trainer.model)
+def trained(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of a run; and of one that goes on from its middle."""
+    found = []
+    for start in (None, f"{folder}/checkpoint-2"):
+        with accelerated():
+            trainer = trainer_of(folder, 3, net=lora(), max_steps=4, save_steps=2, eval_strategy="no")
+            trainer.train(resume_from_checkpoint=start)
+            found.append(weights(trainer.model))
+    return found[0], found[1]
 
 
 @pytest.mark.full
-def test_the_trainer_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    losses, expected = plain(2)
-    for mine, found, again in ranks(2).run(trained, folder=str(tmp_path)):
-        assert mine == pytest.approx(losses, rel=1e-5, abs=2e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
-            assert torch.equal(found[name], again[name]), name
-    checkpoint = tmp_path / f"checkpoint-{STEPS}"
+def test_the_trainer_trains_adapters_alone_and_goes_on_from_them(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    before = weights(lora())
+    for found, again in ranks(2).run(trained, folder=str(tmp_path)):
+        assert all(torch.equal(value, again[name]) for name, value in found.items())
+        moved = {name for name, value in found.items() if not torch.equal(value, before[name])}
+        assert moved == {n for n in found if "lora_" in n and ".default." in n or "modules_to_save" in n}
+    checkpoint = tmp_path / "checkpoint-4"
     assert not (checkpoint / "model.safetensors").exists() and (checkpoint / "adapter_config.json").exists()
     saved = load_file(checkpoint / "adapter_model.safetensors")
     for name, value in saved.items():
         whole = name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")
         assert torch.equal(value, found[whole.replace("ln_f.", "ln_f.modules_to_save.default.")])
-
-
-def best(folder: str) -> tuple[str, dict[str, Tensor]]:
-    """With the rates turned up, and the worst for the best: which is not the last."""
-    with accelerated():
-        settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
-        trainer = trainer_of(folder, **settings)
-        for group in trainer.create_optimizer().param_groups:
-            group["lr"] = 1.0
-        trainer.train()
-        assert any(param.requires_grad for param in trainer.model.parameters())
-        return Path(trainer.state.best_model_checkpoint).name, weights(trainer.model)
-
-
-@pytest.mark.full
-def test_the_best_adapters_are_loaded_at_the_end(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for name, found in ranks(2).run(best, folder=str(tmp_path)):
-        saved = load_file(tmp_path / name / "adapter_model.safetensors")
-        key = "base_model.model.transformer.h.1.attn.c_attn.lora_{}.weight"
-        for letter in "AB":
-            assert torch.equal(saved[key.format(letter)], found[key.format(f"{letter}.default")])
-        last = load_file(tmp_path / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
-        assert name != f"checkpoint-{STEPS}" and not torch.equal(last[key.format("A")], saved[key.format("A")])
 
 
 # ------------------------------------------------------------------------------------------------------------ merging
@@ -311,7 +152,7 @@ def adapted(kind: str) -> Any:
 
 def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tuple[float, float, float]]:
     """Loss of the base, of the adapters, and of the merged model that stays."""
-    tokens, found = Sentences().tokens[:4], {}
+    tokens, found = sentences(4), {}
     for kind in kinds:
         model: Any = adapted(kind)
         config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, "zero_optimization": {"stage": stage}}
@@ -339,12 +180,7 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
 
 @pytest.mark.parametrize(
     ("world", "stage", "way"),
-    [
-        (1, 2, "merge_adapters"),
-        (2, 3, "block"),
-        pytest.param(2, 3, "merge_adapters", marks=pytest.mark.full),
-        pytest.param(2, 1, "block", marks=pytest.mark.campaign),
-    ],
+    [(1, 2, "merge_adapters"), (2, 3, "block"), pytest.param(2, 3, "merge_adapters", marks=pytest.mark.full)],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, way: str
@@ -352,7 +188,7 @@ def test_a_merged_model_is_saved_as_it_was_trained(
     from transformers import GPT2LMHeadModel
 
     kinds = ["lora", "dora", "tokens", "ia3", "loha", "norms"] if way == "merge_adapters" else ["lora", "ia3"]
-    tokens = Sentences().tokens[:4]
+    tokens = sentences(4)
     for found in ranks(world).run(merged, folder=str(tmp_path), kinds=kinds, stage=stage, way=way):
         for kind, (before, trained, now) in found.items():
             saved = GPT2LMHeadModel.from_pretrained(tmp_path / kind)
@@ -360,26 +196,16 @@ def test_a_merged_model_is_saved_as_it_was_trained(
             assert saved(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(trained, abs=1e-4), kind
 
 
-def merged_by_hand(folder: str) -> list[str]:
+def merged_by_hand(folder: str) -> str:
     """As one does with a model that is not sharded: the edits of copies are lost, so nothing may save the base."""
     model, _ = compile_muon.initialize(adapted("dora"), CONFIG)
-    whole = model.merge_and_unload()
-    said = []
-    for act in (lambda: compile_muon.save_pretrained(whole, folder), lambda: compile_muon.full_state_dict(whole)):
-        try:
-            with torch.no_grad():
-                whole.transformer.h[0].attn.c_attn.weight.mul_(2)
-            act()
-        except compile_muon.CheckpointError as error:
-            said.append(str(error))
-    return said
+    return refusal(lambda: compile_muon.save_pretrained(model.merge_and_unload(), folder))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_merge_of_copies_is_never_saved(ranks: Callable[[int], Ranks], tmp_path: Path, world: int) -> None:
-    for said in ranks(world).run(merged_by_hand, folder=str(tmp_path / "saved")):
-        assert len(said) == 2 and all("c_attn.base_layer.weight" in text for text in said)
-        assert all("to merge adapters use compile_muon.merge_adapters(model)" in text for text in said)
+def test_a_merge_of_copies_is_never_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for said in ranks(2).run(merged_by_hand, folder=str(tmp_path / "saved")):
+        assert "c_attn.base_layer.weight" in said
+        assert "to merge adapters use compile_muon.merge_adapters(model)" in said
     assert not (tmp_path / "saved").exists()
 
 

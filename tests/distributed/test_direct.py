@@ -41,22 +41,6 @@ def disk(tmp_path: Path) -> Iterator[tuple[direct.DirectStore, list[Bucket]]]:
         yield direct.DirectStore(tmp_path, made, buffers=1, device=HOST), made
 
 
-def test_what_the_device_writes_is_current_once_it_is_committed(disk: tuple[direct.DirectStore, list[Bucket]]) -> None:
-    store, (one, other) = disk
-    (slot,) = one.slots
-    written(store, one, 1.0)
-    store.commit([one])
-    assert (store.current(slot) == 1).all() and (store.current(other.slots[0]) == 0).all()
-    written(store, one, 2.0)
-    store.discard()
-    assert (store.current(slot) == 1).all() and (store.open(one)[slot] == 1).all()
-    store.leave(one)
-    store.current(slot).fill_(3)
-    store.discard()
-    assert (store.open(one)[slot] == 3).all()
-    assert store.bytes_written == 2 * one.nbytes and store.bytes_read == 4 * one.nbytes
-
-
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_errors_of_cufile_say_where_and_what_to_do(
     disk: tuple[direct.DirectStore, list[Bucket]], tmp_path: Path, what: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import re
 import time
@@ -39,10 +38,10 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 16)
 
     def forward(self, tokens: Tensor, poison: Tensor | None = None) -> Tensor:
@@ -59,14 +58,13 @@ class Tiny(nn.Module):
         return logits
 
 
-def tiny(blocks: int = 2) -> Tiny:
+def tiny() -> Tiny:
     torch.manual_seed(0)
-    return Tiny(blocks)
+    return Tiny()
 
 
-def matrices(blocks: int = 2) -> dict[str, tuple[int, int, int]]:
-    up = {f"blocks.{i}.up.weight": (1, 14, WIDTH) for i in range(blocks)}
-    return up | {f"blocks.{i}.down.weight": (1, WIDTH, 14) for i in range(blocks)}
+MATRICES = {f"blocks.{i}.up.weight": (1, 14, WIDTH) for i in range(2)}
+MATRICES |= {f"blocks.{i}.down.weight": (1, WIDTH, 14) for i in range(2)}
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
@@ -89,41 +87,6 @@ def compiled(model: nn.Module) -> Any:
 def check(reports: list[Report]) -> None:
     for rank, report in enumerate(reports):
         assert not report.problems(), f"rank {rank}: {report.problems()}"
-
-
-# ----------------------------------------------------------------------------------- before the first step
-
-
-def test_several_processes_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    model = tiny()
-    with pytest.raises(compile_muon.ConfigError, match="WORLD_SIZE.*'2'.*init_process_group"):
-        optimizer_of(model)
-    assert type(model) is Tiny
-
-
-def build_differently(difference: str) -> str:
-    model = tiny(3 if difference == "shapes" and dist.get_rank() == 1 else 2)
-    if difference == "requires_grad" and dist.get_rank() == 1:
-        model.head.weight.requires_grad_(False)
-    try:
-        optimizer_of(model)
-    except compile_muon.UnsupportedModelError as error:
-        assert type(model.head) is nn.Linear and type(model.head.weight) is nn.Parameter
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("difference", ["shapes", "requires_grad"])
-def test_ranks_with_different_models_all_raise(ranks: Callable[[int], Ranks], difference: str) -> None:
-    first, *others = ranks(3).run(build_differently, difference=difference)
-    said = {
-        "shapes": "blocks.2.norm.weight = (10,) float32 on rank 1, (absent) on ranks 0, 2",
-        "requires_grad": "head.weight = (16, 10) float32 frozen on rank 1, (16, 10) float32 on ranks 0, 2;",
-    }[difference]
-    assert first.startswith(f"ranks disagree on parameters: {said}")
-    assert first.endswith("nothing was changed; build the same model on every rank")
-    assert others == [first] * 2
 
 
 # ------------------------------------------------------------------------------------------ a rank that fails
@@ -151,7 +114,6 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
-        pytest.param("dies", 3, marks=pytest.mark.campaign),
         pytest.param("dies", 0, marks=pytest.mark.full),
         ("hangs", 3),
     ],
@@ -196,92 +158,59 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None) -> tuple[bool, str, bool]:
-    """Three steps with a poisoned one in the middle, beside a twin that never sees the poison."""
-    model = tiny()
-    twin = copy.deepcopy(model)
-    settings = {"stage": stage, "nonfinite": nonfinite, "update": update, "checks": checks}
-    optimizers = [optimizer_of(m, **settings) for m in (model, twin)]
-    runs = [compiled(model), compiled(twin)]
-    rank = dist.get_rank()
-    kept, message = True, ""
-    for step in range(3):
-        bad = torch.tensor(0.0 if step == 1 and rank == 1 else 1.0)
-        for optimizer, run, poison in zip(optimizers, runs, (bad, torch.tensor(1.0)), strict=True):
-            if step == 1 and run is runs[1]:
-                continue
-            logits = run(batch(step, 0, rank), poison)
-            F.cross_entropy(logits.flatten(0, 1), batch(step, 0, rank).flatten()).backward()
-            if step != 1:
-                # the poisoned term is in the loss of every step, so that only its value differs
-                optimizer.step()
-            else:
-                before = _snapshot(model, optimizer)
-                try:
-                    optimizer.step()
-                    optimizer.metrics()
-                except compile_muon.NonFiniteError as error:
-                    message = str(error)
-                kept = _same(before, _snapshot(model, optimizer))
-            optimizer.zero_grad()
-    as_if_never = _same(_snapshot(model, optimizers[0]), _snapshot(twin, optimizers[1]))
-    if nonfinite == "error":
-        message += "\n" + spoiled_momentum(optimizers[0], lambda: runs[0](batch(3, 0, rank), torch.tensor(1.0)))
-    return kept, message, as_if_never
-
-
-def spoiled_momentum(optimizer: compile_muon.MuonZero, logits: Callable[[], Tensor]) -> str:
-    """What is said of an entry that one rank has made infinite: of one matrix, all of whose direction is NaN."""
-    if dist.get_rank() == 1:
-        group = next(group for group in optimizer.param_groups if "momentum" in group)
-        param = group["params"][group["param_names"].index("blocks.0.up.weight")]
-        local_tensor(optimizer.state[param]["momentum_buffer"]).view(-1)[0] = float("inf")
-    F.cross_entropy(logits().flatten(0, 1), batch(3, 0, dist.get_rank()).flatten()).backward()
-    try:
-        optimizer.step()
-        optimizer.metrics()
-    except compile_muon.NonFiniteError as error:
-        return str(error)
-    return ""
+def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None) -> tuple[bool, bool, str]:
+    """Three steps, of which rank 1 poisons the second: whether that one and the third update something, and errors."""
+    model, rank = tiny(), dist.get_rank()
+    optimizer = optimizer_of(model, stage=stage, nonfinite=nonfinite, update=update, checks=checks)
+    run = compiled(model) if update == "backward" else model
+    moved, said = [], []
+    for step in range(4 if nonfinite == "error" else 3):
+        poison = torch.tensor(0.0 if step == 1 and rank == 1 else 1.0)  # in the loss of every step: its value differs
+        if step == 3 and rank == 1:
+            momentum = optimizer.state[dict(model.named_parameters())["blocks.0.up.weight"]]["momentum_buffer"]
+            local_tensor(momentum).view(-1)[0] = float("inf")  # of one matrix, all of whose direction is NaN
+        F.cross_entropy(run(batch(step, 0, rank), poison).flatten(0, 1), batch(step, 0, rank).flatten()).backward()
+        before = _snapshot(model, optimizer)
+        try:
+            optimizer.step()
+            optimizer.metrics()
+        except compile_muon.NonFiniteError as error:
+            said.append(str(error))
+        moved.append(not _same(before, _snapshot(model, optimizer)))
+        optimizer.zero_grad()
+    return moved[1], moved[2], "\n".join(said)
 
 
 @pytest.mark.parametrize(
     ("stage", "nonfinite", "update", "checks"),
     [
-        pytest.param(0, "skip", "step", None, marks=pytest.mark.campaign),
-        pytest.param(1, "error", "step", None, marks=pytest.mark.campaign),
         (2, "skip", "step", None),
-        (3, "error", "backward", None),
+        (3, "error", "step", None),
         pytest.param(1, "error", "backward", "next_step", marks=pytest.mark.full),
-        pytest.param(0, "error", "backward", None, marks=pytest.mark.campaign),
-        pytest.param(1, "skip", "step", None, marks=pytest.mark.campaign),
-        pytest.param(2, "error", "backward", None, marks=pytest.mark.campaign),
-        pytest.param(3, "skip", "step", None, marks=pytest.mark.campaign),
     ],
 )
 def test_nonfinite_gradients_of_one_rank(
     ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, checks: str | None
 ) -> None:
     results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update, checks=checks)
-    assert [kept for kept, _, _ in results] == [True, True]
-    assert [as_if_never for _, _, as_if_never in results] == [True, True]
-    (message,) = {message for _, message, _ in results}
-    who = "every rank" if stage == 0 else "rank 0"  # who holds the row that is infinite
+    (found,) = set(results)
+    assert found[:2] == (False, True)
     # One step later the gradients are gone, and who has read their squares cannot tell what was too large.
     value = "inf, nan or over 1.8e+19 (whose square is inf in float32)" if checks == "next_step" else "inf or nan"
-    named = f"gradient of blocks.0.up.weight, blocks.0.up.bias = {value} on {who}: nothing was updated in step 2; "
     if nonfinite == "skip":
-        assert message == ""
+        assert found[2] == ""
         return
-    of_gradient, of_momentum = message.split("\n")
+    of_gradient, of_momentum = found[2].split("\n")
+    # Rank 0 holds the row that is infinite.
+    named = f"gradient of blocks.0.up.weight, blocks.0.up.bias = {value} on rank 0: nothing was updated in step 2; "
     assert of_gradient.startswith(named)
     assert of_momentum.startswith("momentum of blocks.0.up.weight = inf or nan on rank 1: nothing was updated in step ")
 
 
-def lose_a_gradient(stage: int, where: str, checks: str | None, update: str = "auto") -> tuple[str, bool]:
+def lose_a_gradient(stage: int, where: str, checks: str | None) -> tuple[str, bool]:
     """One rank has no gradient of a parameter that the others have."""
     model = tiny()
-    optimizer = optimizer_of(model, stage=stage, checks=checks, update=update)
+    optimizer = optimizer_of(model, stage=stage, checks=checks)
     loss(compiled(model), batch(0, 0, 0)).backward()
     if dist.get_rank() == 1:
         dict(model.named_parameters())[where].grad = None
@@ -294,23 +223,11 @@ def lose_a_gradient(stage: int, where: str, checks: str | None, update: str = "a
     return "", False
 
 
-@pytest.mark.parametrize(
-    ("stage", "where", "checks", "update"),
-    [
-        (1, "head.bias", None, "auto"),
-        (1, "blocks.0.up.weight", "next_step", "auto"),
-        pytest.param(2, "blocks.0.up.weight", None, "step", marks=pytest.mark.full),
-        *(
-            pytest.param(*given, None, "auto", marks=pytest.mark.campaign)
-            for given in ((0, "blocks.0.up.weight"), (3, "blocks.1.down.weight"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stage", "where", "checks"), [(1, "blocks.0.up.weight", "next_step"), (3, "head.bias", None)])
 def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
-    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None, update: str
+    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None
 ) -> None:
-    given = {"stage": stage, "where": where, "checks": checks, "update": update}
-    for message, kept in ranks(2).run(lose_a_gradient, **given):
+    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where, checks=checks):
         assert message.startswith(f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; ")
         assert kept
 
@@ -318,169 +235,88 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
 # ------------------------------------------------------------------------------------------------- clipping
 
 
-def train_tiny(blocks: int = 2, steps: int = 3, **settings: Any) -> Report:
-    return train(tiny(blocks), matrices(blocks), loss, batch, steps=steps, **settings)
+def train_tiny(**settings: Any) -> Report:
+    return train(tiny(), MATRICES, loss, batch, steps=3, **settings)
 
 
-@pytest.mark.parametrize(
-    ("stage", "limit"),
-    [
-        (2, 1e6),
-        (3, 0.05),
-        *(pytest.param(stage, 0.05, marks=pytest.mark.campaign) for stage in (0, 1, 2)),
-    ],
-)
-def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks], stage: int, limit: float) -> None:
-    check(ranks(3).run(train_tiny, stage=stage, gradient_clipping=limit))
+def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks]) -> None:
+    check(ranks(3).run(train_tiny, stage=3, gradient_clipping=0.05))
 
 
-# ------------------------------------------------------------------------------------------- edits in place
+# --------------------------------------------------------------------------------------- edits of gradients
 
 
-def edit_in_place(stage: int) -> float:
-    """Largest error of the logits after every parameter was scaled, an unsharded copy's beside the model's."""
+def edit_gradients() -> tuple[float, dict[str, float]]:
+    """Three steps with edits of gradients between backward and step; the largest error of a parameter, and metrics."""
     model = tiny()
-    copied = copy.deepcopy(model)
-    optimizer = optimizer_of(model, stage=stage)
-    run = compiled(model)
-    run(batch(0, 0, 0))
-    with torch.no_grad():
-        for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
-            mine.mul_(0.5)
-            theirs.mul_(0.5)
-        error = (run(batch(0, 0, 0)) - copied(batch(0, 0, 0))).abs().max()
-    assert optimizer.summary()
-    return float(error)
-
-
-@pytest.mark.parametrize(
-    "stage",
-    [
-        1,
-        pytest.param(3, marks=pytest.mark.full),
-        pytest.param(2, marks=pytest.mark.campaign),
-        pytest.param(0, marks=pytest.mark.campaign),
-    ],
-)
-def test_edits_in_place_reach_every_rank(ranks: Callable[[int], Ranks], stage: int) -> None:
-    """Operations of a DTensor do not count as edits of its shard, by which resident weights once went."""
-    assert max(ranks(2).run(edit_in_place, stage=stage)) < 1e-6
-
-
-def edit_gradients(stage: int, how: str) -> tuple[float, dict[str, float]]:
-    """Three steps that edit gradients between backward and step; the largest error of a parameter, and the metrics."""
-    model = tiny()
-    reference = Reference(copy.deepcopy(model), matrices())
-    optimizer = optimizer_of(model, stage=stage, adamw_lr=ADAMW_LR, ns_dtype="float32")
+    reference = Reference(copy.deepcopy(model), MATRICES)
+    optimizer = optimizer_of(model, stage=1, adamw_lr=ADAMW_LR, ns_dtype="float32")
     run = compiled(model)
     for step in range(3):
         loss(run, batch(step, 0, dist.get_rank())).backward()
         for rank in range(dist.get_world_size()):
             (loss(reference.model, batch(step, 0, rank)) / dist.get_world_size()).backward()
-        for params in (list(model.parameters()), list(reference.model.parameters())):
-            if how == "clip":
-                torch.nn.utils.clip_grad_norm_(params, 0.05)
-            elif how == "foreach":
-                torch._foreach_neg_([p.grad for p in params])
-            elif how == "one rank" and step == 1:  # an entry of rank 1's shard, through its memory
-                held: Any = dict(zip(names(), params, strict=True))["blocks.0.up.weight"].grad
-                shard = held._local_tensor if isinstance(held, DTensor) else held
-                if shard is held or dist.get_rank() == 1:
-                    shard.data[-1, 0] = 1.0
+        for named in (dict(model.named_parameters()), dict(reference.model.named_parameters())):
+            if step == 0:
+                torch.nn.utils.clip_grad_norm_(named.values(), 0.05)
+            elif step == 1:
+                torch._foreach_neg_([p.grad for p in named.values()])
+            else:  # an entry of rank 1's shard, through its memory
+                held: Any = named["blocks.0.up.weight"].grad
+                if not isinstance(held, DTensor) or dist.get_rank() == 1:
+                    getattr(held, "_local_tensor", held).data[-1, 0] = 1.0
         optimizer.step()
         optimizer.zero_grad()
         reference.step()
-    found = dict(model.named_parameters())
-    errors = [relative_error(full(p.detach()), found_in) for p, found_in in pairs(found, reference)]
-    return max(errors), {**optimizer.metrics(), **optimizer.totals()}
+    errors = [relative_error(full(p.detach()), reference.named[name].detach()) for name, p in model.named_parameters()]
+    return max(errors), optimizer.totals()
 
 
-def names() -> list[str]:
-    return [name for name, _ in tiny().named_parameters()]
-
-
-def pairs(found: dict[str, Any], reference: Reference) -> list[tuple[Any, Tensor]]:
-    return [(p, reference.named[name].detach()) for name, p in found.items()]
-
-
-#: Every way and every stage is here; the other pairs run in campaigns alone.
-EDITS = (("nothing", 0), ("clip", 1), ("clip", 3), ("foreach", 2), ("one rank", 1), ("one rank", 3))
-
-
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    [
-        pytest.param(
-            *given,
-            marks=() if given in EDITS[1:2] else pytest.mark.full if given in EDITS[::4] else pytest.mark.campaign,
-        )
-        for given in itertools.product(("nothing", "clip", "foreach", "one rank"), range(4))
-    ],
-)
-def test_edits_of_gradients_count(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+def test_edits_of_gradients_count(ranks: Callable[[int], Ranks]) -> None:
     """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
-    for error, metrics in ranks(2).run(edit_gradients, stage=stage, how=how):
+    for error, totals in ranks(2).run(edit_gradients):
         assert error < 1e-5
-        used = {"nothing": 12, "clip": 0, "foreach": 0, "one rank": 11}[how]
-        assert metrics["directions_used"] == used
-        assert metrics["directions_in_step"] == 12 - used
+        assert (totals["directions_used"], totals["directions_in_step"]) == (3, 9)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def _steps(model: nn.Module, optimizer: compile_muon.MuonZero, first: int, count: int) -> None:
-    run = model
-    for step in range(first, first + count):  # the same batch on every rank: worlds of all sizes see one gradient
-        loss(run, batch(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-RATES = [0.013, 1e-4, 2e-4]
-
-
-def save_and_go_on(folder: str, stage: int) -> None:
-    model = tiny()
-    optimizer = optimizer_of(model, stage=stage)
-    for group, rate in zip(optimizer.param_groups, RATES, strict=True):
-        group["lr"] = rate
-    _steps(model, optimizer, 0, 2)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    saved = _snapshot(model, optimizer)
-    _steps(model, optimizer, 2, 2)
-    later = _snapshot(model, optimizer)
-    if dist.get_rank() == 0:
-        torch.save((saved, later), f"{folder}.pt")
-
-
-def load_and_go_on(folder: str, stage: int) -> tuple[bool, list[float], float]:
-    torch.manual_seed(1)  # nothing of the initial weights may survive
+def _trained(stage: int, seed: int) -> tuple[nn.Module, compile_muon.MuonZero]:
+    """On the same batch on every rank: worlds of all sizes see one gradient."""
+    torch.manual_seed(seed)
     model = Tiny()
     optimizer = optimizer_of(model, stage=stage)
-    _steps(model, optimizer, 50, 1)
+    for step in range(2):
+        loss(model, batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved_by_torch(folder: str) -> dict[str, Tensor]:
+    model, optimizer = _trained(3, seed=0)
+    optimizer.param_groups[0]["lr"] = 0.013
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return _snapshot(model, optimizer)
+
+
+def loaded_by_torch(folder: str, stage: int, saved: dict[str, Tensor]) -> tuple[bool, float]:
+    model, optimizer = _trained(stage, seed=1)  # nothing of these weights may survive
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    saved, later = torch.load(f"{folder}.pt")
-    loaded = _same(saved, _snapshot(model, optimizer))
-    _steps(model, optimizer, 2, 2)
-    now = _snapshot(model, optimizer)
-    distance = max(relative_error(now[name], later[name]) for name in later)
-    return loaded, [group["lr"] for group in optimizer.param_groups], distance
+    return _same(saved, _snapshot(model, optimizer)), optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.full
 def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks(2).run(save_and_go_on, folder=folder, stage=3)
+    saved = ranks(2).run(saved_by_torch, folder=str(tmp_path))[0]
     for world, stage in ((1, 0), (3, 1), (2, 2)):
-        for loaded, rates, distance in ranks(world).run(load_and_go_on, folder=folder, stage=stage):
-            assert loaded, f"world {world}: weights, momentum or moments differ from what was saved"
-            assert rates == RATES
-            assert distance <= 1e-6
+        for found in ranks(world).run(loaded_by_torch, folder=str(tmp_path), stage=stage, saved=saved):
+            assert found == (True, 0.013), world
 
 
 # -------------------------------------------------------------------------------------- loops of many kinds
@@ -488,52 +324,10 @@ def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[
 
 @pytest.mark.parametrize(
     ("stage", "update"),
-    [
-        (1, "backward"),
-        (2, "step"),
-        *(pytest.param(stage, "backward", marks=pytest.mark.campaign) for stage in (0, 3)),
-    ],
+    [(1, "backward"), (2, "step")],
 )
 def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
     check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
-
-
-def train_regionally(folder: str, **settings: Any) -> tuple[Report, int, list[str]]:
-    options = {"codegen": "eager", "dump": f"{folder}/{dist.get_rank()}"}
-
-    def compile_blocks(model: nn.Module) -> nn.Module:
-        blocks: Any = model.blocks
-        for block in blocks:
-            block.compile(backend="muon_zero", options=options)
-        return model
-
-    torch._dynamo.utils.counters.clear()
-    report = train_tiny(blocks=4, compiled=compile_blocks, **settings)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return report, graphs, sorted(path.name for path in Path(options["dump"]).iterdir())
-
-
-@pytest.mark.parametrize(
-    ("stage", "update"),
-    [
-        (1, "backward"),
-        *(
-            pytest.param(*given, marks=pytest.mark.campaign)
-            for given in ((0, "backward"), (2, "backward"), (3, "step"))
-        ),
-    ],
-)
-def test_identical_blocks_compile_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int, update: str) -> None:
-    results = ranks(2).run(
-        train_regionally, folder=str(tmp_path), stage=stage, update=update, gradient_accumulation_steps=2
-    )
-    check([report for report, _, _ in results])
-    for _, graphs, files in results:
-        assert graphs == 1
-        assert sum(".forward.00_" in file for file in files) == 1
-        # one per lowering that two micro-batches and one step need, whatever the number of blocks
-        lowered = [file for file in files if ".backward." in file and ".00_" in file]
-        assert len(lowered) == (2 if stage == 1 or update == "backward" else 1), lowered
 
 
 #: Tokens per sequence by rank and step: each rank meets a new length, and compiles for it, at steps of its own.
@@ -550,20 +344,9 @@ def reconstruction_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train_lengths(**settings: Any) -> Report:
-    return train(tiny(), matrices(), reconstruction_loss, lengths, steps=6, **settings)
+    return train(tiny(), MATRICES, reconstruction_loss, lengths, steps=6, **settings)
 
 
-@pytest.mark.parametrize(
-    ("world", "stage", "codegen"),
-    [
-        *(
-            pytest.param(*given, marks=pytest.mark.campaign)
-            for given in ((3, 1, "eager"), (3, 3, "eager"), (2, 2, "inductor"))
-        ),
-        pytest.param(2, 3, "eager", marks=pytest.mark.full),
-    ],
-)
-def test_ranks_with_different_lengths_agree_on_collectives(
-    ranks: Callable[[int], Ranks], world: int, stage: int, codegen: str
-) -> None:
-    check(ranks(world).run(train_lengths, stage=stage, codegen=codegen))
+@pytest.mark.full
+def test_ranks_with_different_lengths_agree_on_collectives(ranks: Callable[[int], Ranks]) -> None:
+    check(ranks(2).run(train_lengths, stage=3))

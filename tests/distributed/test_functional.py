@@ -112,15 +112,6 @@ def penalty(loss: Any, params: dict[str, Any], again: Any) -> None:
     (loss + 0.5 * squares(torch.autograd.grad(loss, list(params.values()), create_graph=True))).backward()
 
 
-def penalty_of_whole(loss: Any, params: dict[str, Any], again: Any) -> None:
-    (loss + 0.5 * squares(map(full, torch.autograd.grad(loss, list(params.values()), create_graph=True)))).backward()
-
-
-def product_with_the_hessian(loss: Any, params: dict[str, Any], again: Any) -> None:
-    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-    sum((g * g.detach()).sum() for g in grads).backward()
-
-
 def third_derivative(loss: Any, params: dict[str, Any], again: Any) -> None:
     grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
     squares(torch.autograd.grad(squares(grads), list(params.values()), create_graph=True)).backward()
@@ -139,7 +130,7 @@ def inner_step(loss: Any, params: dict[str, Any], again: Any) -> None:
     again({name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}).backward()
 
 
-SECOND = [penalty, penalty_of_whole, product_with_the_hessian, third_derivative, of_grad_itself, inner_step]
+SECOND = [penalty, third_derivative, of_grad_itself, inner_step]
 
 
 def second_order(stage: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ import torch
 import torch.distributed as dist
 from support import on_torchtitan
 from support.harness import Ranks
-from support.on_torchtitan import EXAMPLES, LIMITS, config_of, fit, launched, trained, training
-from support.trainers import ACCUMULATED, BATCH, Run, check, plain
+from support.on_torchtitan import fit, launched, trained, training
+from support.trainers import check, plain
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
@@ -70,64 +68,17 @@ def test_each_attention_of_torchtitan_sees_all_positions(ranks: Callable[[int], 
         assert difference < 1e-5 * size
 
 
-# ------------------------------------------------------------------------------------------- beside torchtitan's own
-
-
-def fit_theirs(folder: str, **more: Any) -> Run:
-    """FSDP2 and AdamW."""
-    with launched() as titan:
-        return trained(titan.config(folder, checkpoint={"enable": False}, **more))
-
-
-@pytest.mark.full
-def test_adamw_trains_as_theirs(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Beside FSDP2 and ``torch.optim.AdamW``, on one rank: Gloo has no reduction that torchtitan asks for."""
-    found = ranks(2).run(fit, folder=str(tmp_path / "ours"), stage=2, optimizer=ADAMW)[0]
-    batches = {"global_batch_size": BATCH * 2 * ACCUMULATED, "max_norm": LIMITS[2]}
-    theirs = fit_theirs(str(tmp_path / "theirs"), training=batches)
-    found.evaluations, theirs.evaluations = theirs.evaluations, theirs.evaluations  # of one rank's data
-    check(found, theirs)
-
-
 @pytest.mark.full
 def test_bfloat16_is_what_torchtitan_says(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """``mixed_precision_param``: weights used in bfloat16, as FSDP2 would, masters and losses in float32."""
     more = {"training": training(2, mixed_precision_param="bfloat16")}
     found = ranks(2).run(fit, folder=str(tmp_path / "ours"), stage=2, optimizer=ADAMW, **more)[0]
-    theirs = fit_theirs(str(tmp_path), **more)
+    with launched() as titan:  # FSDP2 and AdamW, on one rank: Gloo has no reduction that torchtitan asks for
+        theirs = trained(titan.config(str(tmp_path), checkpoint={"enable": False}, **more))
     assert found.losses == pytest.approx(theirs.losses, rel=1e-3)
     assert found.norms == pytest.approx(theirs.norms, rel=1e-2)
     assert found.losses != pytest.approx(plain(on_torchtitan, [2] * 4, optimizer=ADAMW).losses, rel=1e-5)
     assert all(value.dtype == torch.float32 for value in found.weights.values())
-
-
-# ------------------------------------------------------------------------------------------------------------- files
-
-
-@pytest.mark.campaign
-def test_weights_load_without_this_library(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """torchtitan's checkpoint and its Hugging Face export, bit for bit, in a process that has never seen it."""
-    export = {"checkpoint": {"last_save_in_hf": True, "last_save_model_only": True}}
-    torch.save(ranks(2).run(fit, folder=str(tmp_path), stage=2, **export)[0].weights, tmp_path / "held.pt")
-    folders = [str(EXAMPLES), str(Path(__file__).parent)]
-    code = (
-        f"import sys; sys.path[:0] = {folders}; import torchtitan_on_cpu; "
-        f"from support import titan_parts; titan_parts.load('{tmp_path}')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-@pytest.mark.campaign
-def test_a_seed_checkpoint_begins_a_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Made as ``torchtitan.train`` does it, with another seed."""
-    with launched() as titan:
-        checkpoint = {"create_seed_checkpoint": True}
-        trainer = config_of(titan, str(tmp_path), 2, checkpoint=checkpoint, debug={"seed": 11}).build()
-        trainer.checkpointer.save(curr_step=0, last_step=True)
-        trainer.close()
-    seeded = ranks(2).run(fit, folder=str(tmp_path), stage=2)[0].losses
-    other = ranks(2).run(fit, folder=str(tmp_path / "new"), stage=2, debug={"seed": 11})[0].losses
-    assert seeded == other and seeded != pytest.approx(plain(on_torchtitan, [2] * on_torchtitan.STEPS).losses)
 
 
 # --------------------------------------------------------------------------------------------------- configurations

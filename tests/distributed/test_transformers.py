@@ -253,20 +253,15 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
 # ------------------------------------------------------------------------------------------------- refusals
 
 
-def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with accelerated(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
-        trainer_of(str(tmp_path), 2)
-
-
 @pytest.mark.full
 def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
     """Without AdamW's decay of norms and biases, and no direction thrown away by a second clipping."""
-    from compile_muon.config.checks import FILLED
-    from compile_muon.integrations.transformers import _AUTO
-
+    keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    schedule = {"type": "WarmupDecayLR", "params": {key: "auto" for key in keys} | {"warmup_type": "linear"}}
+    config = {**CONFIG, "optimizer": {"type": "Muon"}, "scheduler": schedule, "gradient_clipping": "auto"}
     with accelerated():
-        trainer = trainer_of(str(tmp_path), 2, compiled=True, max_grad_norm=1e6, gradient_accumulation_steps=1)
+        settings: dict[str, Any] = dict(max_grad_norm=1e6, gradient_accumulation_steps=1, save_strategy="no")
+        trainer = trainer_of(str(tmp_path), 2, compiled=True, learning_rate=0.01, config=config, **settings)
         decayed = set(trainer.get_decay_parameter_names(trainer.model))
         trainer.train()
         metrics = {**trainer.muon.metrics(), **trainer.muon.totals()}
@@ -275,19 +270,15 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
         assert logged(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])
         rates = {name: g["weight_decay"] for g in trainer.muon.param_groups for name in g["param_names"]}
         assert {name for name, decay in rates.items() if decay} == decayed & set(rates) < set(rates)
-    schedule = {"type": "WarmupDecayLR", "params": {key: "auto" for key in (
-        "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"
-    )} | {"warmup_type": "linear"}}  # fmt: skip
-    config = {**CONFIG, "optimizer": {"type": "Muon"}, "scheduler": schedule, "gradient_clipping": "auto"}
-    with accelerated():
-        trainer = trainer_of(str(tmp_path), 2, learning_rate=0.01, save_strategy="no", config=config)
-        trainer.train()
         assert logged(trainer, "learning_rate") == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.0075, 0.005])
-    known = {".".join(path) for path in _AUTO} | {
-        "scheduler.params.warmup_num_steps",
-        "scheduler.params.total_num_steps",
-    }
-    assert known == set(FILLED)
+
+
+def test_what_the_trainer_fills_in_is_what_a_configuration_says_of_it() -> None:
+    from compile_muon.config.checks import FILLED
+    from compile_muon.integrations.transformers import _AUTO
+
+    ours = {f"scheduler.params.{name}_num_steps" for name in ("warmup", "total")}
+    assert {".".join(path) for path in _AUTO} | ours == set(FILLED)
 
 
 def test_arguments_without_a_limit_leave_that_of_the_config(tmp_path: Path) -> None:

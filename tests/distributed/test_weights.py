@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks
 from support.reference import full, world_and_rank
+from support.trainers import gpt
 from support.zoo import Uneven
 from torch import Tensor, nn
 
 import compile_muon
-from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError, full_parameters
+from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError
 from compile_muon.files.tensor_folder import parse_size
-
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
 
 class Net(Uneven):
@@ -131,140 +132,86 @@ def there_and_back(stage: int, folder: str) -> None:
     same(stored | {"tied.weight": stored["head.weight"]}, expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "stage"),
-    [
-        (1, 3),
-        (2, 2),
-        (3, 3),
-        *(
-            pytest.param(*given, marks=pytest.mark.campaign)
-            for given in ((1, 0), (2, 0), (2, 1), (2, 3), (3, 0), (3, 1))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (3, 3), pytest.param(2, 0, marks=pytest.mark.full)])
 def test_weights_go_out_and_in_bit_for_bit(
     ranks: Callable[[int], Ranks], world: int, stage: int, tmp_path: Path
 ) -> None:
     ranks(world).run(there_and_back, stage=stage, folder=str(tmp_path / "weights"))
 
 
-def save_one(stage: int, folder: str) -> None:
-    model, optimizer = sharded(stage, param_dtype="bfloat16" if stage in (2, 3) else None)
-    train(model, optimizer) if stage not in (2, 3) else None
-    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size="200")  # type: ignore[arg-type]
+def save_one(stage: int, folder: str, size: str) -> None:
+    model, optimizer = sharded(stage, param_dtype="bfloat16" if stage == 3 else None)
+    train(model, optimizer) if stage != 3 else None
+    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size=size)  # type: ignore[arg-type]
 
 
 def load_other(stage: int, folder: str) -> None:
     model, _ = sharded(stage, seed=9)
     compile_muon.load_pretrained(model, folder)
-    names = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
     stored: dict[str, Tensor] = {}
-    for file in set(names.values()):
-        stored |= load_file(Path(folder) / file)
-    assert {n: f for n, f in names.items() if n not in stored} == {}
+    for file in Path(folder).glob("*.safetensors"):
+        stored |= load_file(file)
+    if (index := Path(folder) / "model.safetensors.index.json").exists():
+        assert json.loads(index.read_text())["weight_map"].keys() == stored.keys()
     same(whole(model), stored | {"tied.weight": stored["head.weight"]})
 
 
-def test_several_files_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_one_save_replaces_another_and_loads_on_other_worlds_and_stages(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     folder = str(tmp_path)
-    for (world, stage), (other, other_stage) in {(2, 3): (3, 1), (3, 2): (1, 3), (1, 1): (2, 2)}.items():
-        ranks(world).run(save_one, stage=stage, folder=folder)
-        files = sorted(path.name for path in tmp_path.iterdir())
-        assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
-        assert sum("-of-" in name for name in files) == len(files) - 1  # nothing of the save before
-        ranks(other).run(load_other, stage=other_stage, folder=folder)
-
-
-def replace_saves(folder: str) -> None:
-    model, _ = sharded(3)
-    for size, files in ((400, 2), ("5GB", 1), ("300", 3), ("1KB", 1)):
-        compile_muon.save_pretrained(model, folder, max_shard_size=size)
-        dist.barrier()
-        found = {path.name for path in Path(folder).iterdir()} - {"notes.txt"}
-        assert ("model.safetensors" in found) == (files == 1), found
-        assert ("model.safetensors.index.json" in found) == (files > 1), found
-        other, _ = sharded(3, seed=8)
-        compile_muon.load_pretrained(other, folder)
-        same(whole(other), whole(model))
-
-
-def test_one_save_replaces_another(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    ranks(2).run(replace_saves, folder=str(tmp_path))
+    for size, files, (world, stage), (other, other_stage) in (
+        ("200", 6, (2, 3), (3, 1)), ("5GB", 1, (3, 2), (1, 3)), ("400", 2, (1, 1), (2, 2)),
+    ):  # fmt: skip
+        ranks(world).run(save_one, stage=stage, folder=folder, size=size)
+        names = {path.name for path in tmp_path.iterdir()} - {"notes.txt"}
+        assert len(names) == (1 if files == 1 else files + 1), names
+        assert ("model.safetensors" if files == 1 else "model.safetensors.index.json") in names
+        ranks(other).run(load_other, stage=other_stage, folder=folder)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-KILLED = """
-import os, sys
-import torch
-from torch import nn
-import compile_muon
-from compile_muon.files import tensor_folder
+@pytest.mark.parametrize("size", [200, 10**6])
+def test_a_kill_leaves_the_old_weights_the_new_ones_or_none(tmp_path: Path, size: int) -> None:
+    """The folder is kept as it is ahead of each file that is opened, renamed or removed in it."""
+    models, active, kept = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3)], [], []
+    optimizers = [compile_muon.MuonZero(model, stage=0) for model in models]
+    weights = tmp_path / "weights"
 
-def model(seed):
-    torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
-    compile_muon.MuonZero(made, stage=0)
-    return made
+    def before(event: str, args: tuple[Any, ...]) -> None:
+        if active and event in ("os.rename", "os.remove", "open") and str(args[0]).startswith(str(weights)):
+            active.clear()
+            kept.append(shutil.copytree(weights, tmp_path / str(len(kept))))
+            active.append(True)
 
-def save(folder, seed, size, deaths):
-    # Dies as it is about to open, rename or remove the file number `deaths` of its folder.
-    if (child := os.fork()) == 0:
-        left = [deaths]
-        def dying(event, args):
-            if event in ("os.rename", "os.remove", "open") and str(args[0]).startswith(folder):
-                left[0] -= 1
-                if left[0] < 0:
-                    os._exit(9)
-        sys.addaudithook(dying)
-        compile_muon.save_pretrained(model(seed), folder, max_shard_size=size)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-for size in (200, 10**6):
-    for deaths in (*range(24), 10**6):
-        folder = f"{sys.argv[1]}/{size}-{deaths}"
-        assert save(folder, 1, size, 10**6) == 0
-        code = save(folder, 2, size, deaths)
-        fresh = model(3)
-        try:
-            compile_muon.load_pretrained(fresh, folder)
-        except compile_muon.CheckpointError as error:
-            print("none" if "holds neither" in str(error) else error, code)
-            continue
-        have = fresh.state_dict()
-        same = [s for s in (1, 2) if all(torch.equal(t, have[n]) for n, t in model(s).state_dict().items())]
-        print({(1,): "old", (2,): "new"}.get(tuple(same), "a mixture"), code)
-"""
+    compile_muon.save_pretrained(models[0], weights, max_shard_size=size)
+    sys.addaudithook(before)  # for good, but in this test alone it does something
+    active.append(True)
+    compile_muon.save_pretrained(models[1], weights, max_shard_size=size)
+    active.clear()
+    found = []
+    for folder in (*kept, weights):
+        said = error_of(compile_muon.load_pretrained, models[2], folder)
+        have = models[2].state_dict()
+        held = [all(torch.equal(t, have[n]) for n, t in model.state_dict().items()) for model in models[:2]]
+        found.append(
+            "none" if "holds neither" in said else {(True, False): "old", (False, True): "new"}.get((*held,), said)
+        )
+    assert optimizers and len(found) > 3 and found[0] == "old" and found[-1] == "new"
+    assert found == sorted(found, key=["old", "none", "new"].index)
 
 
-@pytest.mark.full
-def test_a_kill_leaves_the_old_weights_the_new_ones_or_none(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = done.stdout.splitlines()
-    assert len(found) == 50 and set(found) == {"old 9", "none 9", "new 9", "new 0"}, done.stdout
-
-
-class Lazy(Mapping[str, Tensor]):
+class Lazy(UserDict[str, Tensor]):
     """Tensors that are made when they are asked for; one of them may fail, after it was looked at once."""
 
-    def __init__(self, state: Mapping[str, Tensor], failing: str = "") -> None:
-        self.state, self.failing, self.asked = state, failing, 0
+    failing, asked = "", 0
 
     def __getitem__(self, name: str) -> Tensor:
         self.asked += name == self.failing
         if self.asked > 1 and name == self.failing:
             raise OSError("the disk is gone")
-        return self.state[name].double() if self.state[name].is_floating_point() else self.state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
+        return self.data[name].double() if self.data[name].is_floating_point() else self.data[name]
 
 
 def lazily(stage: int) -> str:
@@ -272,12 +219,13 @@ def lazily(stage: int) -> str:
     state = net(3).state_dict()
     compile_muon.load_full_state_dict(model, Lazy(state))
     same(whole(model), masters(state))
-    return error_of(compile_muon.load_full_state_dict, model, Lazy(net(4).state_dict(), "thin.weight"))
+    broken = Lazy(net(4).state_dict())
+    broken.failing = "thin.weight"
+    return error_of(compile_muon.load_full_state_dict, model, broken)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_mapping_is_asked_for_one_tensor_at_a_time(ranks: Callable[[int], Ranks], stage: int) -> None:
-    for message in ranks(2).run(lazily, stage=stage):
+def test_a_mapping_is_asked_for_one_tensor_at_a_time(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(lazily, stage=3):
         assert message.startswith("loading stopped halfway") and "OSError: the disk is gone" in message
 
 
@@ -306,8 +254,6 @@ def misfits(stage: int, folder: str) -> dict[str, str]:
     Path(own + "/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nonsense")
     said["damage"] = error_of(compile_muon.load_pretrained, model, own)
     said["not a folder"] = error_of(compile_muon.save_pretrained, model, "/dev/null/there")
-    with full_parameters(model):
-        said["whole"] = error_of(compile_muon.full_state_dict, model)
     said["plain"] = error_of(compile_muon.full_state_dict, net())
     call = compile_muon.full_state_dict if world_and_rank()[1] else compile_muon.save_pretrained
     said["different calls"] = error_of(call, model, *([folder] if world_and_rank()[1] == 0 else []))
@@ -329,7 +275,7 @@ def test_what_does_not_fit_is_one_error_on_all_ranks(ranks: Callable[[int], Rank
         assert "ranks see different weights" in said["folders"]
         assert "nothing was loaded" in said["damage"] and "rank 1" in said["damage"]
         assert "weights were not saved" in said["not a folder"] and "NotADirectoryError" in said["not a folder"]
-        assert "full_parameters" in said["whole"] and "holds no parameter that MuonZero sharded" in said["plain"]
+        assert "holds no parameter that MuonZero sharded" in said["plain"]
         assert "ranks call different functions" in said["different calls"]
 
 
@@ -361,8 +307,8 @@ def load_alone(stage: int, data: bytes) -> str:
     return message
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.campaign) for stage in (1, 2)), 3])
-def test_what_rank_0_saved_alone_does_not_load_in_silence(ranks: Callable[[int], Ranks], stage: int) -> None:
+def test_what_rank_0_saved_alone_does_not_load_in_silence(ranks: Callable[[int], Ranks]) -> None:
+    stage = 3
     pickled, plain = ranks(2).run(save_alone, stage=stage)[0]
     for world in (1, 2, 3):
         for other in {stage, 0}:
@@ -399,8 +345,6 @@ def test_optimizer_state_of_another_rank_is_refused(ranks: Callable[[int], Ranks
 def call_alone(what: str, folder: str) -> str:
     model, optimizer = sharded(3)
     if dist.get_rank() == 1:
-        import time
-
         time.sleep(8)
         return ""
     arguments: tuple[Any, ...] = () if what == "full_state_dict" else (folder,)
@@ -413,7 +357,10 @@ def call_alone(what: str, folder: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", "save_pretrained", "Checkpointer.save"])
+@pytest.mark.parametrize(
+    "what",
+    ["Checkpointer.save", *(pytest.param(w, marks=pytest.mark.full) for w in ("full_state_dict", "save_pretrained"))],
+)
 def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
     alone = Ranks(2, timeout=4.0)
     try:
@@ -422,84 +369,6 @@ def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
         alone.close()
     assert f"in {what}" in message or what in message, message
     assert "rank 1" in message and not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------ Hugging Face, without us
-
-READ = """
-import sys, torch
-from pathlib import Path
-import transformers
-folder = Path(sys.argv[1])
-model = getattr(transformers, sys.argv[2]).from_pretrained(folder)
-assert not any(name.startswith("compile_muon") for name in sys.modules)
-want = torch.load(folder / "want.pt")
-have = model.state_dict()
-assert have.keys() == want.keys(), have.keys() ^ want.keys()
-wrong = [name for name in want if have[name].dtype != want[name].dtype or not torch.equal(have[name], want[name])]
-assert not wrong, wrong
-if sys.argv[3:] == ["tied"]:
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-print(type(model).__name__, model.config.architectures)
-"""
-
-
-def hugging_face(kind: str) -> nn.Module:
-    import transformers as hf
-
-    small: dict[str, Any] = {"vocab_size": 64, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "GPT2LMHeadModel":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=16, n_embd=32, n_layer=2, n_head=2, **small))
-    if kind == "T5ForConditionalGeneration":
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, **small))
-    if kind == "MixtralForCausalLM":
-        from support.zoo import ZOO
-
-        return ZOO["mixtral"].build()
-    if kind == "ResNetForImageClassification":
-        sizes = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"}
-        return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, num_labels=3))
-    raise AssertionError(kind)
-
-
-def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
-    torch.manual_seed(3)
-    model = hugging_face(kind)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if "running" in name:
-                buffer.add_(torch.rand_like(buffer) + world_and_rank()[1])
-    expected = whole(model)
-    optimizer = compile_muon.MuonZero(model, stage=stage)
-    same(whole(model), expected)
-    compile_muon.save_pretrained(model, folder, max_shard_size=size)
-    if world_and_rank()[1] == 0:
-        torch.save(expected, Path(folder) / "want.pt")
-    for held in optimizer.engine.params:
-        held.local.detach().zero_()
-    compile_muon.load_pretrained(model, folder)
-    same(whole(model), expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "stage", "size", "tied"),
-    [
-        pytest.param("GPT2LMHeadModel", 2, 3, "5GB", "tied", marks=pytest.mark.full),
-        pytest.param("T5ForConditionalGeneration", 3, 3, "20KB", "tied", marks=pytest.mark.campaign),
-        pytest.param("ResNetForImageClassification", 2, 2, "5GB", "", marks=pytest.mark.campaign),
-        pytest.param("MixtralForCausalLM", 2, 3, "5GB", "", marks=pytest.mark.full),
-    ],
-)
-def test_from_pretrained_reads_it_without_us(
-    ranks: Callable[[int], Ranks], kind: str, world: int, stage: int, size: str, tied: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    ranks(world).run(save_hugging_face, kind=kind, stage=stage, folder=str(tmp_path), size=size)
-    command = [sys.executable, "-c", READ, str(tmp_path), kind, *([tied] if tied else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == f"['{kind}']"
 
 
 # ------------------------------------------------------------------------------------ from the meta device
@@ -540,8 +409,7 @@ def meta_net(stage: int, folder: str) -> None:
     train(other, second)
 
 
-@WORLDS
-@pytest.mark.parametrize("stage", [1, 3, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (3, 3), pytest.param(1, 0, marks=pytest.mark.full)])
 def test_a_model_on_the_meta_device(ranks: Callable[[int], Ranks], world: int, stage: int, tmp_path: Path) -> None:
     ranks(world).run(meta_net, stage=stage, folder=str(tmp_path))
 
@@ -574,13 +442,13 @@ def test_a_state_dict_of_other_names_is_not_asked(ranks: Callable[[int], Ranks])
     assert all(torch.equal(found, expected) for found in ranks(2).run(meta_halved))
 
 
-def meta_hugging_face(kind: str, stage: int, folder: str) -> None:
+def meta_gpt(folder: str) -> None:
     torch.manual_seed(21)
-    expected = hugging_face(kind)
+    expected = gpt()
     with torch.device("meta"):
-        model, other = hugging_face(kind), hugging_face(kind)
+        model, other = gpt(), gpt()
     # Initialized as in its constructor: what is tied is tied afterwards.
-    constructed: Any = hugging_face(kind)
+    constructed: Any = gpt()
     targets = dict(constructed.all_tied_weights_keys)
     for name in targets:
         path, _, leaf = name.rpartition(".")
@@ -593,27 +461,19 @@ def meta_hugging_face(kind: str, stage: int, folder: str) -> None:
     want = constructed.state_dict()
     want |= {name: want[source] for name, source in targets.items()}
     torch.manual_seed(22)
-    compile_muon.MuonZero(model, stage=stage, init=model.init_weights)
+    compile_muon.MuonZero(model, stage=3, init=model.init_weights)
     same(whole(model), want)
-    reference = hugging_face(kind)
+    reference = gpt()
     reference.load_state_dict(expected.state_dict())
-    first = compile_muon.MuonZero(reference, stage=stage)
+    _optimizer = compile_muon.MuonZero(reference, stage=3)
     compile_muon.save_pretrained(reference, folder)
-    del first
     dist.barrier()
-    compile_muon.initialize(other, {"zero_optimization": {"stage": stage}}, weights=folder)
+    compile_muon.initialize(other, {"zero_optimization": {"stage": 3}}, weights=folder)
     same(whole(other), expected.state_dict())
     for (name, buffer), want in zip(other.named_buffers(), expected.buffers(), strict=True):
         assert torch.equal(buffer, want), name
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "GPT2LMHeadModel",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("T5ForConditionalGeneration", "MixtralForCausalLM")),
-    ],
-)
-def test_a_hugging_face_model_on_the_meta_device(ranks: Callable[[int], Ranks], kind: str, tmp_path: Path) -> None:
+def test_a_hugging_face_model_on_the_meta_device(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    ranks(2).run(meta_hugging_face, kind=kind, stage=3, folder=str(tmp_path))
+    ranks(2).run(meta_gpt, folder=str(tmp_path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,22 +40,10 @@ sizes = st.integers(1, 8192)
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-@given(sizes, sizes)
-def test_rates_rise_with_the_size_as_their_table_does(a: int, b: int) -> None:
-    low, high = sorted((a, b))
-    assert NODES.rate(low, "bfloat16") <= NODES.rate(high, "bfloat16") * (1 + 1e-12)
-
-
 def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
     assert [NODES.rate(size, "bfloat16") for size in (1, 64, 1024, 4096, 10**6)] == [1e12, 1e12, 16e12, 32e12, 32e12]
     assert NODES.rate(256, "bfloat16") == pytest.approx(4e12)
     assert replace(NODES, rate_fractions=((1.0, 0.5),)).rate(256, "bfloat16") == pytest.approx(2e12)
-
-
-def test_a_dtype_without_rates_takes_those_of_its_size() -> None:
-    assert NODES.rate(1024, "float16") == NODES.rate(1024, "bfloat16")
-    assert NODES.rate(1024, "float64") == NODES.rate(1024, "float32") / 2
-    assert NODES.rate(1024, "float8_e4m3fn") == NODES.rate(1024, "bfloat16")
 
 
 @given(sizes, sizes, sizes, st.integers(1, 8), st.integers(1, 4))
@@ -102,10 +90,6 @@ def test_ranks_on_one_core_share_it_and_the_memory() -> None:
 # ------------------------------------------------------------------------------------------------------- collectives
 
 
-def test_one_rank_sends_nothing() -> None:
-    assert NODES.collective_seconds("all_gather", 0.0, [3]) == 0
-
-
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_collectives_take_a_start_hops_and_bytes(kind: str) -> None:
     hops = 2 if kind == "all_reduce" else 1
@@ -122,13 +106,6 @@ def test_a_ring_leaves_a_node_once_through_all_its_links_and_an_all_to_all_throu
     assert NODES.collective_seconds("all_to_all", 1.5e9, range(16)) == pytest.approx(hops + 8e8 / 1e10)
     slow_inside = replace(NODES, links=(Link(8, 1e9, 1e-6), NODES.links[1]))
     assert slow_inside.collective_seconds("all_gather", 1e9, range(16)) == pytest.approx(hops + 1e9 / 1e9)
-
-
-@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e12), st.floats(1, 4), st.integers(2, 64))
-def test_more_bytes_take_longer(kind: str, nbytes: float, more: float, ranks: int) -> None:
-    seconds = NODES.collective_seconds(kind, nbytes, range(ranks))
-    assert NODES.collective_seconds(kind, nbytes * more, range(ranks)) >= seconds
-    assert NODES.collective_seconds(kind, nbytes, range(ranks + 1)) > seconds - nbytes / 1e10
 
 
 def test_bandwidths_of_a_link_may_depend_on_the_size() -> None:
@@ -153,34 +130,12 @@ def test_a_collective_goes_the_fastest_way_there_is() -> None:
         assert WAYS.collective_seconds(kind, nbytes, ranks) == NODES.collective_seconds(kind, nbytes, ranks)
 
 
-@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e10), st.integers(2, 64))
-def test_another_way_never_makes_a_collective_slower(kind: str, nbytes: float, count: int) -> None:
-    assert WAYS.collective_seconds(kind, nbytes, range(count)) <= NODES.collective_seconds(kind, nbytes, range(count))
-
-
 def test_only_known_kinds() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         NODES.collective_seconds("broadcast", 1.0, range(2))
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("ranks", [range(2), range(8), range(64), range(0, 64, 8)])
-def test_starting_takes_as_long_as_sending_that_much(kind: str, ranks: range) -> None:
-    """The way that large ones go: there is a faster one for what is small."""
-    start, transfer = H100.collective_parts(kind, 2**28, ranks)
-    assert H100.start_bytes(kind, ranks) * transfer / 2**28 == pytest.approx(start, rel=1e-6)
-    assert H100.start_bytes(kind, range(1)) == 0
-
-
 # ------------------------------------------------------------------------------------------------ what the core asks
-
-
-def test_by_default_collectives_start_at_once_and_an_operation_takes_a_nanosecond() -> None:
-    layout = Layout((64, 32), 3, Axis("shard", 8, 0, "s"))
-    assert gather_start(layout, Costs()) == reduce_start(layout, Costs()) == 0
-    assert owned_work(matrix("standard", 4096), Costs(), matrix("standard", 4096).matrices) == 3 * standard_flops(
-        1024, 4096, 5
-    )
 
 
 def matrix(method: str, rows: int) -> MuonSpec:
@@ -205,13 +160,6 @@ def test_an_owner_takes_what_the_products_of_its_matrices_take(
     )
 
 
-def test_a_square_matrix_does_not_care_which_way_it_lies() -> None:
-    seconds = [
-        H100.newton_schulz_seconds(*shape, steps=5, dtype="bfloat16", restarts=1) for shape in ((8, 32), (32, 8))
-    ]
-    assert seconds[0] == seconds[1]
-
-
 def test_starts_in_bytes_of_whole_weights() -> None:
     """Over the axis where they are most; ranks of an axis have those of the axes of model parallelism between them."""
     axes = Axis("shard", 8, 0, "s"), Axis("replicate", 4, 0, "r"), Axis("all", 32, 0, "a")
@@ -223,9 +171,9 @@ def test_starts_in_bytes_of_whole_weights() -> None:
     assert gather_start(Layout((64, 32), 0, axes[0]), H100) == 0
 
 
-@pytest.mark.parametrize("costs", [NODES, CPU, WAYS, Costs()])
-def test_pickle_and_hash_keep_them(costs: Costs) -> None:
-    again = pickle.loads(pickle.dumps(costs))
-    assert again == costs
-    assert hash(again) == hash(costs)
-    assert replace(costs, kernel_seconds=1.0) != costs
+def test_starting_takes_as_long_as_sending_that_much() -> None:
+    """The way that large ones go: there is a faster one for what is small."""
+    for kind, ranks in itertools.product(COLLECTIVES, (range(2), range(64), range(0, 64, 8))):
+        start, transfer = H100.collective_parts(kind, 2**28, ranks)
+        assert H100.start_bytes(kind, ranks) * transfer / 2**28 == pytest.approx(start, rel=1e-6)
+        assert H100.start_bytes(kind, range(1)) == 0

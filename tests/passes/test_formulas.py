@@ -56,12 +56,6 @@ def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
     assert reduced + slices == pytest.approx(weight_bytes("reduce_scatter", rows, cols, **size))
 
 
-@pytest.mark.parametrize(("experts", "shards", "sent"), [(64, 8, 64), (8, 8, 8), (8, 64, 64), (3, 2, 4), (1, 512, 512)])
-def test_a_stack_over_more_ranks_than_it_has_experts_is_padded(experts, shards, sent):
-    assert formulas.padded_rows(experts, shards=shards) == sent
-    assert formulas.padded_rows(experts, shards=shards, replicas=4, state_over_all=True) >= 4 * shards
-
-
 def test_padded_rows_are_those_of_the_layout():
     for rows, shards, replicas in ((8, 3, 2), (5, 8, 2), (13, 2, 5), (1, 2, 2)):
         axes = Axis("shard", shards, 0, "s"), Axis("replicate", replicas, 0, "r")
@@ -111,16 +105,6 @@ def test_tensor_slices_are_counted_as_their_formula_says(world):
         found = counted(model, optimizer, {"input": torch.ones(6, 16)})
     assert set(found) == {"shard", "tensor"}
     assert found["tensor"] == formulas.activation_bytes("tensor_pair", tokens=6, hidden=16, ranks=4, itemsize=4)
-
-
-def test_formulas_print_in_their_symbols():
-    names = {
-        str(symbol)
-        for table in formulas.BYTES_SENT.values()
-        for formula in table.values()
-        for symbol in formula.free_symbols
-    }
-    assert names == {"rows", "cols", "shards", "replicas", "itemsize"}
 
 
 def test_the_best_bucket_is_where_its_time_is_shortest():

@@ -24,8 +24,9 @@ def graph_of_all():
     graph = Graph()
     names = ("shard", "state", "hyper", "resident", "grad")
     shard, state, hyper, resident, grad = (graph.placeholder(name) for name in names)
-    for node in (shard, state, resident, grad):
-        node.meta["val"] = torch.zeros(6, 4)
+    with FakeTensorMode():
+        for node in (shard, state, resident, grad):
+            node.meta["val"] = torch.zeros(6, 4)
     reads = [graph.call_function(UNSHARD, (shard, state, hyper, r, spec_of().encode())) for r in (resident, None)]
     reduced = ReduceGrad.insert(graph, grad, state, hyper, spec_of())
     direction = Orthogonalize.insert(graph, reduced.node, state, hyper, spec_of())

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from compile_muon.agreement.compare import by_rank, compare, differing, ranks_named, worded
+from compile_muon.agreement.frame_log import _REMEMBERED, FrameLog
 
 FACTS = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", "b"]}
 
@@ -22,12 +23,6 @@ def test_the_odd_rank_is_found_wherever_it_is(world: int) -> None:
             column = [FACTS[entry] if rank != odd else None for rank in range(world)]
             assert differing(everyone) == {entry: column}
             assert f"None on rank {odd}" in worded(differing(everyone))
-
-
-def test_entries_come_in_the_order_in_which_ranks_have_them() -> None:
-    found = differing([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0, "c": 0, "d": 4}], absent="none")
-    assert list(found.items()) == [("b", [2, 0]), ("c", [3, 0]), ("d", ["none", 4])]
-    assert next(iter(differing([dict(enumerate("same")), dict(enumerate("some"))]))) == 1
 
 
 def test_ranks_that_agree_differ_in_nothing() -> None:
@@ -44,3 +39,55 @@ def test_of_many_ranks_and_values_few_are_named() -> None:
     assert by_rank([*range(64), 63]).endswith("4 on rank 4 and 59 more")
     assert by_rank([1] + [0] * 999) == "1 on rank 0, 0 on ranks 1, 2, 3, 4, 5, 6, 7, 8, … (999 in all)"
     assert by_rank([3, 4, 3], [5, 7, 9]) == "4 on rank 7, 3 on ranks 5, 9"
+
+
+# --- the record of visits that ranks compare --------------------------------------------------------------------------
+
+
+def log_of(*visits: tuple[str, str, tuple[str, ...]]) -> FrameLog:
+    log = FrameLog()
+    for half, frame, names in visits:
+        log.note(half, frame, names)
+    return log
+
+
+A, B = ("forward", "frame0000", ("a", "b")), ("forward", "frame0000", ("c",))
+
+
+def test_order_half_and_parameters_count_but_not_what_a_rank_calls_its_frame() -> None:
+    digest = log_of(A, B).digest()
+    assert digest == log_of(A, B).digest()
+    assert digest == log_of(A, ("forward", "frame0017", ("c",))).digest()
+    for other in ((B, A), (A,), (A, B, B), (A, ("backward", "frame0000", ("c",))), (("forward", "", ("b", "a")), B)):
+        assert digest != log_of(*other).digest(), other
+
+
+def test_names_do_not_run_together() -> None:
+    pairs = (("forward", "", ("ab",)), ("forward", "", ("a", "b"))), ((("forward", "", ("a",)),) * 2, (A,))
+    assert log_of(pairs[0][0]).digest() != log_of(pairs[0][1]).digest()
+    assert log_of(*pairs[1][0]).digest() != log_of(("forward", "", ("a", "a"))).digest()
+
+
+def test_details_count() -> None:
+    plain, reducing = FrameLog(), FrameLog()
+    plain.note("backward", "", ["a"])
+    reducing.note("backward", "", ["a"], ["reduce"])
+    assert plain.digest() != reducing.digest()
+
+
+def test_a_step_ends_it() -> None:
+    log = log_of(A)
+    log.close()
+    assert log.digest() == FrameLog().digest()
+    assert not log.visits() and log.count == 0
+
+
+def test_only_the_last_visits_are_remembered_but_all_count() -> None:
+    """A loop may evaluate for hours between two steps."""
+    one, other = log_of(A), log_of(B)
+    for log in (one, other):
+        for _ in range(_REMEMBERED):
+            log.note("forward", "", ["x"])
+    assert one.visits() == other.visits()
+    assert list(one.visits()) == list(range(1, _REMEMBERED + 1))
+    assert one.digest() != other.digest()

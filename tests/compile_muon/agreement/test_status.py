@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from compile_muon.agreement.heartbeat import Entry, report
-from compile_muon.agreement.status import RankStatus, holder_of_all
+from compile_muon.agreement.status import RankStatus
 from compile_muon.errors import PeerError
 
 LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 9)
@@ -51,29 +51,10 @@ WAITING = Entry(3, "forward of frame 5", True, 9)
             [0],
             "rank 1 ended after step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5",
         ),
-        (
-            {0: Entry(1, "", False, 9), 1: WAITING, 2: WAITING},
-            [1, 2],
-            "rank 0 was last seen in step 1; ranks 1, 2 wait in step 3, forward of frame 5",
-        ),
     ],
 )
 def test_who_is_where(places: dict[int, Entry], alive: list[int], said: str) -> None:
     assert report(3, places, alive) == said
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ([], ""),
-        (["blocks.4.up.weight", "blocks.4.down.weight"], " (blocks.4)"),
-        (["blocks.4.up.weight"], " (blocks.4.up)"),
-        (["embed.weight", "blocks.0.up.weight", "head.bias"], " (embed.weight to head.bias)"),
-        (["weight"], " (weight)"),
-    ],
-)
-def test_the_module_of_a_frame(names: list[str], said: str) -> None:
-    assert holder_of_all(names) == said
 
 
 @pytest.fixture
@@ -146,13 +127,6 @@ def test_the_thread_ends_with_the_process_group(group: Any) -> None:
     dist.destroy_process_group()
     soon(lambda: threads() == others)
     assert status.heartbeat.read() is None
-
-
-def test_two_optimizers_have_places_of_their_own(group: Any) -> None:
-    places = [status_in(group) for _ in range(2)]
-    assert [status.heartbeat.number for status in places] == [1, 2]
-    with places[0].at("forward"), places[1].at("backward"):
-        soon(lambda: [status.heartbeat.read()[0].where for status in places] == ["forward", "backward"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from compile_muon.config import (
     convert,
     load_config,
 )
-from compile_muon.config.deepspeed import read_all
 from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.config.sections import parameters
 from compile_muon.errors import ConfigError
@@ -196,12 +195,6 @@ def test_the_first_steps_are_those_that_deepspeed_made(schedule, expected):
     assert [rate for (rate,) in used] == pytest.approx(expected, rel=1e-11, abs=0)
 
 
-def test_the_range_test_begins_with_the_rate_and_grows():
-    optimizer = optimizer_of(adamw=0.001)
-    scheduler = LRRangeTest(lr_range_test_step_size=4, lr_range_test_step_rate=2.0).build(optimizer)
-    assert [r for (r,) in walk(optimizer, scheduler, 5)] == pytest.approx([0.001, 0.0015, 0.002, 0.0025, 0.003])
-
-
 # -------------------------------------------------------------------------------------- halves, groups
 
 
@@ -322,8 +315,6 @@ RATES = [
     ("WarmupLR", None, None, 0.02, 3e-4),
     ("WarmupLR", None, muon(lr=0.1), 0.1, 0.1),
     ("WarmupLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("WarmupLR", 0.5, None, 0.5, 0.5),
-    ("WarmupLR", 0.5, muon(lr=0.1), 0.5, 0.5),
     ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5),
     ("WarmupLR", [0.5, 0.25], muon(lr=0.1), 0.5, 0.25),
     ("WarmupLR", [0.5, 0.25], muon(muon_lr=0.1, adam_lr=0.2), 0.5, 0.25),
@@ -332,11 +323,9 @@ RATES = [
     ("WarmupLR", [0.5], adamw(lr=0.1), 0.02, 0.5),
     ("WarmupDecayLR", None, None, 0.001, 0.001),
     ("WarmupDecayLR", None, adamw(lr=0.1), 0.02, 0.001),
-    ("WarmupDecayLR", [0.5, 0.25], muon(muon_lr=0.1), 0.5, 0.25),
     ("WarmupCosineLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
     ("OneCycle", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
     ("OneCycle", 0.5, muon(lr=0.1), 0.5, 0.5),
-    ("LRRangeTest", None, None, 0.001, 0.001),
     ("LRRangeTest", 0.5, muon(lr=0.1), 0.5, 0.5),
 ]
 
@@ -353,10 +342,8 @@ def test_the_rates_of_a_schedule_are_those_of_the_halves(kind, rate, optimizer, 
     ("kind", "rate", "optimizer", "own"),
     [
         ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
-        ("WarmupLR", 0.5, muon(lr=0.1, adam_lr=0.2), [0.1, 0.2]),
         ("WarmupLR", 0.02, muon(muon_lr=0.02), [0.02, 3e-4]),
         ("WarmupDecayLR", 0.001, muon(adam_lr=0.2), [0.02, 0.2]),
-        ("OneCycle", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
         ("LRRangeTest", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
     ],
 )
@@ -371,26 +358,13 @@ def test_one_rate_for_halves_that_have_two_is_an_error(kind, rate, optimizer, ow
     assert [config.muon.lr, config.adamw.lr] == own
 
 
-def test_deepspeed_s_own_default_does_not_make_one_rate_of_two():
-    with pytest.raises(ConfigError) as caught:
-        load_config(section("WarmupDecayLR", {"total_num_steps": 9}, muon(muon_lr=0.1, adam_lr=0.2)))
-    assert (caught.value.field, caught.value.shown) == ("scheduler.params.warmup_max_lr", "0.001")
-
-
 @pytest.mark.parametrize(
     ("kind", "given", "field", "words"),
     [
         ("WarmupDecayLR", {}, "params.total_num_steps", ["is missing", "write the number"]),
-        ("WarmupCosineLR", {"total_num_steps": 0}, "params.total_num_steps", ["at least 1"]),
-        ("WarmupCosineLR", {"total_num_steps": 5.5}, "params.total_num_steps", ["integer"]),
         ("OneCycle", {"cycle_momentum": False}, "params.cycle_min_lr", ["is missing"]),
         ("OneCycle", {"cycle_min_lr": 0.1}, "params.cycle_momentum", ["= True", '"cycle_momentum": false']),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_momentum": True}, "params.cycle_momentum", ["false"]),
-        ("WarmupLR", {"warmup_type": "cosine"}, "params.warmup_type", ["'linear'"]),
-        ("WarmupLR", {"warmup_num_steps": 0}, "params.warmup_num_steps", ["at least 1"]),
-        ("WarmupLR", {"warmup_min_lr": -1}, "params.warmup_min_lr", ["[0, inf)"]),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "params.warmup_min_lr", ["1 rates", "the two of Muon and AdamW"]),
-        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2, 0.3]}, "params.warmup_max_lr", ["3 rates"]),
         ("WarmupLR", {"warmup_max_lr": "auto"}, "params.warmup_max_lr", ["MuonTrainer"]),
         ("WarmupLR", {"total_num_steps": 9}, "params.total_num_steps", ["WarmupLR", "warmup_max_lr"]),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "params.warmup_max_lr", ["not a parameter"]),
@@ -410,33 +384,12 @@ def test_bad_sections(kind, given, field, words):
         assert word in str(caught.value)
 
 
-def test_a_section_that_is_no_object():
-    with pytest.raises(ConfigError) as caught:
-        load_config({"scheduler": "WarmupLR"})
-    assert (caught.value.field, caught.value.remedy) == ("scheduler", "write {...}")
-
-
 def test_adamw_has_one_rate_in_a_schedule():
     for key in ("warmup_min_lr", "warmup_max_lr"):
         with pytest.raises(ConfigError) as caught:
             load_config(section("WarmupLR", {key: [0.1, 0.2]}, adamw()))
         assert (caught.value.field, caught.value.remedy) == (f"scheduler.params.{key}", "write one number")
     assert load_config(section("WarmupLR", {"warmup_min_lr": [0.1]}, adamw())).scheduler.warmup_min_lr == 0.1
-
-
-def test_of_a_list_that_adamw_has_no_use_for_nothing_is_taken():
-    params = {"warmup_max_lr": [0.1, 0.2], "total_num_steps": 9}
-    reading = read_all(section("WarmupDecayLR", params, adamw(lr=0.5)))
-    assert [error.field for error in reading.errors] == ["scheduler.params.warmup_max_lr"]
-    assert reading.config.adamw.lr == 0.5  # and not DeepSpeed's default
-
-
-def test_all_mistakes_of_a_section_in_one_error():
-    given = {"warmup_min_lr": -1, "warmup_num_steps": "auto", "warmup_type": "x", "warmup_max_lr": "y", "zzz": 1}
-    with pytest.raises(ConfigError) as caught:
-        load_config(section("WarmupDecayLR", given))
-    fields = [error.field for error in caught.value.errors]
-    assert sorted(fields) == sorted(f"scheduler.params.{key}" for key in (*given, "total_num_steps"))
 
 
 def test_momenta_of_a_cycle_without_momentum_have_no_effect():
@@ -478,9 +431,3 @@ def test_a_rate_is_written_once():
     params = {"warmup_max_lr": [0.5, 0.25], "total_num_steps": 9}
     assert convert(section("WarmupDecayLR", params, muon(lr=0.1))) == section("WarmupDecayLR", params)
     assert convert(section("WarmupLR", {"warmup_max_lr": 0.5}, adamw(lr=0.1))) == section("WarmupLR", {}, adamw(lr=0.5))
-
-
-def test_only_a_schedule_is_a_schedule():
-    with pytest.raises(ConfigError) as caught:
-        Config(scheduler={"type": "WarmupLR"})
-    assert caught.value.field == "Config.scheduler"

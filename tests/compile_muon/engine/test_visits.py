@@ -9,18 +9,17 @@ import weakref
 
 import pytest
 import torch
+from support.compiled import Net, X
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
-from compile_muon.engine.speculation import PATIENCE, Speculation, Speculations
+from compile_muon.engine.speculation import PATIENCE
 from compile_muon.engine.sums import UnreducedSums
 from compile_muon.engine.visits import Visits
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes import Purpose
-from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.layout import Axis, Layout
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 from compile_muon.passes.torch_private import current_backward
@@ -176,13 +175,6 @@ def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, c
     assert purposes(w, calls, "fb" * then) == "R" * (then - 1) + "S"
 
 
-def test_each_optimizer_decides_for_its_own(calls):
-    w, v = make_sharded_param(book()), make_sharded_param(book(update="step"), "v")
-    w.visits.forward()
-    v.visits.forward()
-    assert calls.visit(w, v) == [SPECULATE, REDUCE]
-
-
 # --- speculations -----------------------------------------------------------------------------------------------------
 
 
@@ -204,59 +196,42 @@ def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping
         assert w.speculations.stopped == (None if reason == "clipped" else reason)
 
 
-def speculation(grad):
-    return Speculation(grad.clone(), fingerprint([grad])[0], 0, 0.95)
-
-
-def test_a_speculation_is_the_latest():
-    one = Speculations()
-    first, second = (speculation(torch.ones(2, 2)) for _ in range(2))
-    one.make(first)
-    one.make(second)
-    assert one.current is second
-    one.drop()
-    assert one.current is None
-
-
 # --- stage 1 keeps sums -----------------------------------------------------------------------------------------------
 
 
-def kept(sums, call, value, *, grad, delivers=True):
-    """One accumulating backward call."""
-    sums.begin(call, None if call == 1 else grad, "w")
-    sums.keep(call, torch.full((2,), value))
-    if delivers:
-        sums.deliver(call, grad)
-
-
-def test_what_was_kept_goes_with_the_gradient():
-    sums, grad = UnreducedSums(), torch.zeros(2)
-    kept(sums, 1, 1.0, grad=grad)
-    assert sums.available(2)
-    sums.begin(2, None, "w")  # model.zero_grad()
-    assert not sums.available(2)
-
-
-def test_what_a_backward_kept_before_it_raised_does_not_count():
-    sums, grad = UnreducedSums(), torch.zeros(2)
-    kept(sums, 1, 1.0, grad=grad)
-    kept(sums, 2, 10.0, grad=grad, delivers=False)
-    kept(sums, 3, 100.0, grad=grad)
-    assert sums.take(4).tolist() == [101.0, 101.0]
-
-
-def test_visits_of_one_backward_add_up():
+def kept():
+    """One accumulating backward call, 1, and its gradient."""
     sums, grad = UnreducedSums(), torch.zeros(2)
     sums.begin(1, None, "w")
-    for _ in range(2):
-        sums.keep(1, torch.ones(2))
+    sums.keep(1, torch.ones(2))
     sums.deliver(1, grad)
-    assert sums.take(2).tolist() == [2.0, 2.0]
+    return sums, grad
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # (call, what it keeps, whether it delivers); then what the next call takes
+        ([(1, 1.0, True)], 1.0),
+        ([(1, 1.0, False), (1, 1.0, True)], 2.0),  # visits of one backward add up
+        ([(1, 1.0, True), (2, 10.0, False), (3, 100.0, True)], 101.0),  # the second one raised
+        ([(1, 1.0, False), (2, 10.0, False), (1, 100.0, True)], 101.0),  # the second one is nested
+    ],
+)
+def test_what_backwards_keep_adds_up_once_they_deliver(events, expected):
+    sums, grad = UnreducedSums(), torch.zeros(2)
+    for call, value, delivers in events:
+        sums.begin(call, None if sums.delivered is None else grad, "w")
+        sums.keep(call, torch.full((2,), value))
+        if delivers:
+            sums.deliver(call, grad)
+    assert sums.take(9).tolist() == [expected] * 2
+    sums.begin(10, None, "w")  # model.zero_grad(): it goes with the gradient
+    assert not sums.available(10)
 
 
 def test_what_a_backward_took_is_gone_only_once_it_has_delivered():
-    sums, grad = UnreducedSums(), torch.zeros(2)
-    kept(sums, 1, 1.0, grad=grad)
+    sums, grad = kept()
     sums.begin(2, grad, "w")
     assert sums.take(2).tolist() == [1.0, 1.0]
     assert not sums.available(2)  # another visit of the same call must not add it again
@@ -267,22 +242,9 @@ def test_what_a_backward_took_is_gone_only_once_it_has_delivered():
     assert not sums.available(4)
 
 
-def test_a_nested_backward_leaves_alone_what_the_outer_one_keeps():
-    sums, grad = UnreducedSums(), torch.zeros(2)
-    sums.begin(1, None, "w")
-    sums.keep(1, torch.ones(2))
-    sums.begin(2, None, "w")
-    sums.keep(2, torch.full((2,), 10.0))
-    sums.begin(1, None, "w")
-    sums.keep(1, torch.full((2,), 100.0))
-    sums.deliver(1, grad)
-    assert sums.take(3).tolist() == [101.0, 101.0]
-
-
 def test_an_edit_between_micro_batches_is_refused_by_name():
     """There are zeros in `.grad`: whoever clips or scales them means the sum."""
-    sums, grad = UnreducedSums(), torch.zeros(2)
-    kept(sums, 1, 1.0, grad=grad)
+    sums, grad = kept()
     sums.begin(2, grad, "w")
     grad.mul_(0.5)
     with pytest.raises(LedgerError, match="gradient of 'w' was edited between the micro-batches.*use stage 2"):
@@ -340,13 +302,6 @@ def test_copies_keep_their_own_account(calls):
     assert calls.visit(twin) is REDUCE, "no optimizer would step a copy"
 
 
-def test_traffic_adds_up():
-    ledger = book()
-    ledger.count(Traffic(10, (("all_gather", 1),), 2, calls=1))
-    ledger.count(Traffic(5, (("all_gather", 1), ("all_reduce", 3)), 1, calls=1))
-    assert ledger.counters.traffic == Traffic(15, (("all_gather", 2), ("all_reduce", 3)), 3, calls=2)
-
-
 def test_visits_never_owe_less_than_nothing():
     visits = Visits()
     assert visits.backward(1, counts=True)
@@ -355,16 +310,6 @@ def test_visits_never_owe_less_than_nothing():
 
 
 # --- a backward that fails in the middle ------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x))).square().mean()
 
 
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
@@ -387,15 +332,14 @@ def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     monkeypatch.setattr(backend, "lower_and_compile", fragile)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Small()
+    model = Net()
     optimizer = MuonZero(model, gradient_accumulation_steps=2, ns_dtype="float32")
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
-    x = torch.randn(3, 4)
-    run(x).backward()
+    run(X).square().mean().backward()
     sums = [p.grad.clone() for p in model.parameters()]
     failing.append(True)
     with pytest.raises(MemoryError):
-        run(x).backward()
+        run(X).square().mean().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), sums, strict=True))
     assert all(sharded.speculations.current is None for sharded in optimizer.engine.step.muon)
     optimizer.step()

@@ -141,23 +141,10 @@ def gap(folder: Folder) -> None:
     write(folder.path / FILE, tensors, {n: [2, 0] if n == "0.weight" else [0] * t.ndim for n, t in tensors.items()})
 
 
-def complex_numbers(folder: Folder) -> None:
-    write(folder.path / FILE, folder.tensors | {"0.weight": folder.tensors["0.weight"] + 1j})
-
-
-def too_large(folder: Folder) -> None:
-    write(folder.path / FILE, folder.tensors | {"0.weight": folder.tensors["0.weight"].double() + 1e39})
-
-
 def elsewhere(folder: Folder) -> None:
     folder.index(**{"0_weight": "b.safetensors"})
     write(folder.path / "a.safetensors", folder.tensors)
     write(folder.path / "b.safetensors", {"other": torch.ones(1)})
-
-
-def a_pipe(folder: Folder) -> None:
-    folder.index()
-    os.mkfifo(folder.path / "a.safetensors")
 
 
 def a_number_for_a_file(folder: Folder) -> None:
@@ -165,7 +152,7 @@ def a_number_for_a_file(folder: Folder) -> None:
     (folder.path / INDEX).write_text('{"weight_map": {"0.weight": 1}}')
 
 
-@pytest.mark.parametrize("harm", [gap, complex_numbers, too_large, elsewhere, a_pipe, a_number_for_a_file])
+@pytest.mark.parametrize("harm", [gap, elsewhere, a_number_for_a_file])
 def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path, harm: Callable[[Folder], None]) -> None:
     folder = Folder(tmp_path)
     harm(folder)

@@ -42,11 +42,6 @@ def test_without_symmetric_kernels_it_is_three_halves(monkeypatch):
     assert spec_of(300, 450, CUDA, config_from_kwargs(ns_dtype="fp32")).form == "standard"
 
 
-def test_standard_in_bfloat16_is_torch_muons_by_name():
-    found = spec_of(512, 2048, CUDA, config_from_kwargs(ns_method="standard", ns_dtype="bf16"))
-    assert (found.dtype, found.form) == ("bfloat16", "standard")
-
-
 def test_eps_and_memory_are_as_they_were_given():
     found = spec_of(8, 8, CPU, config_from_kwargs(ns_eps=0, ns_memory_limit=7))
     assert (found.eps, found.memory_limit) == (0.0, 7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn.utils import parametrizations, prune  # noqa: F401  in statements
 
 from compile_muon import MuonZero, UnsupportedModelError, full_parameters
 from compile_muon.model.ownership import Ownership
-from compile_muon.model.readers import sharded_params_of
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -59,7 +57,6 @@ def change(model: Net, statement: str) -> None:
 REPLACED = r"full_parameters\(module, write=True\).*before MuonZero"
 MOVED = [
     ("down.weight = nn.Parameter(torch.zeros(8, 8))", REPLACED),
-    ("down.weight = torch.zeros(8, 8)", REPLACED),
     ("down.weight = None", REPLACED),
     ("del down.weight", "cannot be deleted.*before MuonZero"),
     (
@@ -106,15 +103,6 @@ def test_what_changes_nothing_is_allowed(model: Net, optimizer: MuonZero) -> Non
     optimizer.step()
 
 
-def test_a_conversion_that_keeps_the_dtype_reaches_parameters_and_buffers(model: Net, optimizer: MuonZero) -> None:
-    before = whole(model)
-    model.down._apply(lambda t: t * 2)
-    model.norm._apply(lambda t: t * 2)
-    for name, value in whole(model).items():
-        doubled = name.startswith(("down", "norm"))
-        assert torch.equal(value, before[name] * 2 if doubled else before[name]), name
-
-
 def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, optimizer: MuonZero) -> None:
     model(X).sum().backward()
     for p in model.parameters():
@@ -123,32 +111,6 @@ def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, opti
     for use in (lambda: model(X), optimizer.step):
         with pytest.raises(UnsupportedModelError, match=r"down\.weight: dtype changes from float32 to bfloat16"):
             use()
-
-
-def test_swapping_as_torch_will_do_one_day(model: Net, optimizer: MuonZero) -> None:
-    params = [p._cdata for p in model.parameters()]
-    state = {name: value + 1 for name, value in whole(model).items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.load_state_dict(state)
-        model.to("cpu")
-        assert torch.__future__.get_swap_module_params_on_conversion()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert [p._cdata for p in model.parameters()] == params
-    assert all(torch.equal(value, state[name]) for name, value in whole(model).items())
-
-
-def test_a_modules_own_hooks_may_rename_keys(model: Net, optimizer: MuonZero) -> None:
-    def rename(module, state, prefix, *rest):  # type: ignore[no-untyped-def]
-        state[prefix + "weight"] = state.pop(prefix + "kernel")
-
-    model.down.register_load_state_dict_pre_hook(rename)
-    state = whole(model)
-    state["down.kernel"] = state.pop("down.weight") + 1
-    for assign in (False, True):
-        model.load_state_dict(state, assign=assign)
-        assert torch.equal(model.down._parameters["weight"], state["down.kernel"])  # type: ignore[arg-type]
 
 
 def test_attributes_set_in_a_compiled_forward() -> None:
@@ -169,17 +131,6 @@ def test_attributes_set_in_a_compiled_forward() -> None:
         run(X)
     torch.testing.assert_close(model.total, 2 * X.sum(0))
     assert model.seen == 5
-
-
-def test_a_copied_module_pickles_once_it_is_whole(model: Net, optimizer: MuonZero) -> None:
-    with full_parameters(model):
-        plain = copy.deepcopy(model)
-        assert not any(sharded_params_of(module) for module in plain.modules())
-    loaded = pickle.loads(pickle.dumps(plain.down))
-    assert type(loaded) is nn.Linear and torch.equal(loaded.weight, model.down._parameters["weight"])
-
-
-# ---------------------------------------------------------------------------------------------- attributes
 
 
 EDITS = [
@@ -239,8 +190,9 @@ class Writes(nn.Linear):
 WRITES = ["without grad", "copied", "detached", "renormed"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("how", [*WRITES, "new"])
+@pytest.mark.parametrize(
+    ("how", "compiled"), [*((how, False) for how in [*WRITES, "new"]), *((how, True) for how in (*WRITES[:3], "new"))]
+)
 def test_a_weight_that_its_own_forward_writes_to_is_refused(how: str, compiled: bool) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), Writes(8, 8), nn.Linear(8, 8))
@@ -265,19 +217,6 @@ def test_a_weight_that_its_own_forward_writes_to_is_refused(how: str, compiled: 
 def test_a_table_with_max_norm_is_refused(kind: type) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^0\.weight: max_norm = 1\.0 rescales rows .*max_norm=None"):
         MuonZero(nn.Sequential(kind(8, 6, max_norm=1.0), nn.Linear(6, 6), nn.Linear(6, 6)))
-
-
-def test_hooks_that_normalize_a_weight_are_none_of_these() -> None:
-    for make in (nn.utils.spectral_norm, parametrizations.spectral_norm, parametrizations.weight_norm):
-        torch.manual_seed(0)
-        model = nn.Sequential(make(nn.Linear(6, 8)), nn.Linear(8, 8), nn.Linear(8, 4))
-        plain = copy.deepcopy(model) if make is not nn.utils.spectral_norm else None
-        optimizer = MuonZero(model)
-        for _ in range(3):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert plain is None or not torch.equal(model(X), plain(X))
 
 
 def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, optimizer: MuonZero) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config
 
-from compile_muon import ConfigError, MuonZero, load_config
+from compile_muon import ConfigError, MuonZero
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 SMALL |= {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -104,16 +104,6 @@ def test_a_cut_by_a_name_is_one_that_the_modules_arithmetic_has() -> None:
         assert "left whole: its parts are not known" in found[f"{name}.weight"]
 
 
-def test_what_is_left_whole_is_said() -> None:
-    """CodeGen's rows are four blocks of q, v and k; GPTBigCode's name is GPT-2's."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 1, "vocab_size": 32, "n_positions": 16}
-    for kind, name, more in (("CodeGen", "qkv_proj", {"rotary_dim": 4}), ("GPTBigCode", "c_attn", {})):
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, **more))
-        found = reasons(model, split_fused=True)[f"transformer.h.0.attn.{name}.weight"]
-        assert "left whole: its parts are not known" in found
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,13 +127,6 @@ def test_torchs_own_attention_patterns_and_attributes() -> None:
     assert row.reason.endswith("as 3 matrices (muon_views 'up*')")
 
 
-def test_json_says_the_same() -> None:
-    params = {"per_head_muon": True, "muon_views": {"up*": {"split": [8, 4]}}, "muon_lr": 0.1, "adam_lr": 0.1}
-    optimizer = MuonZero.from_config(Model(), load_config({"optimizer": {"params": params}}))
-    views = {a.name: a.spec.muon.view for a in optimizer.engine.params if a.spec.muon is not None}
-    assert views["up.weight"].count == 2 and views["attention.in_proj_weight"].count == 6
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -163,10 +146,3 @@ def test_json_says_the_same() -> None:
 def test_mistakes(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MuonZero(Model(), **settings)
-
-
-def test_a_view_of_what_is_no_matrix() -> None:
-    model = Model()
-    model.norm.weight.muon_view = {"heads": 2}
-    with pytest.raises(ConfigError, match=r"norm.weight.muon_view = .*: is for matrices, and adamw trains norm.weight"):
-        MuonZero(model)

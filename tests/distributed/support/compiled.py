@@ -13,7 +13,7 @@ from compile_muon.config import Config
 from compile_muon.kernels import newton_schulz
 from support.reference import decayed_apart
 
-__all__ = ["EAGER", "Net", "Plain", "X"]
+__all__ = ["EAGER", "Net", "Plain", "Words", "X", "loss_of_words"]
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
@@ -30,6 +30,26 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Words(nn.Module):
+    """Three hidden matrices between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.q, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        h = h + self.q(h)
+        return self.head(self.norm(h + self.down(self.up(h).relu())))
+
+
+def loss_of_words(run: Callable[[Tensor], Tensor]) -> Tensor:
+    tokens = torch.arange(24).view(4, 6) % 12
+    return nn.functional.cross_entropy(run(tokens).flatten(0, 1), (tokens * 5 % 12).flatten())
 
 
 class Plain:

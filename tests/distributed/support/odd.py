@@ -15,7 +15,7 @@ from support.reference import DEVICE, Report, train
 
 __all__ = ["AXES", "MATRICES", "NAMES", "STEPS", "Odd", "cases", "data", "loss", "train_on"]
 
-STEPS = 5
+STEPS = 3
 AXES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "update": ("backward", "step"),

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 import compile_muon
 from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
-from support.books import AUXILIARIES, BOOKS
 
 __all__ = [
     "ADAMW_EPS",
@@ -61,8 +60,6 @@ ADAMW_LR, BETAS = 3e-4, (0.9, 0.95)
 
 #: name -> (batch, rows, cols)
 Matrices = Mapping[str, tuple[int, int, int]]
-#: dim, and the rows or columns of each matrix along it
-Blocks = tuple[int, list[Tensor]]
 #: (model, batch) -> loss
 Loss = Callable[[nn.Module, Any], Tensor]
 #: (step, micro-batch, rank) -> batch
@@ -108,17 +105,12 @@ class Reference:
         matrices: who gets Muon, and how each is viewed.
         clip: global norm to clip gradients to.
         slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
-        method, auxiliary: out of :mod:`books`.
-        blocks: of some matrices, what is one by itself.
     """
 
     model: nn.Module
     matrices: Matrices
     clip: float | None = None
     slices: int = 1
-    method: str = "muon"
-    auxiliary: str = "adamw"
-    blocks: Mapping[str, Blocks] = field(default_factory=dict)
     directions: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
 
@@ -127,8 +119,7 @@ class Reference:
         self.momentum = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
         rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
         biases = [param for name, param in self.named.items() if name.endswith("bias")]
-        self.states: dict[str, dict[str, Any]] = {name: {} for name in self.matrices}
-        self.adamw = AUXILIARIES[self.auxiliary](
+        self.adamw = torch.optim.AdamW(
             decayed_apart(rest, biases), lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY
         )
         self.lr = LR
@@ -152,25 +143,6 @@ class Reference:
         for name, view in self.matrices.items():
             param, buffer = self.named[name], self.momentum[name]
             if param.grad is None:
-                continue
-            if self.method != "muon" or self.blocks:
-                view, lr = self.matrices[name], self.lr
-                if self.method == "heavy_ball":
-                    buffer.mul_(MOMENTUM).add_(param.grad)
-                    update = param.grad + MOMENTUM * buffer
-                else:
-                    buffer.lerp_(param.grad, 1 - MOMENTUM)
-                    update = param.grad.lerp(buffer, MOMENTUM)
-                book, states = BOOKS[self.method], self.states[name]
-                if name not in self.blocks:
-                    written = book(newton_schulz, update.reshape(view), param.reshape(view), states, lr, DECAY)
-                    param.copy_(written.reshape(param.shape))
-                    continue
-                dim, blocks = self.blocks[name]
-                for number, block in enumerate(blocks):
-                    own, old = (x.index_select(dim, block)[None] for x in (update, param))
-                    written = book(newton_schulz, own, old, states.setdefault(str(number), {}), lr, DECAY)
-                    param.index_copy_(dim, block, written[0])
                 continue
             buffer.lerp_(param.grad, 1 - MOMENTUM)
             self.directions[name] = self._direction(param.grad.lerp(buffer, MOMENTUM), view)
@@ -282,7 +254,6 @@ def train(
     sharing: int = 1,
     experts: ExpertParallelConfig | None = None,
     sequence: SequenceParallelConfig | None = None,
-    blocks: Mapping[str, Blocks] | None = None,
     **settings: Any,
 ) -> Report:
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
@@ -298,7 +269,6 @@ def train(
         measure_noise: also train a reference in fp64.
         unsharded: the whole model, where ``model`` is a part of it.
         sharing: how many neighbouring ranks have the same data.
-        blocks: what of some matrices is one by itself, as the reference has it.
         experts: how those of a Transformers model are spread.
         sequence: how its positions are.
         settings: of MuonZero.
@@ -306,10 +276,7 @@ def train(
     world, rank = (place // sharing for place in world_and_rank())
     micro = settings.get("gradient_accumulation_steps", 1)
     whole = copy.deepcopy(model) if unsharded is None else unsharded
-    method = settings.get("method", "muon")
-    book = "cautious" if dict(settings.get("rates", {})).get("cautious_decay") else method
-    rest = "cautious" if book == "cautious" else settings.get("auxiliary", "adamw")
-    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices, book, rest, blocks or {})
+    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices)
     exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
@@ -325,7 +292,7 @@ def train(
         sequence_parallel=sequence or SequenceParallelConfig(),
     )
     optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
-    chosen = {row.name for row in optimizer.summary().rows if row.algorithm == method}
+    chosen = {row.name for row in optimizer.summary().rows if row.algorithm == "muon"}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
     if sequence is not None:
         rank, world = optimizer.data_place
@@ -356,7 +323,7 @@ def train(
         gradients = {name: full(param.grad).clone() for name, param in named.items() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        directions = _directions_of_step(before, named, reference) if book == "muon" and not blocks else {}
+        directions = _directions_of_step(before, named, reference)
         reference.train_step(step, data, loss, world=world, micro=micro, used=used)
         for name, grad in gradients.items():
             distance = float((grad - reference.gradients[name]).norm())

@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import Tensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -152,24 +149,3 @@ def config(folder: str, **sections: Any) -> Any:
     )  # fmt: skip
     rest["optimizer"].implementation = "for-loop"
     return Trainer.Config(**{**rest, **sections})
-
-
-def load(folder: str) -> None:
-    """Checkpoint of step 2 and exported weights of step 4, whole and without whoever wrote them.
-
-    Raises:
-        AssertionError: they are not those of ``held.pt``.
-    """
-    given = config(folder)
-    spec = given.model_spec
-    spec.model.update_from_config(config=given)
-    model = spec.model.build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=f"{folder}/checkpoint/step-2")
-    assert not any(torch.equal(state[name], value) for name, value in before.items())
-    exported = load_file(f"{folder}/checkpoint/step-4/model-00001-of-00001.safetensors")
-    model.load_state_dict(spec.state_dict_adapter(spec.model, None).from_hf(exported))
-    held = torch.load(f"{folder}/held.pt")
-    assert all(torch.equal(value, held[name]) for name, value in model.named_parameters())
-    assert not [name for name in sys.modules if name.startswith("compile_muon")]

@@ -88,21 +88,3 @@ def test_one_purpose_for_every_gradient_that_allows_it():
     for grads in (GRADS, alone, ()):
         for purpose in Purpose:
             of(grads, purpose, unreduced=True, carried=True).check(grads)
-
-
-def test_titles_are_readable_and_differ():
-    plain = {
-        "reduce": request(*[(REDUCE, False, False)] * 2),
-        "reduce_unreduced": request(*[(REDUCE, True, False)] * 2),
-        "speculate": request(*[(SPECULATE, False, False)] * 2),
-        "speculate_carried": request(*[(SPECULATE, False, True)] * 2),
-        "speculate_unreduced_carried": request(*[(SPECULATE, True, True)] * 2),
-        "accumulate": request(*[(ACCUMULATE, False, False)] * 2),
-    }
-    assert {title: each.title for title, each in plain.items()} == {title: title for title in plain}
-    rows = [(purpose, u, c) for purpose in Purpose for u in (False, True) for c in (False, True)]
-    every = [request(a, b) for a in rows for b in rows]
-    assert len({each.title for each in every}) == len(every)
-    assert MIXED.title.startswith("speculate_unreduced_carried_")
-    assert MIXED.title.replace("_", "").isalnum()
-    assert BackwardRequest((), (), ()).title == "reduce"

@@ -8,11 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from compile_muon.passes.language.layout import Axis, Layout
-from compile_muon.passes.language.spec import MuonSpec, ParamSpec, decode_dtype, encode_dtype
+from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -74,17 +72,6 @@ def test_decode_inverts_encode(spec):
     assert "\n" not in text
 
 
-@given(param_specs(), param_specs())
-def test_equal_strings_mean_equal_facts(a, b):
-    """Two layers share compiled code exactly if their strings are equal."""
-    assert (a.encode() == b.encode()) == (a == b)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_dtype_names(dtype):
-    assert decode_dtype(encode_dtype(dtype)) is dtype
-
-
 @given(rows=st.integers(1, 60), world=st.integers(2, 17))
 def test_shard_rows_are_those_of_torch_chunk(rows, world):
     pieces = torch.arange(rows).chunk(world)
@@ -92,29 +79,6 @@ def test_shard_rows_are_those_of_torch_chunk(rows, world):
         start, stop = of_shape((rows, 3), world, rank).layout.shard_rows(rank)
         expected = pieces[rank].tolist() if rank < len(pieces) else []  # torch.chunk leaves empty pieces out
         assert list(range(start, stop)) == expected
-
-
-@given(shape=st.lists(st.integers(1, 20), min_size=1, max_size=3), world=st.integers(2, 9))
-def test_shards_cover_the_parameter_once(shape, world):
-    specs = [of_shape(shape, world, rank) for rank in range(world)]
-    edges = [spec.layout.shard_rows(spec.layout.shard.index) for spec in specs]
-    assert edges[0][0] == 0
-    assert edges[-1][1] == shape[0]
-    assert all(stop == start for (_, stop), (start, _) in zip(edges[:-1], edges[1:], strict=True))
-    assert sum(spec.layout.local_numel for spec in specs) == specs[0].layout.numel == torch.Size(shape).numel()
-    for spec in specs:
-        assert torch.Size(spec.layout.local_shape).numel() == spec.layout.local_numel
-        assert spec.layout.local_shape[0] <= spec.layout.chunk
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_local_shapes_are_those_of_dtensor(size, world):
-    for rank in range(size):
-        with world(rank, size):
-            mesh = init_device_mesh("cpu", (size,))
-            for shape in [(8,), (5, 3), (1, 4), (2, 3, 5), (13, 2), (size, 1), (size + 1, 2)]:
-                local = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]).to_local()
-                assert tuple(local.shape) == of_shape(shape, size, rank).layout.local_shape, (shape, rank)
 
 
 @pytest.mark.parametrize(

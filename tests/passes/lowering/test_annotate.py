@@ -1,25 +1,17 @@
 """Ranges stay where they were put, in eager and generated code; NVTX and torch.profiler see the same ones."""
 
-import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import profile
 
-from compile_muon import ConfigError, MuonZero
+from compile_muon import ConfigError, MuonZero, NonFiniteError
 from compile_muon.config import CompileConfig, FrameOptions
 from compile_muon.passes import ranges
 from compile_muon.passes.ranges import COLORS, DOMAIN, ranged
-
-HERE = Path(__file__).parent
 
 
 def recorded(body):
@@ -29,217 +21,144 @@ def recorded(body):
     return sorted(found.events(), key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
-def lies_in(inner, outer):
-    return outer.time_range.start <= inner.time_range.start and inner.time_range.end <= outer.time_range.end
-
-
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_ranges_surround_newton_schulz(codegen):
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-    optimizer = MuonZero(model, update="step")
-    optimizer.engine.ledger.runs(FrameOptions(codegen=codegen, nvtx=True))
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()  # compiles
-    model(torch.ones(2, 6)).sum().backward()
-    events = recorded(optimizer.step)
-    (newton_schulz,) = [event for event in events if event.name == "muon_zero::newton_schulz"]
-    (found,) = [event for event in events if event.name == "muon_zero step0.step newton_schulz 0"]
-    assert lies_in(newton_schulz, found)
-    assert not [event for event in events if "_record_function" in event.name]  # it would lie across the range
-
-
-# --- what tools see ---------------------------------------------------------------------------------------------------
+COLLECTIVES = {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
 
 
 @dataclass(frozen=True)
 class Range:
-    """One range of a log; `parents` are the names of those around it, outermost first."""
+    """One range; `parents` are the names of those around it, outermost first."""
 
-    domain: str
     category: str
     payload: int
     name: str
     parents: tuple[str, ...]
 
 
-class Seen:
-    """What one rank of ranges_program.py left: ranges by case from NVTX, and what torch.profiler saw."""
+class Domain:
+    """Of NVTX, as the package `nvtx` has it: notes ranges, and hands them on where it is installed."""
 
-    def __init__(self, log, result):
-        self.results = json.loads(result.read_text())
-        self.ranges, case, open_ranges = {}, None, []
-        for line in log.read_text().splitlines():
-            kind, domain, category, payload, name = line.split("\t")
-            if kind == "mark":
-                assert not open_ranges, f"open at the end of {case!r}: {open_ranges}"
-                case = name
-                assert case not in self.ranges or not case
-                self.ranges.setdefault(case, [])
-            elif kind == "push":
-                found = Range(domain, category, int(payload), name, tuple(outer.name for outer in open_ranges))
-                open_ranges.append(found)
-                if case:
-                    self.ranges[case].append(found)
-            else:
-                assert open_ranges.pop().domain == domain
-        assert not open_ranges
+    def __init__(self):
+        self.real, self.found, self.open = ranges._domain(), [], []
 
-    def annotations(self, case):
-        """(name, start, end) of ranges and of ops, each in order."""
-        events = sorted(self.results[case]["events"], key=lambda event: (event[1], -event[2]))
-        ours = [event for event in events if event[0].startswith(f"{DOMAIN} ")]
-        return ours, [event for event in events if event not in ours]
+    def get_event_attributes(self, name, color, category, payload):
+        real = self.real and self.real.get_event_attributes(name, color, category, payload)
+        assert COLORS[category or ""] == color
+        return Range(category or "", payload, name, tuple(outer.name for outer, _ in self.open)), real
+
+    def push_range(self, attributes):
+        self.found.append(attributes[0])
+        self.open.append(attributes)
+        if self.real:
+            self.real.push_range(attributes[1])
+
+    def pop_range(self):
+        self.open.pop()
+        if self.real:
+            self.real.pop_range()
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """`seen[world][rank]` of real processes with a tool attached."""
-    if find_spec("nvtx") is None:
-        pytest.skip("the package nvtx is not installed")
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to build the tool that NVTX loads")
-    folder = tmp_path_factory.mktemp("nvtx")
-    library = folder / "nvtx_log.so"
-    build = ["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(HERE / "nvtx_log.c")]
-    subprocess.run(build, check=True)
-    running = {}
-    for world, rank in ((1, 0), (2, 0), (2, 1)):
-        paths = folder / f"store{world}", folder / f"{world}_{rank}.json"
-        environment = os.environ | {
-            "NVTX_INJECTION64_PATH": str(library),
-            "NVTX_LOG": str(folder / f"{world}_{rank}.log"),
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }
-        command = [sys.executable, str(HERE / "ranges_program.py"), str(rank), str(world), *map(str, paths)]
-        output = (folder / f"{world}_{rank}.txt").open("w")
-        running[world, rank] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    try:
-        for (world, rank), process in running.items():
-            code = process.wait(timeout=600)
-            assert code == 0, (folder / f"{world}_{rank}.txt").read_text()
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    return {
-        world: [Seen(folder / f"{world}_{rank}.log", folder / f"{world}_{rank}.json") for rank in range(world)]
-        for world in (1, 2)
-    }
+@pytest.fixture
+def domain(monkeypatch):
+    found = Domain()
+    monkeypatch.setattr(ranges, "_domain", lambda: found)
+    yield found
+    assert not found.open
 
 
-CASES = [(1, "eager"), (1, "inductor"), (2, "eager"), (2, "inductor"), (2, "refresh")]
+def check(found):
+    """Categories are those that names say, and frames and steps are around what belongs to them."""
+    for each in found:
+        assert each.category == next((word for word in each.name.split() if word in COLORS), "")
+        frame = re.match(r"frame\d+\.(forward|backward)", each.name)
+        if frame is not None:
+            outer = () if each.name == frame[0] else (frame[0],)
+        elif each.name == "step":
+            outer = ()
+        else:
+            outer = ("step", "step directions") if re.match(r"step\d+\.step ", each.name) else ("step",)
+        assert each.parents == outer
 
 
-def plain(name):
-    """Without the number of the frame."""
-    return re.sub(r"^frame\d+", "frame", name)
+def inside(events, name):
+    """Operators in the one range of this name."""
+    (own,) = (event.time_range for event in events if event.name == f"{DOMAIN} {name}")
+    return [
+        event.name.split("::")[-1]
+        for event in events
+        if "::" in event.name and own.start <= event.time_range.start and event.time_range.end <= own.end
+    ]
 
 
-def kind(name):
-    """The category that a name says; "" for frames and parts of a step."""
-    return next((word for word in plain(name).split() if word in COLORS), "")
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_ranges_of_a_step(codegen, domain):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    optimizer = MuonZero(model, update="step")
+    optimizer.engine.ledger.runs(FrameOptions(codegen=codegen, nvtx=True))
+
+    def step(scale=1.0):
+        (model(torch.ones(2, 6)).sum() * scale).backward()
+        optimizer.step()
+
+    step()
+    domain.found.clear()
+    events = recorded(step)
+    found = domain.found[:]
+    check(found)
+    assert [event.name for event in events if event.name.startswith(f"{DOMAIN} ")] == [
+        f"{DOMAIN} {r.name}" for r in found
+    ]
+    assert not [event for event in events if "_record_function" in event.name]  # it would lie across the range
+    (newton_schulz,) = [each for each in found if each.category == "newton_schulz"]
+    assert newton_schulz.payload == 2 and "newton_schulz" in inside(events, newton_schulz.name)
+    parts = [each.name for each in found if each.parents == ("step",)]
+    assert parts[-1] == "step commit adamw" and set(parts) >= {"step wait", "step commit muon"}
+    domain.found.clear()
+    with pytest.raises(NonFiniteError):
+        step(float("nan"))
+    assert [each.name for each in domain.found][-1] == "step wait" and not domain.open, "a refused step closes its own"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("world", "case"), CASES)
-def test_ranges_of_a_step(seen, world, case):
-    """Domain, category, what they are in, and a payload that the optimizer counts."""
-    for rank in seen[world]:
-        ranges = rank.ranges[case]
-        assert {found.domain for found in ranges} == {"muon_zero"}
-        assert [found.category for found in ranges] == [kind(found.name) for found in ranges]
-        assert sum(r.payload for r in ranges if r.name.endswith(" launch")) == rank.results[case]["sent"]
-        assert sum(r.payload for r in ranges if r.category == "newton_schulz") == rank.results[case]["matrices"]
-        assert (rank.results[case]["sent"] > 0) == (world > 1)
-        assert [found.payload for found in ranges if found.name == "step"] == [2]
-        forward = next(r.name for r in ranges if r.name.endswith(".forward"))
-        for found in ranges:
-            frame = re.match(r"frame\d+\.(forward|backward)", found.name)
-            if frame is not None:
-                outer = () if found.name == frame[0] else (frame[0],)
-            elif re.match(r"refresh \d+ wait", found.name):
-                outer = (forward,)
-            elif found.name == "step":
-                outer = ()
-            else:
-                outer = ("step", "step directions") if re.match(r"step\d+\.step ", found.name) else ("step",)
-            assert found.parents == outer
-        parts = [found.name for found in ranges if found.parents == ("step",)]
-        assert parts[-1] == ("refresh 0 launch" if case == "refresh" else "step commit adamw")
-        assert set(parts) >= {"step wait", "step commit muon", "step commit adamw"}
-        # A refused step closes its ranges: the log says at every mark that none is open.
-        names = [found.name for found in rank.ranges[f"{case} refused"]]
-        assert names[-1] == "step wait" and "step" in names
-    assert sum(rank.results[case]["matrices"] for rank in seen[world]) == 2
+def test_collectives_are_launched_and_waited_for_inside_ranges_that_say_their_bytes(world, domain):
+    with world(0, 2):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+        optimizer = MuonZero(model, stage=3, ns_dtype="float32")
+        options = {"codegen": "eager", "nvtx": True, "bucket_mb": 2**-12}  # a bucket for each matrix
+        run = torch.compile(model, backend="muon_zero", options=options)
+        run(torch.ones(2, 8)).sum().backward()
+        before = optimizer.traffic
+        domain.found.clear()
+        events = recorded(lambda: run(torch.ones(2, 8)).sum().backward())
+        sent = optimizer.traffic.bytes_sent - before.bytes_sent
+    found = domain.found
+    check(found)
+    launches = [each for each in found if each.name.endswith(" launch")]
+    assert sum(each.payload for each in launches) == sent > 0
+    assert {each.category for each in launches} == {"gather", "reduce", "exchange"}
+    names = [each.name for each in found]
+    for launch in launches:
+        wait = launch.name.replace(" launch", " wait")
+        assert names.index(launch.name) < names.index(wait) and inside(events, wait) == ["wait_tensor"]
+        assert len(set(inside(events, launch.name)) & COLLECTIVES) == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("world", "case"), CASES)
-def test_the_profiler_sees_the_same_and_what_a_range_names_happens_inside_it(seen, world, case):
-    for rank in seen[world]:
-        ours, ops = rank.annotations(case)
-        assert [name for name, _, _ in ours] == [f"muon_zero {found.name}" for found in rank.ranges[case]]
-        inside = {
-            name: [op.split("::")[-1] for op, first, last in ops if start <= first and last <= end]
-            for name, start, end in ours
-        }
-        for name, found in inside.items():
-            if re.match(r"muon_zero refresh \d+ ", name):  # by torch.distributed itself
-                assert found == (["pack"] if name.endswith(" launch") else [])
-            elif name.endswith(" launch"):
-                assert len(found) == 2 - (found[0] != "pack") and found[-1] not in ("pack", "wait_tensor"), name
-            elif name.endswith(" wait") and name != "muon_zero step wait":
-                assert found == ["wait_tensor"]
-            elif " newton_schulz " in name:
-                assert found == ["newton_schulz"]
-        assert [name for name in inside if " newton_schulz " in name]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_generated_code_keeps_the_order(seen, world):
-    """The eager code runs the graph node by node: what the passes put in."""
-    for rank in seen[world]:
-        eager, inductor = (
-            [(plain(r.name), [plain(outer) for outer in r.parents], r.payload) for r in rank.ranges[case]]
-            for case in ("eager", "inductor")
-        )
-        assert eager == inductor
-        assert len(eager) > 6
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["eager", "inductor", "refresh"])
-def test_each_launch_comes_before_its_wait(seen, case):
-    for rank in seen[2]:
-        names = [found.name for found in rank.ranges[case]]
-        launches = [name.removesuffix(" launch") for name in names if name.endswith(" launch")]
-        assert len(set(launches)) == len(launches) > 2
-        for name in launches:
-            # What a step starts to gather, the forward of the next one waits for.
-            ahead = names.index(f"{name} launch") < names.index(f"{name} wait")
-            assert ahead != name.startswith("refresh")
-        assert len(launches) == sum(name.endswith(" wait") and name != "step wait" for name in names)
-
-
-@pytest.mark.full
-def test_ranges_that_an_error_left_open_are_closed(seen):
-    for rank in (*seen[1], *seen[2]):
-        assert [(found.name, found.category, found.payload, found.parents) for found in rank.ranges["left open"]] == [
-            ("outer", "", 0, ()),
-            ("inner", "reduce", 7, ("outer",)),
-            ("after", "", 0, ()),
-        ]
-
-
-@pytest.mark.full
-def test_every_category_is_seen_and_off_means_no_range(seen):
-    ranges = [found for world in seen.values() for rank in world for case in rank.ranges.values() for found in case]
-    assert {found.category for found in ranges} == {"", "gather", "reduce", "exchange", "newton_schulz", "refresh"}
-    for case in ("off", "off refused"):
-        assert seen[1][0].ranges[case] == []
-        assert not [name for name, _, _ in seen[1][0].annotations("off")[0]]
+def test_ranges_that_an_error_left_open_are_closed_and_off_means_no_range(domain):
+    with pytest.raises(RuntimeError, match="on purpose"), ranged("outer"):
+        ranges.RANGE_PUSH([torch.empty(0)], "inner", "reduce", 7)
+        raise RuntimeError("on purpose")
+    with ranged("after"):
+        pass
+    assert domain.found == [
+        Range("", 0, "outer", ()),
+        Range("reduce", 7, "inner", ("outer",)),
+        Range("", 0, "after", ()),
+    ]
+    domain.found.clear()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = MuonZero(model, update="step")
+    torch.compile(model, backend="muon_zero", options={"codegen": "eager"})(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert domain.found == []
 
 
 # --- the package nvtx -------------------------------------------------------------------------------------------------

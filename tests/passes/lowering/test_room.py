@@ -82,26 +82,3 @@ def test_saved_are_values_that_forward_made_for_backward_alone():
     graph.output((result, result, hidden, turned, flat, weight))
     forward = torch.fx.GraphModule(nn.Module(), graph)
     assert room.saved_by(forward, 1) == {hidden.name: hidden.name, turned.name: hidden.name}
-
-
-def test_memory_lives_from_its_maker_to_its_last_reader():
-    graph = torch.fx.Graph()
-    saved, other, weight = (graph.placeholder(name) for name in ("saved", "other", "weight"))
-    for x in (saved, other, weight):
-        x.meta["val"] = torch.empty(10, device="meta")  # 40 bytes
-    first = node(graph, torch.ops.aten.relu.default, saved, shape=(10,))
-    view = node(graph, torch.ops.aten.view.default, first, [5, 2], shape=(5, 2))
-    second = node(graph, torch.ops.aten.mul.Tensor, first, weight, shape=(10,))
-    third = node(graph, torch.ops.aten.sum.dim_IntList, view, [1], shape=(5,))
-    graph.output((second, third))
-    gm = torch.fx.GraphModule(nn.Module(), graph)
-    live = room._Live(gm, {"saved": "relu_7", "other": "relu_7"})
-    nodes = dict(
-        zip(("saved", "other", "weight", "first", "view", "second", "third", "output"), gm.graph.nodes, strict=True)
-    )
-    assert {name: live.certain[live.place[n]] for name, n in nodes.items() if name != "other"} == {
-        "saved": 40, "weight": 40, "first": 40, "view": 0, "second": 40, "third": 60, "output": 60,
-    }  # fmt: skip
-    assert {name: live.most[live.place[n]] for name, n in nodes.items() if name != "other"} == {
-        "saved": 40, "weight": 40, "first": 80, "view": 40, "second": 80, "third": 100, "output": 60,
-    }  # fmt: skip

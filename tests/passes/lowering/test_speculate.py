@@ -51,23 +51,6 @@ def lower(gm, rows, passes=LOWERING_PASSES):
     return run_passes(gm, passes, PassContext(GraphKind.BACKWARD, request=request))
 
 
-@pytest.mark.parametrize(
-    ("stage", "rows", "message"),
-    [
-        (2, [(ACCUMULATE, *FREE)] * 4, "gradient 0 .*ACCUMULATE at stage 2"),
-        (1, [(SPECULATE, *FREE)] * 4, r"gradient 3 of shape \(5,\): SPECULATE for a parameter that is not"),
-        (2, [(REDUCE, *ADDED)] * 4, "unreduced at stage 2"),
-        (1, [(ACCUMULATE, *ADDED)] * 4, "unreduced with ACCUMULATE"),
-        (1, [(REDUCE, *CARRIED)] * 4, "carried with REDUCE"),
-        (1, [(REDUCE, *FREE)] * 3, r"a request of \[3\] entries for 4 gradients"),
-        (1, [], "without a request"),
-    ],
-)
-def test_refused(stage, rows, message):
-    with pytest.raises(RequestError, match=message):
-        lower(backward_graph(stage), rows)
-
-
 def test_lower_alone_refuses_what_is_missing():
     with pytest.raises(RequestError, match="without a request"):
         lower(backward_graph(1), [], LOWERING_PASSES[2:])
