@@ -30,11 +30,6 @@ def _checks(module: Any) -> None:
     script(module.StepChecks)
 
 
-def _gathered_copies(module: Any) -> None:
-    """Nobody edits the copies that eager forwards read."""
-    module._Watch.differs = lambda watch: False
-
-
 def _right(module: Any) -> None:
     """Every product is right, and takes its time."""
     import triton
@@ -63,7 +58,6 @@ def _trusted(module: Any) -> None:
 _CHANGED: dict[str, Callable[[ModuleType], None]] = {
     "torch.backends.cuda": _attention,
     "compile_muon.engine.step_checks": _checks,
-    "compile_muon.engine.gathered_copies": _gathered_copies,
     "orthogonalizers": _right,
     "yardsticks": _trusted,
 }
