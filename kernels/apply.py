@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .dispatch import triton_kernels
 from .momentum import Averages
-from .renamed import warn_renamed
 
 __all__ = ["average", "may_launch", "muon_apply", "not_traced"]
 
@@ -31,7 +30,6 @@ def muon_apply(
     scale: float | Sequence[float],
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
-    withheld: Tensor | None = None,
 ) -> None:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
@@ -51,14 +49,10 @@ def muon_apply(
         averages: momenta of the parameters to move toward gradients, one of each for every parameter, or None.
         found_inf: one fp32 element on the parameters' device, 1 for nothing to be written, never waited for; None
             writes.
-        withheld: the former name of ``found_inf``.
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.
     """
-    if withheld is not None:
-        warn_renamed("muon_apply(withheld=...)", "muon_apply(found_inf=...)")
-        found_inf = withheld
     scales = [scale] * len(params) if isinstance(scale, int | float) else scale
     if not len(params) == len(updates) == len(scales):
         raise ValueError(f"{len(params)} params, {len(updates)} updates, {len(scales)} scales: expected one of each")

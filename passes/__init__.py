@@ -9,8 +9,6 @@ if __name__ != "compile_muon.passes":
     # Found from a checkout's root. A second copy of the operators would unregister the first.
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
-from compile_muon.kernels.renamed import former
-
 from .dynamo.local_inputs import TAKE_SHARDS
 from .errors import MuonZeroError
 from .joint.deduplicate import DEDUPLICATE
@@ -55,5 +53,3 @@ LOWERING_PASSES: tuple[GraphPass, ...] = (
     VERIFY,
     ANNOTATE,
 )
-
-__getattr__ = former(__name__, {"Half": "GraphKind", "HALF_PASSES": "LOWERING_PASSES"})

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
-
-from compile_muon.kernels.renamed import warn_renamed
 
 from .costs import Costs
 from .errors import PassContractError
@@ -106,12 +104,6 @@ class PassContext:
             parts.append(self.request.title)
         return ".".join(parts)
 
-    @property
-    def half(self) -> GraphKind:
-        """The former name of :attr:`kind`."""
-        warn_renamed("PassContext.half", "PassContext.kind")
-        return self.kind
-
 
 @dataclass(frozen=True)
 class GraphPass:
@@ -123,7 +115,6 @@ class GraphPass:
         requires: names of passes that must have run before.
         conflicts: names of passes that must not have run before.
         kinds: graphs it applies to.
-        halves: the former name of ``kinds``.
     """
 
     name: str
@@ -131,12 +122,6 @@ class GraphPass:
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     kinds: tuple[GraphKind, ...] = tuple(GraphKind)
-    halves: InitVar[tuple[GraphKind, ...] | None] = None
-
-    def __post_init__(self, halves: tuple[GraphKind, ...] | None) -> None:
-        if halves is not None:
-            warn_renamed("GraphPass(halves=...)", "GraphPass(kinds=...)", calls=2)  # of __init__
-            object.__setattr__(self, "kinds", halves)
 
 
 _ASSIGNMENT = re.compile(r"^ +(\w+)(: \"[^\"]*\")? = ", re.MULTILINE)

@@ -714,7 +714,7 @@ def errors(docs_script: Any) -> Any:
 NOT_LISTED = {
     "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
     "backend.muon_zero", "checkpoint.checkpointer._load", "checkpoint.values.read", "model.param_spec.muon_spec",
-    "model.full_parameters.full_parameters", "offload.direct._called", "passes.methods.matrix_method",
+    "model.full_parameters.full_parameters", "passes.methods.matrix_method",
     "passes.methods.method_of", "passes.language.views.shape_of",
     "files.tensors._opened", "files.tensors._our_errors",
 }  # fmt: skip

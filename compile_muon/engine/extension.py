@@ -19,7 +19,7 @@ from compile_muon.engine.peers import Peers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step_checks import StepChecks
-from compile_muon.errors import config_error, warn_user
+from compile_muon.errors import config_error
 from compile_muon.passes import GraphPass
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     calls: dict[str, Any] = {
         f.name: tuple(own(f.name)) for f in fields(Hooks) if callable(getattr(Extension, f.name, None))
     }
-    providers = [_state_provider(each) for each in extensions]
+    providers = [each.state_provider for each in extensions]
     asked = [
         each
         for each, kept in zip(extensions, providers, strict=True)
@@ -158,15 +158,6 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
         unrecorded=next((each.unrecorded for each in asked if each.unrecorded is not None), None),
         **calls,
     )
-
-
-def _state_provider(extension: Extension) -> StateProvider | None:
-    """Its own, also under the name of 0.1.0, which goes with the next version."""
-    former = "lender"
-    if extension.state_provider is not None or (found := getattr(extension, former, None)) is None:
-        return extension.state_provider
-    warn_user(f"{type(extension).__name__}.{former} is called state_provider from 0.2 on; rename it")
-    return found
 
 
 def check_extensions(extensions: Sequence[Extension]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from compile_muon.errors import LedgerError, warn_user
+from compile_muon.errors import LedgerError
 
 if TYPE_CHECKING:
     from compile_muon.engine.sharded_param import ShardedParam
@@ -24,10 +24,6 @@ MASTER = "master_weight"
 WEIGHT, GRADIENT = "weight", "gradient"
 #: beside states that are provided by rows: these rows of the parameter, whose gradient is ``GRADIENT`` then
 ROWS = "rows"
-
-
-#: names of 0.1.0 -> what they are called
-_FORMER = {"lend": "provide", "beside": "all_resident"}
 
 
 class StateRequest(Enum):
@@ -62,14 +58,6 @@ class StateProvider:
     """
 
     all_resident = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Take methods and attributes under the names of 0.1.0, which go with the next version."""
-        super().__init_subclass__(**options)
-        for former, name in _FORMER.items():
-            if former in vars(cls) and name not in vars(cls):
-                warn_user(f"{cls.__name__}.{former} is called {name} from 0.2 on; rename it")
-                setattr(cls, name, vars(cls)[former])
 
     def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make room for what will be kept here, ahead of the first change of the model; on every rank.

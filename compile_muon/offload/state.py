@@ -24,7 +24,6 @@ from compile_muon.engine.written import round_masters
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
-from compile_muon.offload.direct import on_disk
 from compile_muon.offload.host_step import HostStep
 from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout, check_master
 from compile_muon.offload.not_finite import NotFinite
@@ -116,7 +115,7 @@ class OffloadedStates(StateProvider, Extension):
             return Store(buckets, _HOST, pin=pin)
         assert offload.nvme_path is not None
         with self._step.agreeing("has no place for optimizer state: nothing was sharded"):
-            return on_disk(offload.nvme_path, buckets, buffers=self._layout.together, pin=pin, device=user)
+            return FileStore(offload.nvme_path, buckets, buffers=self._layout.together, pin=pin)
 
     def keep_master(self, name: str, master: Tensor) -> None:
         """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""

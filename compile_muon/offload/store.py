@@ -221,7 +221,6 @@ class FileStore(Store):
         buckets: of slots; each slot in one. Rows of a larger one begin and end with a page, but for its last.
         buffers: how many buckets may be in memory.
         pin: for copies that a GPU makes by itself.
-        enter: what each thread that reads and writes begins with.
     Raises:
         OffloadError: the folder is not there, or the disk has no room for all of it; nothing is left behind then.
     """
@@ -233,7 +232,6 @@ class FileStore(Store):
         *,
         buffers: int,
         pin: bool = False,
-        enter: Callable[[], object] | None = None,
     ) -> None:
         self.folder = Path(folder)
         wholes = list(dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots))
@@ -259,7 +257,7 @@ class FileStore(Store):
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         count = min(buffers, len(buckets)) if largest else 0
         self._held = [_Held(self._buffer(largest, pin=pin)) for _ in range(count)]
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload", initializer=enter)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
 

@@ -1,5 +1,0 @@
-"""What :mod:`compile_muon.engine.peers` was called in 0.1.0: the name goes with the next version."""
-
-from compile_muon.kernels.renamed import moved
-
-__getattr__ = moved(__name__, "compile_muon.engine.peers")
