@@ -173,22 +173,9 @@ def test_error_is_what_was_measured(name, dtype, method):
     assert not {s: (e, bounds[s]) for s, e in errors.items() if not e <= MARGIN[dtype] * bounds[s]}
 
 
-def test_the_table_holds_what_is_admissible():
-    assert list(MEASURED) == CASES
-
-
 # Gram over the bfloat16 standard form, largest over the spectra: 0.93 (deepseek_v4, gaussian of half rank) and 1.9.
 ACCURATE = {"float16": 1, "bfloat16": 3}
 LESS_ACCURATE = [("cans", "float16"), ("polar_express", "bfloat16")]  # why: stability.survives_rounding, and below
-
-
-@pytest.mark.parametrize("restarts", [(2,), (2, 4)])
-def test_polar_express_in_bfloat16_diverges_unless_it_restarts_after_the_first_step(restarts):
-    size = (32, 64)
-    worst = error("polar_express", "gram", torch.bfloat16, "clusters", restarts=restarts, seeds=4, size=size)
-    chosen = error("polar_express", "gram", torch.bfloat16, "clusters", seeds=4, size=size)
-    assert not worst < 10
-    assert chosen < 0.07  # 0.043
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -202,11 +189,6 @@ def test_auto_offers_both_forms_only_where_gram_is_accurate(name, dtype):
         return
     pairs = zip(MEASURED[name, dtype, "gram"], MEASURED[name, "bfloat16", "standard"], strict=True)
     assert max(gram / standard for gram, standard in pairs) <= ACCURATE[dtype]
-
-
-def test_a_larger_matrix_of_half_rank():
-    """The case that showed factors in the wrong order: 0.48 then, 0.018 now, 0.016 for the standard form."""
-    assert error("polar_express", "gram", torch.float16, "gaussian of half rank", seeds=1, size=(256, 512)) < 0.03
 
 
 # --- what "auto" takes on CUDA, and what it replaces ------------------------------------------------------------------

@@ -75,21 +75,6 @@ def test_rates_that_are_tensors_give_the_bits_of_numbers(numbers, dtype):
     assert all(map(torch.equal, *written))
 
 
-def test_in_place_on_leaves_and_strided_updates():
-    p = torch.nn.Parameter(torch.randn(6, 4))
-    u = torch.randn(4, 6).T
-    (expected,) = statements_of_torch([p.detach()], [u], 0.1, 0.1, [1.5])
-    address = p.data_ptr()
-    muon_apply([p], [u], lr=0.1, weight_decay=0.1, scale=[1.5])
-    assert p.data_ptr() == address
-    assert p.requires_grad and p.grad_fn is None
-    assert torch.equal(p.detach(), expected)
-
-
-def test_empty_list():
-    muon_apply([], [], lr=0.1, weight_decay=0.1, scale=[])
-
-
 def test_a_compiled_step_takes_any_lr_without_recompiling():
     compiles = []
 

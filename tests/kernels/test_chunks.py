@@ -30,16 +30,6 @@ def test_a_chunk_over_the_limit_is_one_matrix(stacks, limit):
         assert len({index for index, _ in chunk}) == len(chunk)
 
 
-@given(STACKS, LIMITS)
-def test_chunks_are_filled_and_the_largest_come_first(stacks, limit):
-    chunks = chunked(stacks, limit)
-    for chunk, following in zip(chunks, chunks[1:], strict=False):
-        first = stacks[following[0][0]].bytes_each
-        assert taken(chunk, stacks) + first > limit
-    sizes = [stacks[index].bytes_each for chunk in chunks for index, _ in chunk]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_a_stack_is_cut_where_the_limit_is():
     assert chunked([Stack(5, 10)], 25) == [[(0, slice(0, 2))], [(0, slice(2, 4))], [(0, slice(4, 5))]]
     assert chunked([Stack(1, 5), Stack(1, 40), Stack(3, 10)], 30) == [

@@ -50,23 +50,6 @@ def test_bitwise_torch_for_any_beta(beta, seed, rows, cols):
     assert torch.equal(ours[1], new)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_pure(nesterov):
-    grad, momentum = pair(torch.float32)
-    before = grad.clone(), momentum.clone()
-    muon_momentum(grad, momentum, beta=0.9, nesterov=nesterov, out_dtype=torch.float32)
-    assert torch.equal(grad, before[0])
-    assert torch.equal(momentum, before[1])
-
-
-def test_strided_gradient():
-    grad, momentum = pair(torch.float32)
-    strided = grad.T.contiguous().T
-    ours = muon_momentum(strided, momentum, beta=as_tensors(0.95), nesterov=True, out_dtype=torch.float32)
-    for ours_i, expected in zip(ours, statements_of_torch(strided, momentum, 0.95, True), strict=True):
-        assert torch.equal(ours_i, expected)
-
-
 def test_gradient_in_lower_precision_than_the_momentum():
     grad, momentum = pair(torch.bfloat16)[0], pair(torch.float32)[1]
     update, new = muon_momentum(grad, momentum, beta=0.95, nesterov=True, out_dtype=torch.bfloat16)
@@ -92,18 +75,6 @@ def test_traced_beta_is_an_input(table):
         expected = statements_of_torch(grad, momentum, beta, True)
         for ours, theirs in zip(graph(grad, momentum, *as_tensors(beta)), expected, strict=True):
             assert torch.equal(ours, theirs)
-
-
-def test_inductor_fuses_it():
-    def f(grad, momentum, toward_grad, toward_new):
-        return muon_momentum(grad, momentum, beta=(toward_grad, toward_new), nesterov=True, out_dtype=torch.float32)
-
-    compiled = torch.compile(f, backend="inductor", fullgraph=True)
-    grad, momentum = pair(torch.float32)
-    for beta in (0.95, 0.8):
-        expected = statements_of_torch(grad, momentum, beta, True)
-        for ours, theirs in zip(compiled(grad, momentum, *as_tensors(beta)), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_shapes_must_agree():

@@ -8,14 +8,13 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype
 from compile_muon.kernels.coefficients import resolve_coefficients
-from compile_muon.kernels.dispatch import admissible_form, chosen_form
+from compile_muon.kernels.dispatch import chosen_form
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 SETS = list(COEFFICIENTS)
-GRAM_IN_HALF = [name for name in SETS if name != "cans"]
 # Relative Frobenius error on well-conditioned matrices: a few units of roundoff, times the slope of the schedule.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "float16": 8e-2, "bfloat16": 1.5e-1}
-SHAPES = [(24, 40), (40, 24), (32, 32), (3, 12, 20), (2, 2, 20, 12)]  # vectors: test_rank_one
+SHAPES = [(24, 40), (40, 24), (32, 32), (3, 12, 20), (2, 2, 20, 12)]
 
 
 def matrices(shape, seed=0, dtype=torch.float64):
@@ -61,43 +60,6 @@ def test_every_set_dtype_and_shape(name, method, dtype):
         assert relative_error(out, by_definition(x, name)) < TOLERANCE[dtype] * steepness, shape
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_gram_is_standard_in_float64(name):
-    x = matrices((30, 75))
-    standard = newton_schulz(x, method="standard", coefficients=name, steps=None, dtype="float64")
-    gram = newton_schulz(x, method="gram", coefficients=name, steps=None, dtype="float64")
-    assert relative_error(gram, standard) < 1e-10
-
-
-@pytest.mark.parametrize("name", GRAM_IN_HALF)
-def test_gram_is_about_as_accurate_as_standard_in_float16(name):
-    x = matrices((64, 200))
-    exact = by_definition(x, name)
-    errors = {
-        method: relative_error(newton_schulz(x, method=method, coefficients=name, steps=None, dtype="float16"), exact)
-        for method in ("standard", "gram")
-    }
-    assert errors["gram"] < 5 * errors["standard"]
-
-
-def test_user_triples():
-    x = matrices((12, 20))
-    assert torch.equal(
-        newton_schulz(x, coefficients=[JORDAN], steps=5, dtype="float64"), newton_schulz(x, dtype="float64")
-    )
-
-
-@pytest.mark.parametrize("steps", [1, 3, 8])
-def test_number_of_steps(steps):
-    x = matrices((12, 20))
-    s = torch.linalg.svdvals(x) / x.norm()
-    a, b, c = JORDAN
-    for _ in range(steps):
-        s = s * (a + b * s**2 + c * s**4)
-    out = torch.linalg.svdvals(newton_schulz(x, steps=steps, dtype="float64"))
-    torch.testing.assert_close(out, s.abs().sort(descending=True).values, rtol=1e-8, atol=1e-8)
-
-
 # --- bit for bit ----------------------------------------------------------------------------------------------------
 
 VIEWS = {
@@ -122,14 +84,6 @@ def test_bitwise_torch_muon(shape, dtype, view):
     assert torch.equal(x, before)
 
 
-@settings(max_examples=30)
-@given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 10**6), scale=st.integers(-20, 20))
-def test_bitwise_torch_muon_at_any_scale(m, n, seed, scale):
-    x = (matrices((m, n), seed) * 10.0**scale).float()
-    ours = newton_schulz(x, method="standard", dtype="bfloat16")
-    assert torch.equal(ours, _zeropower_via_newtonschulz(x, JORDAN, 5, 1e-7))
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_batch_equals_its_matrices(method, dtype):
@@ -138,19 +92,6 @@ def test_batch_equals_its_matrices(method, dtype):
     for i in range(2):
         for j in range(3):
             assert torch.equal(out[i, j], newton_schulz(x[i, j], method=method, dtype=dtype))
-
-
-def test_same_input_same_bits():
-    x = matrices((40, 64), dtype=torch.float32)
-    assert torch.equal(newton_schulz(x), newton_schulz(x))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_strides_do_not_matter(dtype):
-    x = matrices((3, 10, 24))
-    strided = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    assert not strided.is_contiguous()
-    assert relative_error(newton_schulz(strided, dtype=dtype), newton_schulz(x, dtype=dtype).double()) < 1e-3
 
 
 # --- extreme inputs -------------------------------------------------------------------------------------------------
@@ -165,26 +106,6 @@ def test_zero_gives_zero(method, dtype, eps):
     out = newton_schulz(x, method=method, dtype=dtype, eps=eps)
     assert torch.equal(out[0], torch.zeros(6, 9, dtype=out.dtype))
     assert out[1].norm() > 1
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (5, 60), (60, 5), (1, 9), (9, 1), (1, 1), (2, 5, 1)])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("name", SETS)
-def test_rank_one(name, dtype, shape):
-    """The one singular value is 1 after normalization, the top of the interval, where the schedules are steepest."""
-    if name == "cans" and dtype == "bfloat16":
-        pytest.skip("refused, see test_stability")
-    *batch, m, n = shape
-    x = matrices((*batch, m, 1)) @ matrices((*batch, 1, n), seed=1)
-    out = newton_schulz(x, coefficients=name, steps=None, dtype=dtype)
-    assert out.shape == shape
-    largest = torch.linalg.svdvals(out.double())[..., 0]
-    if dtype in ("float64", "float32"):
-        exact = torch.linalg.svdvals(by_definition(x, name))[..., 0]
-        torch.testing.assert_close(largest, exact, rtol=1e-4, atol=0)
-    else:
-        assert largest.min() > 0.65
-        assert largest.max() < 1.2
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -203,11 +124,6 @@ def test_entries_of_1e30_and_1e_minus_30(shape, dtype, method):
 def test_smaller_than_eps_stays_small(dtype):
     x = matrices((12, 30), dtype=torch.float32) * 1e-30
     assert newton_schulz(x, dtype=dtype).abs().max().item() < 1e-15
-
-
-def test_float16_is_normalized_before_the_cast():
-    x = matrices((12, 30)) * 1e6  # infinite once cast
-    assert relative_error(newton_schulz(x, dtype="float16"), by_definition(x, "jordan")) < TOLERANCE["float16"]
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -271,10 +187,6 @@ def test_list_keeps_order_and_equals_single_calls():
         assert torch.equal(x, b)
 
 
-def test_list_of_nothing():
-    assert newton_schulz_list([]) == []
-
-
 # --- choices --------------------------------------------------------------------------------------------------------
 
 
@@ -286,17 +198,6 @@ def test_auto_dtype():
         assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"], method) == torch.float32
     assert resolve_dtype("auto", "cpu", COEFFICIENTS["jordan"], "gram") == torch.float32
     assert resolve_dtype("float16", "cpu") == resolve_dtype(torch.float16, "cuda") == torch.float16
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GRAM_IN_HALF)
-def test_auto_takes_gram_above_an_aspect_ratio_of_one_and_a_half(name, dtype):
-    if name == "polar_express" and dtype == torch.bfloat16:
-        pytest.skip("less accurate, see below")
-    chosen = COEFFICIENTS[name]
-    assert chosen_form("auto", 100, 150, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "standard"
-    assert chosen_form("auto", 100, 151, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
-    assert chosen_form("auto", 151, 100, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
 
 
 @pytest.mark.parametrize("restarts", [(), (2,), (1, 3), (2, 4)])
@@ -311,13 +212,6 @@ def test_where_gram_is_cheaper_does_not_depend_on_restarts(restarts):
     assert chosen_form("auto", 100, 133, 5, len(restarts), symmetric=True) == "standard"
     assert chosen_form("auto", 300, 400, 5, len(restarts), symmetric=True) == "gram"  # as many operations
     assert chosen_form("auto", 200, 300, 5, len(restarts)) == "standard"
-
-
-def test_auto_is_standard_where_gram_is_less_accurate():
-    assert admissible_form("auto", torch.float16, COEFFICIENTS["cans"]) == "standard"
-    assert admissible_form("auto", torch.float32, COEFFICIENTS["cans"]) == "auto"
-    assert admissible_form("auto", torch.bfloat16, COEFFICIENTS["polar_express"]) == "standard"
-    assert admissible_form("gram", torch.bfloat16, COEFFICIENTS["polar_express"]) == "gram"
 
 
 @pytest.mark.parametrize(

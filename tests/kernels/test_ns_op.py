@@ -35,25 +35,8 @@ SAMPLES = {
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_opcheck(sample, method):
     xs = [randn(*shape) for shape in SAMPLES[sample]]
+    xs += [x.mT.contiguous().mT for x in xs]
     torch.library.opcheck(OP, (xs, *arguments(make_plan(method, "you", 5, torch.float16, "cpu", 1e-7))))
-
-
-def test_opcheck_strided():
-    xs = [randn(9, 6).T, randn(6, 18)[:, ::2], randn(7, 2, 5).permute(1, 2, 0)]
-    torch.library.opcheck(OP, (xs, *arguments(make_plan("auto", "jordan", 5, torch.bfloat16, "cpu", 1e-7))))
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3), (7, 1)])
-@pytest.mark.parametrize("strided", [False, True])
-def test_real_outputs_look_like_the_fake_ones(shape, strided):
-    x = randn(*shape)
-    if strided:
-        x = x.mT.contiguous().mT
-    real = newton_schulz(x, dtype="float32")
-    fake = torch.empty(shape)
-    assert real.stride() == fake.stride()
-    assert real.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    assert real.storage_offset() == 0
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 4, 6), 0), ((4, 3, 6), 1), ((2, 4, 6, 3), -1)])
@@ -86,13 +69,6 @@ def test_one_node_in_a_traced_graph():
     # By name: late in a long session the dispatcher has been seen to hand out another object for the same overload.
     ours = [str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "muon_zero" in str(n.target)]
     assert ours == [str(OP)]
-
-
-def test_dynamic_shapes():
-    compiled = torch.compile(lambda x: newton_schulz(x), backend="aot_eager", fullgraph=True, dynamic=True)
-    for shape in [(6, 9), (12, 5), (7, 7)]:
-        x = randn(*shape)
-        assert torch.equal(compiled(x), newton_schulz(x))
 
 
 def test_no_derivative_is_an_error():
@@ -133,11 +109,6 @@ def test_operation_counts():
         assert gram_flops(10, 10 * alpha, 5, 2, symmetric=True) == (9 * alpha + 13) * 1000
 
 
-def test_counts_over_a_list():
-    xs = [randn(8, 8), randn(4, 8, 8)]
-    assert counted(lambda: newton_schulz_list(xs, method="standard")) == 5 * standard_flops(8, 8, 5)
-
-
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +130,6 @@ def test_one_batch_per_shape_equals_one_by_one(method, dtype):
         assert ours.shape == alone.shape
         assert ours.stride() == alone.stride()
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
-
-
-def test_results_of_a_batch_share_no_memory():
-    xs = [randn(4, 6, seed=i) for i in range(3)]
-    outs = one_batch_per_shape(xs, make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7), orthogonalize)
-    assert len({o.untyped_storage().data_ptr() for o in outs}) == 3
 
 
 def test_a_batch_never_mixes_dtypes():

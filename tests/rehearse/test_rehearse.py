@@ -125,6 +125,7 @@ def test_bytes_of_collectives_are_those_of_rings(module) -> None:
 # --- programs that are rehearsed as they are --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_numbers_are_made_up_in_what_a_program_imports() -> None:
     code = (
         "import orthogonalizers, yardsticks; from compile_muon.engine.step_checks import StepChecks;"

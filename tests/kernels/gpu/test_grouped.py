@@ -25,7 +25,7 @@ from compile_muon.kernels.gpu.grouped_product import grouped_product  # noqa: E4
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric  # noqa: E402
 from compile_muon.kernels.gpu.launch import Launch  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
-from compile_muon.kernels.gpu.newton_schulz import Products, serves  # noqa: E402
+from compile_muon.kernels.gpu.newton_schulz import Products  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 
@@ -227,15 +227,6 @@ def test_a_list_is_each_of_its_tensors_by_itself(name, method, products, device)
     assert len({result.untyped_storage().data_ptr() for result in results}) == len(xs)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter truncates to bfloat16: a bias that no GPU has")
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_error_in_bfloat16(method, products, device):
-    plan = plan_of(method, device, dtype=torch.bfloat16)
-    xs = matrices(device)
-    for x, ours in zip(xs, orthogonalize_list(xs, plan, products), strict=True):
-        check_error(x, ours, plan)
-
-
 @halved({"method": ["gram", "standard"], "descriptors": LOADS})
 def test_chunks_and_processors_change_no_bit(method, products, device):
     xs, plan = matrices(device, SHAPES[:4]), plan_of(method, device, "you")
@@ -345,17 +336,3 @@ def test_lists_through_the_public_function(device):
                 assert (ours.double() - exact).norm() / exact.norm() < 6e-3
         again = newton_schulz_list(xs, method=method, coefficients="you", dtype="float16")
         assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
-
-
-def test_what_a_list_is_served_by(device, monkeypatch):
-    """Alone a matrix leaves processors idle; together they do not."""
-    cublas = replace(SQUARE, rate=1.1)
-    table = Table("tests", Device(), symmetric=(SQUARE,), product=(SQUARE,), cublas=(cublas,))
-    monkeypatch.setattr("compile_muon.kernels.gpu.newton_schulz.products_on", lambda _: Products(table, 16))
-    plan = plan_of("standard", device)
-    a, b, small = torch.empty(100, 100), torch.empty(132, 99), torch.empty(10, 80)
-    assert serves([a], plan) == [False]  # 10 tiles of a triangle, or 16 of a square: one a processor
-    assert serves([a, b, a.mT, small], plan) == [True, True, True, False]  # small has no triangle
-    assert serves([a], replace(plan, backend="triton")) == [True]
-    assert serves([a.double(), a, b, a, torch.empty(0, 50)], plan) == [False, True, True, True, False]
-    assert serves([a, b], replace(plan, dtype=torch.float32)) == [False, False] and serves([], plan) == []

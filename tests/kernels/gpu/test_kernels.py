@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from alone import on_aten, orthogonalize  # noqa: E402
 
-from compile_muon.kernels import COEFFICIENTS, Averages, muon_apply, newton_schulz_list, reference  # noqa: E402
+from compile_muon.kernels import COEFFICIENTS, Averages, newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu import apply, fingerprint, momentum, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
@@ -27,7 +27,6 @@ from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.momentum import muon_momentum  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
-from compile_muon.kernels.ops import arguments  # noqa: E402
 from compile_muon.passes.fingerprint import (  # noqa: E402
     EXAMINE,
     FINGERPRINT,
@@ -95,26 +94,6 @@ def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
     exact = 2 * (A.double() @ A.double()) - 4 * A.double() + 3 * torch.eye(size, device=device)
     assert torch.equal(out.double(), exact.to(dtype).double())
     assert torch.equal(out, out.mT)
-
-
-def of_the_lower_squares(x, side):
-    """What lies below the diagonal squares, mirrored; those as they are."""
-    squares = torch.arange(x.shape[-1]) // side
-    return torch.where(squares[:, None] >= squares[None, :], x, x.mT)
-
-
-@pytest.mark.parametrize("shape", ["double", "square"])
-def test_only_the_lower_squares_count(shape, tile, device):
-    """Two operands that do not commute: the squares above the diagonal are mirror images, not products."""
-    tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
-    x = integers(2, 75, 75, dtype=torch.float16, device=device)
-    y = integers(2, 75, 75, dtype=torch.float16, device=device, seed=1)
-    plus = integers(2, 75, 75, dtype=torch.float16, device=device, seed=2)
-    out = poisoned(2, 75, 75, torch.float16, device)
-    symmetric.symmetric_product(x, y, out, tile, plus=plus, beta=1.0).run()
-    product = x.double() @ y.double() + plus.double()
-    assert not torch.equal(product, product.mT)
-    assert torch.equal(out.double().cpu(), of_the_lower_squares(product.cpu(), tile.rows))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="products are counted in the interpreter")
@@ -237,54 +216,6 @@ def test_error_is_that_of_the_reference(name, method, dtype, products, device):
         assert error <= 1.5 * bar + 1e-4, (shape, error, bar)
 
 
-@halved({"name": ["you", "polar_express"], "spectrum": ["half rank", "1 to 1e-3"], "tile": LOADS})
-def test_gram_error_on_spectra_that_hurt(name, spectrum, products, device):
-    """tests/kernels/test_accuracy.py holds aten's error to the definition; here half of some products is mirrored.
-
-    The ratio is 0.96 to 1.02, and 1.3 to 2.0 where the diagonal squares follow Z² R.
-    """
-    if spectrum == "half rank":
-        x = matrix(40, 20, device=device) @ matrix(20, 72, device=device, seed=1)
-    else:
-        u, _, vh = torch.linalg.svd(matrix(40, 72, device=device), full_matrices=False)
-        x = u * torch.logspace(0, -3, 40, device=device) @ vh
-    plan = make_plan("gram", name, None, torch.float16, device, 1e-7)
-    exact = reference.orthogonalize(x.double(), replace(plan, dtype=torch.float64, method="standard"))
-    ours, theirs = orthogonalize(x, plan, products), on_aten(x, plan)
-    error, bar = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
-    assert error <= 1.3 * bar, (error, bar)
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_cubic_steps(method, products, device):
-    """c = 0: bA + cA² has no product."""
-    x = matrix(21, 40, device=device)
-    plan = make_plan(method, (1.5, -0.5, 0.0), 6, torch.float16, device, 1e-7)
-    exact = reference.orthogonalize(x.double(), replace(plan, dtype=torch.float64))
-    assert (orthogonalize(x, plan, products).double() - exact).norm() / exact.norm() < 5e-3
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_batch_is_each_matrix_by_itself(method, products, device):
-    x = matrix(3, 20, 40, device=device)
-    plan = make_plan(method, "you", None, torch.float16, device, 1e-7)
-    together = orthogonalize(x, plan, products)
-    for one, alone in zip(together, x, strict=True):
-        assert torch.equal(one, orthogonalize(alone, plan, products))
-    assert torch.equal(together, orthogonalize(x, plan, products))
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_input_is_not_modified_and_strides_do_not_matter(method, products, device):
-    x = matrix(48, 20, device=device)
-    plan = make_plan(method, "you", None, torch.float16, device, 1e-7)
-    before = x.clone()
-    result = orthogonalize(x, plan, products)
-    assert torch.equal(x, before)
-    assert torch.equal(result, orthogonalize(x.mT.contiguous().mT, plan, products))
-    assert torch.equal(result, orthogonalize(torch.stack([x, x], -1)[..., 0], plan, products))
-
-
 @halved({"backend": ["aot_eager", "inductor"], "method": ["standard", "gram"]})
 def test_op_under_compile(backend, method, device):
     """The dispatcher's choice, through the opaque op: the interpreter takes every size, a GPU leaves this to cuBLAS."""
@@ -299,12 +230,6 @@ def test_op_under_compile(backend, method, device):
     if INTERPRETED:
         plan = make_plan(method, "jordan", 5, torch.float16, device, 1e-7)
         assert torch.equal(f(x, y)[0], orthogonalize(x * 2, plan, products_on(device)).float() + 1)
-
-
-def test_opcheck(device):
-    xs = [matrix(9, 6, device=device).mT, matrix(2, 6, 7, device=device)]
-    plan = make_plan("gram", "jordan", 5, torch.float16, device, 1e-7)
-    torch.library.opcheck(torch.ops.muon_zero.newton_schulz.default, (xs, *arguments(plan)))
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
@@ -384,17 +309,6 @@ def test_squares_are_summed_beside_fingerprints(device, dtype):
     expected = torch.stack([x.double().square().sum() for x in xs])
     torch.testing.assert_close(squares[:-2].double(), expected, rtol=2e-6, atol=0)
     assert squares[-2:].isinf().tolist() == [True, False] and squares[-2:].isnan().tolist() == [False, True]
-
-
-def test_the_public_function_takes_the_kernel(device):
-    """`muon_apply` outside of graphs, also where a layout sends some tensors to aten."""
-    params = [matrix(12, 20, device=device, seed=i) for i in range(3)]
-    params[1] = matrix(12, 40, device=device, seed=1)[:, ::2]
-    updates = [matrix(12, 20, device=device, seed=10 + i) for i in range(3)]
-    expected = [p.double() * (1 - 0.1 * 0.5) - 0.1 * 2 * u.double() for p, u in zip(params, updates, strict=True)]
-    muon_apply(params, updates, lr=torch.tensor(0.1, device=device), weight_decay=0.5, scale=2.0)
-    for p, e in zip(params, expected, strict=True):
-        torch.testing.assert_close(p.double(), e, **_within(torch.float32))
 
 
 @pytest.mark.parametrize(("nesterov", "adds"), [(True, False), (False, True), (True, True)])

@@ -45,16 +45,6 @@ def test_places_of_every_size(matrices, tile):
         assert len(expected) == matrices * programs(tile, rows, cols, triangle=False)
 
 
-@pytest.mark.parametrize("tile", [SQUARE, DOUBLE])
-def test_tiles_of_a_triangle_cover_it_once_with_its_mirror_image(tile):
-    for size in (1, 16, 17, 33, 64, 100):
-        count = torch.zeros(size, size, dtype=torch.int32)
-        for _, r, c in places(1, size, size, tile, triangle=True).tolist():
-            count[r * tile.rows : (r + 1) * tile.rows, c * tile.cols : (c + 1) * tile.cols] += 1
-        lower = torch.tril(count)
-        assert torch.equal(lower, torch.tril(torch.ones_like(count)))  # each entry of the triangle by one program
-
-
 @pytest.mark.parametrize("triangle", [True, False])
 @pytest.mark.parametrize("square", [True, False])
 def test_a_table_row_is_where_the_arena_has_the_shape(square, triangle):
@@ -79,12 +69,6 @@ def test_a_table_row_is_where_the_arena_has_the_shape(square, triangle):
     assert before == found.tiles == len(found.places)
     assert not triangle or tables(LAYOUT, SQUARE, CPU, triangle=True, square=square).shapes.shape == (shapes, FIELDS)
     assert found is tables(LAYOUT, DOUBLE, CPU, triangle=triangle, square=square)
-
-
-def test_a_place_is_one_word():
-    found = torch.tensor([[0, 0, 0], [2**20, 2**16 - 1, 3], [5, 6, 2**16 - 1]], dtype=torch.int32)
-    words = packed(found)
-    assert torch.equal(torch.stack([words >> 32, (words >> 16) & 0xFFFF, words & 0xFFFF], 1), found.long())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from compile_muon.kernels.gpu.model import HALF, Device, Tile, busiest, programs, seconds, seconds_beside, waves
-from compile_muon.kernels.gpu.tiles import INTERPRETER, choose, load_tables, served
+from compile_muon.kernels.gpu.tiles import INTERPRETER, load_tables, served
 
 LARGE = Tile(rows=128, cols=256, depth=64, group=8, stages=3, warps=8)
 MIDDLE = Tile(rows=128, cols=128, depth=64, group=8, stages=4, warps=4, rate=0.85)
@@ -21,14 +21,6 @@ def starts(tile: Tile, rows: int, cols: int, triangle: bool) -> list[tuple[int, 
         for row in range(0, rows, tile.rows) for col in range(0, cols, tile.cols)
         if not triangle or col < row + tile.rows
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (64, 64), (257, 257), (1000, 3000), (2048, 2048), (4100, 4100)])
-def test_programs_are_counted(rows, cols, tile):
-    assert programs(tile, rows, cols, triangle=False) == len(starts(tile, rows, cols, False))
-    if rows == cols:
-        assert programs(tile, rows, cols, triangle=True) == len(starts(tile, rows, cols, True))
 
 
 @pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL])
@@ -107,18 +99,6 @@ def test_multiprocessors_that_others_hold_cost_their_share_and_not_twice_the_tim
     assert alone * 132 / (132 - held) * 0.99 <= waved <= 1.1 * alone * 132 / (132 - held) and waits < 0.6 * longest
     if held:
         assert beside(held, shared=False)[0] > 1.9 * alone
-
-
-def test_the_tile_that_is_done_first():
-    def chosen(tiles: tuple[Tile, ...], size: int, *, triangle: bool) -> Tile:
-        return choose(tiles, IDEAL, ((1, size, size, 512),), 132, triangle=triangle)
-
-    choice = (LARGE, MIDDLE, SMALL)
-    assert chosen(choice, 64, triangle=False) == SMALL  # one program whichever is taken: the least work
-    assert chosen(choice, 2048, triangle=False) == LARGE  # 128 programs, all at once
-    assert chosen(choice, 4096, triangle=True) == MIDDLE  # 528, four each; LARGE has three of twice that
-    assert chosen(choice, 8192, triangle=True) == LARGE  # what counts is the rate
-    assert chosen((LARGE, replace(LARGE, warps=4)), 512, triangle=False) == LARGE  # the first of equals
 
 
 @pytest.mark.parametrize("name", list(load_tables()))
