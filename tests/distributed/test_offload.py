@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch
 from support.harness import Ranks
-from support.kvikio_alone import CuFile, serving
 from support.odd import Odd, data, loss
 from support.reference import DEVICE, full, placed, world_and_rank
 from torch import Tensor, nn
@@ -36,10 +35,9 @@ SMALL = {"buffer_bytes": 1}  # so that there are many buckets
 
 
 def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any]:
-    """``where`` "direct" is a disk, from and to the device by itself, within :func:`kvikio_alone.serving`."""
     if where is None:
         return {}
-    place = {"device": "nvme", "nvme_path": str(folder)} if where in ("nvme", "direct") else {"device": where}
+    place = {"device": "nvme", "nvme_path": str(folder)} if where == "nvme" else {"device": where}
     return {"offload": {**place, **SMALL, **more}}
 
 
@@ -121,7 +119,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
     for place in (None, where):
         torch._dynamo.reset()
         fused = as_on_the_host(what if place is None or ratio < 1 else {})
-        with serving() if place == "direct" else nullcontext(), fused:
+        with fused:
             pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
@@ -178,7 +176,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3, "tall": True},
     ),
     "alone": (1, {"where": "cpu", "stage": 3, **COMPILED, **MASTERS, "weights": "cpu"}),
-    "direct": (2, {"where": "direct", "stage": 3, **COMPILED, **MASTERS, "tall": True}),
+    "nvme, tall": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "tall": True}),
     "masters, on the host": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, **HOST}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False, "tall": True}),
     "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
@@ -404,15 +402,10 @@ def failing(call: Callable[..., int], after: int, error: Exception) -> Callable[
     return called
 
 
-def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
-    """Two steps, one that the disk of a rank fails in, and the same step again."""
-    with serving() if what.startswith("raw") else nullcontext():
-        return _through_a_fault(folder, what, after, number, rank, **given)
-
-
-def _through_a_fault(
+def through_a_fault(
     folder: str, what: str, after: int, number: int, rank: int, adamw_on: str = "device", **given: Any
 ) -> dict[str, Any]:
+    """Two steps, one that the disk of a rank fails in, and the same step again."""
     offloaded = offload("nvme", folder, buffer_count=2, masters=True, adamw_on=adamw_on)
     model, optimizer = made(stage=2, update="step", **given, **offloaded)
     run(model, optimizer, range(2))
@@ -420,10 +413,10 @@ def _through_a_fault(
     loss(model, data(2, 0, world_and_rank()[1])).backward()
     kept: Any = optimizer.engine.state_provider
     stores = kept._buffers.stores
-    disk = CuFile if what.startswith("raw") else next(type(x) for x in stores if isinstance(x, store.FileStore))
+    disk = next(type(x) for x in stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:
-        call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))
+        call = failing(call, after, OSError(number, reason))
     error = ""
     commit = engine_step.commit
 
@@ -449,9 +442,7 @@ def _through_a_fault(
     ("what", "calls", "given"),
     [
         ("_read", (0, 5), {}),
-        pytest.param("raw_read", (0, 9), {}, marks=pytest.mark.full),
         pytest.param("_write", (12, 15), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
-        ("raw_write", (5,), {}),
         ("_write", (5, 7), HOST),
         pytest.param("_read", range(6), {}, marks=pytest.mark.full),
         pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
