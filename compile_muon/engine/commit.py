@@ -17,7 +17,6 @@ from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.pieces import (
     Matrices,
     Part,
-    advance_everywhere,
     make_pieces,
     sums_of_rows,
     totals_of,
@@ -100,13 +99,11 @@ class Prepared:
     Args:
         averaged: whether momenta are still to be moved, together with the weights.
         parts: of methods with more to say than a direction.
-        everywhere: of methods with states that every rank has all of, these by parameter and name.
     """
 
     groups: Sequence[Matrices]
     averaged: bool
     parts: Sequence[tuple[Part, Piece, After]]
-    everywhere: Mapping[ShardedParam, Mapping[str, Tensor]]
 
 
 def commit_states(
@@ -128,7 +125,6 @@ def commit_states(
         for sharded in group.directions
         for place, part in enumerate(sharded.now.parts)
     ]
-    everywhere: dict[ShardedParam, Mapping[str, Tensor]] = {}
     summed: dict[ShardedParam, list[tuple[Part, Tensor | None]]] = {}
     for part, sums in zip(parts, sums_of_rows(parts, provide), strict=True):
         summed.setdefault(part.sharded, []).append((part, sums))
@@ -142,8 +138,6 @@ def commit_states(
             # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
             begun = {a: {} if ROWS in row else row for a, row in of.items() if are_first(a, row)}
             found += make_pieces([pair for sharded in begun for pair in summed.get(sharded, ())], begun, found_inf)
-            if names := [state.name for state in group.method.everywhere]:
-                everywhere |= {sharded: {name: row[name] for name in names} for sharded, row in of.items()}
             for sharded, new in group.states.items():
                 held = states_at_owner(sharded, of[sharded]) if sharded in of else []
                 for old, own in zip(held, new, strict=False):
@@ -157,7 +151,7 @@ def commit_states(
                 grads = [given[a] if a in given else gradient_of(a, of[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
-    return Prepared(groups, all_resident, found, everywhere)
+    return Prepared(groups, all_resident, found)
 
 
 def commit_weights(
@@ -190,8 +184,6 @@ def commit_weights(
             for sharded, weight in weights.items():
                 for part, piece, after in parts_of.get(sharded, ()):
                     write_piece(part, piece, after, weight, totals.get(sharded), found_inf)
-                if sharded in prepared.everywhere:
-                    advance_everywhere(group, sharded, prepared.everywhere[sharded], totals.get(sharded), found_inf)
             round_masters(sharded_params, states)
 
 

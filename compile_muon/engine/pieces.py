@@ -1,7 +1,7 @@
 """Pieces: what a step writes where a method has more to say than a direction.
 
-A piece is this rank's part of equal matrices of one parameter. Methods see pieces alone; sums over whole matrices and
-their columns, and what is largest in them, are made here, of all pieces and ranks.
+A piece is this rank's part of equal matrices of one parameter. Methods see pieces alone; facts are sums over whole
+matrices, and are made here, of all pieces and ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +19,14 @@ from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.projected import Projected, exact_weights, over_whole_rows
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import ProvideStates
-from compile_muon.engine.states import columns_shape
 from compile_muon.engine.written import gradient_of, in_rows, unless, weight_of
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.views import Part as ViewPart
-from compile_muon.passes.language.views import View
 from compile_muon.passes.methods import After, MatrixMethod, Piece, State, matrix_method
 
 __all__ = [
     "Matrices",
     "Part",
-    "Totals",
-    "advance_everywhere",
     "make_pieces",
     "sums_of_rows",
     "totals_of",
@@ -83,12 +78,6 @@ class Part(NamedTuple):
     def state(self, state: State, states: Mapping[str, Tensor]) -> Tensor:
         """As :class:`~compile_muon.passes.methods.Piece` has it, the same memory."""
         tensor = local_tensor(states[state.name])
-        if state.each == "parameter":
-            return tensor
-        if state.each == "matrix":
-            return tensor[self.numbers][:, None, None]
-        if state.each == "col":
-            return self.columns(tensor.view(-1, 1, tensor.shape[-1]))
         return self.part.of_rows(tensor) if state.each == "row" else self.part.of(tensor)
 
     @property
@@ -97,15 +86,6 @@ class Part(NamedTuple):
         part, local = self.part, self.sharded.spec.layout.local_shape
         count = part.segment.count if part.segment is not None else local[0] if part.stack else 1
         return slice(part.first, part.first + count)
-
-    def columns(self, whole: Tensor) -> Tensor:
-        """Its own, ``[n, k, c]``, of ``[matrices, k, cols]``, or ``[1, k, cols]`` where a view cuts columns: the same
-        memory."""
-        spec, segment = self.sharded.now, self.part.segment
-        own = whole[..., spec.layout.part[-1]] if spec.cut_in_columns else whole
-        if segment is None or segment.dim == 0:
-            return own[self.numbers]
-        return own[0, :, segment.start : segment.stop].unflatten(-1, (segment.count, -1)).movedim(-2, 0)
 
     @property
     def direction(self) -> Tensor:
@@ -163,8 +143,7 @@ def make_pieces(
     for part, sums in parts:
         piece = part.piece(states[part.sharded], sums)
         after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
-        everywhere = {state.name: piece.states[state.name] for state in part.group.method.everywhere}
-        found.append((part, replace(piece, states=everywhere), replace(after, states={})))
+        found.append((part, replace(piece, states={}), replace(after, states={})))
         named = {state.name: state for state in part.group.method.states}
         written = {name: part.state(named[name], states[part.sharded]) for name in after.states}
         with unless(found_inf, list(written.values())):
@@ -173,150 +152,56 @@ def make_pieces(
     return found
 
 
-class Totals(NamedTuple):
-    """Facts of the whole matrices of one parameter, ``[matrices, k]``, and of their columns, ``[matrices, k, cols]``
-    (``[1, k, cols]`` where a view cuts columns); and what is largest of the matrices, ``[matrices, k]``."""
-
-    facts: Tensor
-    columns: Tensor
-    maxima: Tensor
-
-
 def totals_of(
     own: Sequence[tuple[Part, After]], summed: Sequence[ShardedParam], everyone: dist.ProcessGroup | None
-) -> dict[ShardedParam, Totals]:
-    """Facts of the whole matrices of each parameter.
+) -> dict[ShardedParam, Tensor]:
+    """Facts of the whole matrices of each parameter, ``[matrices, k]``.
 
     Args:
         own: of this rank's rows.
+        summed: parameters whose methods have facts.
     """
     if not summed:
         return {}
-    shapes: list[tuple[int, ...]] = []
-    methods = [matrix_method(sharded.spec.muon_settings.method) for sharded in summed]
-    for sharded, method in zip(summed, methods, strict=True):
-        shapes += (sharded.now.matrix_count, method.facts), columns_shape(sharded.now, method.columns)
+    shapes = [(sharded.now.matrix_count, matrix_method(sharded.spec.muon_settings.method).facts) for sharded in summed]
     sizes = [math.prod(shape) for shape in shapes]
-    dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns, after.maxima) if x is not None]
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
-    vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
-    views = iter([own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)])
-    counts = [sharded.now.matrix_count * method.maxima for sharded, method in zip(summed, methods, strict=True)]
-    # Whoever has nothing of a matrix has nothing that is larger than anything.
-    largest = vector.new_full((sum(counts),), -math.inf)
-    tops = [
-        own.view(sharded.now.matrix_count, method.maxima)
-        for own, sharded, method in zip(largest.split(counts), summed, methods, strict=True)
-    ]
-    found = {sharded: Totals(next(views), next(views), top) for sharded, top in zip(summed, tops, strict=True)}
+    wide = any(after.facts is not None and after.facts.dtype is torch.float64 for _, after in own)
+    # A rank without rows of a matrix, or without a gradient, brings zeros: every rank as many numbers.
+    vector = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=summed[0].local.device)
+    views = [own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)]
+    found = dict(zip(summed, views, strict=True))
     for part, after in own:
-        # What several ranks hold would be counted once for each.
-        copies = 1 if everyone is None else part.sharded.spec.layout.copies
         if after.facts is not None:
-            rows = found[part.sharded].facts[part.part.first : part.part.first + len(after.facts)]
+            # Several ranks may hold the same rows, which would be counted once for each.
+            copies = 1 if everyone is None else part.sharded.spec.layout.copies
+            rows = found[part.sharded][part.part.first : part.part.first + len(after.facts)]
             rows.add_(after.facts / copies)
-        if after.columns is not None:
-            part.columns(found[part.sharded].columns).add_(after.columns / copies)
-        if after.maxima is not None:
-            top = found[part.sharded].maxima[part.part.first : part.part.first + len(after.maxima)]
-            torch.maximum(top, after.maxima.to(top.dtype), out=top)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
-        if largest.numel():
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
     return found
 
 
-def _factors(group: Matrices, piece: Piece, totals: Totals | None) -> tuple[Any, Any, Mapping[str, Tensor]]:
-    """What a weight and its direction are multiplied by, and new states that are everywhere.
+def _factors(group: Matrices, piece: Piece, facts: Tensor | None) -> tuple[Any, Any]:
+    """The factors of a weight and of its direction.
 
     Args:
-        totals: of the matrices of the piece.
+        facts: of the matrices of the piece.
     """
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
     move: Any = -(lr * group.scale(piece.rows, piece.cols))
     if group.method.finish is None:
-        return keep, move, {}
-    facts = None
-    if totals is not None:
-        wide = piece.direction.dtype
-        facts, piece = totals.facts.to(wide), replace(piece, columns=totals.columns.to(wide))
-        piece = replace(piece, maxima=totals.maxima.to(wide))
-    keep, move, *states = group.method.finish(facts, keep, move, piece)
-    return keep, move, states[0] if states else {}
-
-
-def advance_everywhere(
-    group: Matrices,
-    sharded: ShardedParam,
-    held: Mapping[str, Tensor],
-    totals: Totals | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Write the states that every rank has all of: of all matrices, by pieces without a row.
-
-    Args:
-        held: these states.
-    """
-    muon, each = sharded.now.muon_settings, {state.name: state.each for state in group.method.everywhere}
-    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
-    shapes = [(sharded.now.matrix_count, muon.rows, muon.cols)]
-    cut = (lambda x: [x]) if muon.view is None else partial(_cut_columns, muon.view)
-    if muon.view is not None:
-        shapes = list(muon.view.shapes(muon.rows, muon.cols))
-    counts = [count for count, *_ in shapes]
-    columns = [None] * len(shapes) if totals is None else cut(totals.columns)
-    facts = [None] * len(shapes) if totals is None else totals.facts.split(counts)
-    maxima = [None] * len(shapes) if totals is None else totals.maxima.split(counts)
-    pieces: dict[str, Sequence[Tensor]] = {}
-    for name, state in held.items():
-        if each[name] == "parameter":
-            pieces[name] = [state] * len(shapes)
-        elif each[name] == "matrix":
-            pieces[name] = [own[:, None, None] for own in state.split(counts)]
-        else:
-            pieces[name] = cut(state.view(-1, 1, state.shape[-1]))
-    new: dict[str, list[Tensor]] = {name: [] for name in held}
-    for place, (count, rows, cols) in enumerate(shapes):
-        empty = sharded.local.new_empty((count, 0, cols), dtype=wide)
-        states = {name: own[place] for name, own in pieces.items()}
-        piece = Piece(empty, empty, empty, states, None, group.rates, rows, cols)
-        several = facts[place], columns[place], maxima[place]
-        own = None if totals is None else Totals(*(x for x in several if x is not None))
-        _, _, found = _factors(group, piece, own)
-        for name, old in states.items():
-            new[name].append(found.get(name, old).to(old.dtype).reshape(old.shape))
-    for name, state in held.items():
-        if each[name] == "parameter":
-            value = new[name][-1]
-        elif each[name] == "matrix":
-            value = torch.cat(new[name]).flatten()
-        elif muon.view is not None and muon.view.dim == 1:
-            value = muon.view.join(new[name]).flatten()
-        else:
-            value = torch.cat(new[name]).flatten(1)
-        with unless(found_inf, [state]):
-            state.copy_(value)
-
-
-def _cut_columns(view: View, whole: Tensor) -> list[Tensor]:
-    """``[matrices, k, cols]``, or ``[1, k, cols]`` where the view cuts columns, block by block."""
-    return view.cut(whole[0]) if view.dim == 1 else list(whole.split([block.count for block in view.blocks]))
+        return keep, move
+    return group.method.finish(None if facts is None else facts.to(piece.direction.dtype), keep, move, piece)
 
 
 def write_piece(
-    part: Part, piece: Piece, after: After, weight: Tensor, totals: Totals | None, found_inf: Tensor | None
+    part: Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, found_inf: Tensor | None
 ) -> None:
     group = part.group
     with in_rows(weight) as rows, unless(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
-        own = None
-        if totals is not None:
-            facts, maxima = (x[part.numbers] for x in (totals.facts, totals.maxima))
-            own = Totals(facts, part.columns(totals.columns), maxima)
-        keep, move, _ = _factors(group, piece, own)
+        keep, move = _factors(group, piece, None if facts is None else facts[part.numbers])
         keep = keep if after.keep is None else after.keep
         keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (keep, move))
         kept = piece.weight * keep

@@ -15,7 +15,7 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Method, State
 
-__all__ = ["as_state", "columns_shape", "new_hyper", "new_state", "row_state_shape", "shape_everywhere"]
+__all__ = ["as_state", "new_hyper", "new_state", "row_state_shape"]
 
 
 def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
@@ -50,24 +50,6 @@ def new_hyper(method: Method, device: torch.device) -> Tensor:
     return torch.empty(width, dtype=torch.float32, device=device)
 
 
-def shape_everywhere(spec: ParamSpec, state: State) -> tuple[int, ...]:
-    """Of a state that every rank has all of: ``[]``, ``[matrices]``, or ``[matrices, cols]`` (``[cols]`` where a view
-    cuts these)."""
-    if state.each == "parameter":
-        return ()
-    matrices, _, cols = columns_shape(spec, 1)
-    if state.each == "matrix":
-        return (spec.matrix_count,)
-    return (matrices, cols) if matrices == spec.matrix_count else (cols,)
-
-
-def columns_shape(spec: ParamSpec, width: int) -> tuple[int, int, int]:
-    """Of ``width`` numbers for each column of the matrices of a whole parameter: ``[matrices, width, cols]``, or ``[1,
-    width, cols]`` where a view cuts columns."""
-    muon = spec.muon_settings
-    return (1 if muon.view is not None and muon.view.dim == 1 else spec.matrix_count), width, muon.cols
-
-
 def new_state(sharded: ShardedParam, state: State) -> Tensor:
     """Zeros: as the kind of tensor that the parameter is, plain where it is not cut as that."""
     local = sharded.local.detach()
@@ -75,8 +57,6 @@ def new_state(sharded: ShardedParam, state: State) -> Tensor:
     if state.at_owner:
         shape = state_shape(sharded.spec, state, owned(sharded.spec, sharded.owners))
         return local.new_zeros(shape, dtype=wide)
-    if state.each in ("col", "matrix"):
-        return local.new_zeros(shape_everywhere(sharded.spec, state), dtype=wide)
     if state.each == "parameter":
         # Where torch's fused AdamW counts: on the GPU itself.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")

@@ -97,7 +97,7 @@ class Trained:
         self.rest = [sharded for sharded in trained if sharded.spec.muon is None]
         # with a gradient or without, the same on every rank
         methods = [matrix_method(sharded.spec.muon_settings.method) for sharded in self.muon]
-        self.summed = [a for a, m in zip(self.muon, methods, strict=True) if m.facts or m.columns or m.maxima]
+        self.summed = [a for a, m in zip(self.muon, methods, strict=True) if m.facts]
 
     def method(self, group: Mapping[str, Any]) -> Method:
         """Of a parameter group."""

@@ -7,7 +7,7 @@ from .adamw import ADAMW
 from .dion2 import DION2
 from .heavy_ball import HEAVY_BALL
 from .lion import LION
-from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State, largest
+from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State
 from .muon import MUON
 from .muonbp import MUONBP
 from .muonh import MUONH
@@ -26,7 +26,6 @@ __all__ = [
     "Rate",
     "Seen",
     "State",
-    "largest",
     "matrix_method",
     "method_names",
     "method_of",

@@ -32,7 +32,6 @@ __all__ = [
     "Seen",
     "State",
     "averaged",
-    "largest",
     "multiply",
 ]
 
@@ -75,7 +74,7 @@ DECAY = (
 
 #: kinds of states that are at the owner of a matrix -> their shape, as names of its sides
 _SIDES = {"rows×rows": ("rows", "rows"), "cols×cols": ("cols", "cols"), "rows×cols": ("rows", "cols")}
-_EACH = ("element", "row", "col", "matrix", "parameter", *_SIDES)
+_EACH = ("element", "row", "parameter", *_SIDES)
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,7 @@ class State:
     ============= ======================= ====================================== ==========================
     "element"     rows x cols             cut as the parameter is                :attr:`MatrixMethod.after`
     "row"         rows                    cut as the parameter is                ``after``
-    "col"         cols                    on every rank                          :attr:`MatrixMethod.finish`
-    "matrix"      1                       on every rank                          ``finish``
-    "parameter"   1, of all its matrices  on every rank                          ``finish``
+    "parameter"   1, of element methods   on every rank                          :attr:`ElementMethod.step`
     "rows×rows"   rows x rows             at the owner of the matrix, whole      :attr:`MatrixMethod.whole`
     "cols×cols"   cols x cols             at the owner of the matrix, whole      ``whole``
     "rows×cols"   rows x cols             at the owner of the matrix, whole      ``whole``
@@ -121,11 +118,6 @@ class State:
     def at_owner(self) -> bool:
         """Whether it is at the owner of a matrix."""
         return self.each in _SIDES
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether every rank has all of it, which :attr:`MatrixMethod.finish` writes."""
-        return self.each in ("col", "matrix", "parameter")
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Of a state at the owner of a ``rows x cols`` matrix."""
@@ -170,12 +162,9 @@ class Piece:
             has of their columns.
         weight: the same of the master weights, before the step.
         grad: the gradient, the same, in its own dtype.
-        states: by name, before the step: ``[n, r, c]`` of each element, ``[n, r, 1]``, ``[n, 1, c]``, ``[n, 1, 1]``,
-            and ``[]`` of the parameter. Those of elements and rows are for ``after`` alone.
+        states: for ``after``, by name, before the step: ``[n, r, c]`` of each element, ``[n, r, 1]`` of each row.
         sums: ``[n, r, k]``, what :attr:`MatrixMethod.row_sums` gives, over whole rows; in ``project``, of
             ``project_sums``.
-        columns: in ``finish``, ``[n, k, c]``: :attr:`After.columns` of whole matrices.
-        maxima: in ``finish``, ``[n, k]``: :attr:`After.maxima` of whole matrices.
         projected: in ``after``, ``[n, r, k]``: what :attr:`MatrixMethod.project_sums` gave, over whole rows.
         scale: of the learning rate, by the shape of a matrix.
         rates: of the group; ``step`` is a tensor, 0-dim fp32. Learning rate, decay and momentum are 0-dim fp64 tensors
@@ -191,8 +180,6 @@ class Piece:
     rates: Mapping[str, Any]
     rows: int
     cols: int
-    columns: Tensor | None = None
-    maxima: Tensor | None = None
     projected: Tensor | None = None
     scale: float = 1.0
 
@@ -205,24 +192,13 @@ class After:
         direction: to move the weight along, like the piece's.
         states: by name, the new ones; what is not named stays.
         facts: ``[n, k]``, sums over the elements of the piece: the engine adds up those of all pieces of a matrix.
-        columns: ``[n, k, c]``, sums over the rows of the piece, likewise.
-        maxima: ``[n, k]``, what is largest in the piece (:func:`largest`): the engine takes the largest of all pieces.
         keep: ``[n, r, 1]``, what rows of the weight are multiplied by instead of ``keep``; None for that.
     """
 
     direction: Tensor
     states: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Tensor | None = None
-    columns: Tensor | None = None
-    maxima: Tensor | None = None
     keep: Tensor | None = None
-
-
-def largest(entries: Tensor) -> Tensor:
-    """``[n, r, c] -> [n, 1]``, the largest entry of each of a piece, for :attr:`After.maxima`; -inf where a rank has
-    none."""
-    flat = entries.flatten(1)
-    return torch.cat([flat, flat.new_full((len(flat), 1), -math.inf)], dim=1).amax(1, keepdim=True)
 
 
 def multiply(tensors: Sequence[Tensor], factor: Any) -> None:
@@ -311,11 +287,10 @@ class MatrixMethod(Method):
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
-        facts, columns, maxima: how many facts of a matrix, and of a column, and how many maxima ``after`` gives.
-        finish: ``(facts, keep, move, piece) -> (keep, move)`` or ``(keep, move, states)``: the factors, each ``[n]`` or
-            ``[n, 1, c]``, once facts are those of whole matrices, ``[n, k]`` in fp32 (None without); ``keep`` and
-            ``move`` are those above, numbers or 0-dim fp64 tensors. States are new ones that are everywhere: of what is
-            the same on every rank, so not of the piece's elements, which may be those of no row.
+        facts: how many facts of a matrix ``after`` gives.
+        finish: ``(facts, keep, move, piece) -> (keep, move)``: the factors, each ``[n]``, once facts are those of whole
+            matrices, ``[n, k]`` in fp32 (None without); ``keep`` and ``move`` are those above,
+            numbers or 0-dim fp64 tensors.
     """
 
     adjust_lr: str | None = "original"
@@ -332,25 +307,18 @@ class MatrixMethod(Method):
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0
-    columns: int = 0
-    maxima: int = 0
-    finish: Callable[[Any, Any, Any, Piece], tuple[Any, Any] | tuple[Any, Any, Mapping[str, Tensor]]] | None = None
+    finish: Callable[[Any, Any, Any, Piece], tuple[Any, Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.owned and (self.whole is None or self.joined is not None):
             raise ValueError(f"{self.name}: states at owners want whole=, which writes them, and no joined=")
-        if (self.columns or self.maxima or self.everywhere) and self.finish is None:
-            raise ValueError(f"{self.name}: columns, maxima, and states of each col, matrix or parameter, want finish=")
+        if any(state.each == "parameter" for state in self.states):
+            raise ValueError(f"{self.name}: a state of each parameter is for methods that work element by element")
 
     @functools.cached_property
     def owned(self) -> tuple[State, ...]:
         """States at the owner of a matrix."""
         return tuple(state for state in self.states if state.at_owner)
-
-    @functools.cached_property
-    def everywhere(self) -> tuple[State, ...]:
-        """States that every rank has all of."""
-        return tuple(state for state in self.states if state.everywhere)
 
     @property
     def in_step(self) -> bool:

@@ -371,7 +371,6 @@ def test_the_page_tells_what_each_method_keeps() -> None:
             tensor = found.pop(state.name)
             assert tensor.shape == (param.shape if shape == "parameter" else shapes[shape]), (method.name, state.name)
             assert dtype in ("master", "fp32") and tensor.dtype == torch.float32
-            assert where == (
-                "at owners" if state.at_owner else "on every rank" if state.everywhere else "cut as the parameter"
-            )
+            elsewhere = "on every rank" if state.each == "parameter" else "cut as the parameter"
+            assert where == ("at owners" if state.at_owner else elsewhere)
         assert not found, method.name

@@ -88,8 +88,6 @@ ROWS: dict[str, Row] = {
     "dion2": Row(partial(books.dion2, fraction=0.4), {"method": "dion2", "rates": {"fraction": 0.4}}),
     "muown": Row(books.muown, {"method": "muown"}),
     "tilted": Row(held_out.tilted, {"method": "tilted"}, record=held_out.TILTED),
-    "columns": Row(held_out.columns, {"method": "columns"}, record=held_out.COLUMNS),
-    "largest": Row(held_out.largest_entry, {"method": "largest"}, record=held_out.LARGEST),
 }
 MATRIX = {name: row.record or methods.method_of(row.settings.get("method", "muon")) for name, row in ROWS.items()}
 
@@ -200,8 +198,6 @@ def test_a_method_is_the_same_in_every_setting(
 def drawn(dice: random.Random, name: str, world: int) -> Case:
     """A case that there is; what cannot be together is left out."""
     mesh = dice.choice(["", "", "replicas", "slices"]) if world in (2, 4) else ""
-    if name == "columns" and mesh == "slices":  # which columns of other ranks are still counted in
-        mesh = ""
     # A view that cuts columns where ranks cut them too has sums of rows over all ranks still.
     views = [view for view in ROWS[name].views if mesh != "slices" or view in ("", "heads")]
     offload = dice.choice(["", "", "cpu", "nvme"])

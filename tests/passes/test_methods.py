@@ -84,7 +84,7 @@ def traced(method: MatrixMethod, step: int) -> str:
 
 def piece_of(method: MatrixMethod, shape: tuple[int, int, int]) -> Piece:
     n, r, c = shape
-    sizes = {"element": (n, r, c), "row": (n, r, 1), "col": (n, 1, c), "matrix": (n, 1, 1), "parameter": ()}
+    sizes = {"element": (n, r, c), "row": (n, r, 1)}
     states = {state.name: random(*sizes[state.each]).abs() for state in method.states if not state.at_owner}
     now = {**numbers(method, 3), "step": torch.tensor(3.0)}
     sums = None if method.row_sums is None else method.row_sums(random(n, r, c), random(n, r, c))
@@ -185,16 +185,16 @@ def problems(method: Method) -> list[str]:
         found += of_tensors("after", method, lambda rates: after(replace(piece_of(method, SHAPES[0]), rates=rates)))
     if method.finish is not None:
         for n, r, c in SHAPES:
-            piece = replace(piece_of(method, (n, r, c)), columns=random(n, method.columns, c).abs())
+            piece = piece_of(method, (n, r, c))
             facts = random(n, method.facts).abs() if method.facts else None
             found += twice("finish", method.finish, facts, 0.99, -0.01, piece)
 
             def finish(rates: Mapping[str, Any], facts: Tensor | None = facts, piece: Piece = piece) -> Any:
                 assert isinstance(method, MatrixMethod) and method.finish is not None
                 own, lr = replace(piece, rates=rates), rates["lr"]
-                keep, move, *states = method.finish(facts, 1 - lr * rates.get("weight_decay", 0.0), -lr, own)
+                keep, move = method.finish(facts, 1 - lr * rates.get("weight_decay", 0.0), -lr, own)
                 keep, move = (x[:, None, None] if getattr(x, "ndim", 0) == 1 else x for x in (keep, move))
-                return own.weight * keep, own.direction * move, states
+                return own.weight * keep, own.direction * move
 
             found += of_tensors("finish", method, finish)
     if method.advance is not None:
@@ -274,11 +274,11 @@ def test_what_is_no_launch_of_a_cuda_graph_is_found(wrong: Mapping[str, Any], sa
 
 
 def test_kinds_of_states_are_known() -> None:
-    with pytest.raises(ValueError, match="'side': use one of 'element', 'row', 'col'"):
+    with pytest.raises(ValueError, match="'side': use one of 'element', 'row', 'parameter'"):
         State("x", "x", each="side")
     assert State("x", "x", "rows×rows", most=5).shape(6, 4) == (0, 0)
     assert State("x", "x", "cols×cols", most=5).shape(6, 4) == (4, 4)
     with pytest.raises(ValueError, match="want whole="):
         replace(MUON, states=(State("x", "x", "rows×rows"),))
-    with pytest.raises(ValueError, match="want finish="):
-        replace(MUON, columns=1)
+    with pytest.raises(ValueError, match="is for methods that work element by element"):
+        replace(MUON, states=(State("x", "x", "parameter"),))

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_muon.passes.methods import STEP, After, Made, MatrixMethod, Piece, Rate, Seen, State, largest
+from compile_muon.passes.methods import STEP, Made, MatrixMethod, Rate, Seen, State
 from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM
 from support.books import NewtonSchulz, Step
 
-__all__ = ["COLUMNS", "LARGEST", "TILTED", "columns", "largest_entry", "tilted"]
+__all__ = ["TILTED", "tilted"]
 
 
 def _tilted(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> list[Made]:
@@ -37,60 +37,6 @@ TILTED = MatrixMethod(
 )
 
 
-def _by_columns(piece: Piece) -> After:
-    return After(piece.direction, columns=piece.direction.square().sum(-2, keepdim=True))
-
-
-def _divided(facts: None, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Columns divided by a running root of their mean square, the norm by a running mean of itself."""
-    assert piece.columns is not None
-    squares = piece.states["squares"].lerp(piece.columns / piece.rows, 0.25)
-    norm = piece.states["norm"].lerp(piece.columns.sum(-1, keepdim=True).sqrt(), 0.5)
-    count = piece.states["count"] + 1
-    return keep, move * norm / (squares.sqrt() + 0.1) / count, {"squares": squares, "norm": norm, "count": count}
-
-
-COLUMNS = MatrixMethod(
-    "columns",
-    "this test",
-    (LR, MOMENTUM, *DECAY),
-    (
-        State("squares", "squares of columns", "col"),
-        State("norm", "norm", "matrix"),
-        State("count", "count", "parameter"),
-    ),
-    after=_by_columns,
-    columns=1,
-    finish=_divided,
-)
-
-
-def _with_maxima(piece: Piece) -> After:
-    assert piece.sums is not None
-    entry, row = largest(piece.weight.abs()), largest(piece.sums.sqrt())
-    return After(piece.direction, maxima=torch.cat([entry, row], -1))
-
-
-def _bounded(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any, dict[str, Tensor]]:
-    """No further than the largest entry is large, and slower by the largest row there ever was."""
-    assert piece.maxima is not None
-    entry, row = piece.maxima.unbind(-1)
-    most = torch.maximum(piece.states["most"].flatten(), row)
-    return keep, move * entry / (1 + most), {"most": most[:, None, None]}
-
-
-LARGEST = MatrixMethod(
-    "largest",
-    "this test",
-    (LR, MOMENTUM, *DECAY),
-    (State("most", "largest norm of a row", "matrix"),),
-    row_sums=lambda direction, weight: weight.square().sum(-1, keepdim=True),
-    after=_with_maxima,
-    maxima=2,
-    finish=_bounded,
-)
-
-
 # ----------------------------------------------------------------------------------------------- books of them
 
 
@@ -112,21 +58,4 @@ def tilted(ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float
         left, right = 0.75 * left + 0.25 * u @ u.T, 0.75 * right + 0.25 * u.T @ u
         d = ns(left / left.trace() @ u @ (right / right.trace()) if t % 3 == 0 else u)
         weight = (1 - lr * decay) * weight - _move(weight, lr) * d
-    return weight
-
-
-def columns(ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float) -> Tensor:
-    squares, norm = torch.zeros(weight.shape[1]), torch.zeros(())
-    for t, (u, (_, lr, _)) in enumerate(zip(_updates(weight, steps), steps, strict=True), 1):
-        d = ns(u)
-        squares, norm = 0.75 * squares + 0.25 * d.square().mean(0), 0.5 * norm + 0.5 * d.norm()
-        weight = (1 - lr * decay) * weight - _move(weight, lr) / t * norm * d / (squares.sqrt() + 0.1)
-    return weight
-
-
-def largest_entry(ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float) -> Tensor:
-    most = torch.zeros(())
-    for u, (_, lr, _) in zip(_updates(weight, steps), steps, strict=True):
-        most = torch.maximum(most, weight.norm(dim=1).amax())
-        weight = (1 - lr * decay) * weight - _move(weight, lr) * weight.abs().amax() / (1 + most) * ns(u)
     return weight
