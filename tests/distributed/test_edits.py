@@ -17,6 +17,7 @@ from support.reference import full, world_and_rank
 from support.trainers import refusal
 from support.zoo import Uneven
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_muon
 
@@ -225,10 +226,13 @@ def test_an_attribute_outside_forward_is_the_parameter(ranks: Callable[[int], Ra
 
 
 class Chunked(Uneven):
-    """Returns what goes into its head."""
+    """Returns what goes into its head, for a loss in chunks; its own forward runs the head again in backward."""
 
     def hidden(self, x: Tensor) -> Tensor:
         return self.up(x) @ self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: h @ self.head.weight, self.hidden(x), use_reentrant=False)
 
 
 def outside_forward(stage: int) -> tuple[str, str]:
@@ -244,7 +248,8 @@ def outside_forward(stage: int) -> tuple[str, str]:
             wrong()
         said.append(str(caught.value))
     compile_muon.forward_methods(model, "hidden")
-    (model.hidden(batch(0, rank)) @ model.head.weight.full_tensor()).square().mean().backward()
+    for loss in (model.hidden(batch(0, rank)) @ model.head.weight.full_tensor(), model(batch(0, rank))):
+        (loss.square().mean() / 2).backward()  # half of it by each
     losses = [(plain.hidden(batch(0, r)) @ plain.head.weight).square().mean() for r in range(2)]
     (sum(losses) / 2).backward()
     for name in ("up", "head"):
