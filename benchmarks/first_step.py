@@ -2,6 +2,7 @@
 
     python benchmarks/first_step.py                            # on the device there is
     python benchmarks/first_step.py --rehearse --threads 3     # the CUDA path without a GPU, in rehearse/'s environment
+    python benchmarks/first_step.py --matrices 400             # tracing alone: equal matrices, and no code is generated
     python benchmarks/first_step.py --json FILE
 
 Caches are empty. A run is a small GPT's first forward, backward and step; building the model is not counted, nor are
@@ -95,9 +96,23 @@ class Clock:
         self.seconds["its kernels"] = kernels
 
 
-def model_on(device: str, layers: int) -> Any:
+def model_on(device: str, layers: int, matrices: int) -> Any:
+    """The example's GPT, or a chain of equal matrices that returns a loss."""
     import torch
 
+    if matrices:
+
+        class Chain(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(matrices))
+
+            def forward(self, x: Any, _: Any) -> Any:
+                for block in self.blocks:
+                    x = x + block(x).tanh()
+                return x.square().mean()
+
+        return Chain().to(device)
     sys.path.insert(0, str(ROOT / "examples"))
     from train_gpt import GPT
 
@@ -105,8 +120,12 @@ def model_on(device: str, layers: int) -> Any:
         return GPT(layers, WIDTH, CONTEXT)
 
 
-def first_step(who: str, layers: int, rehearsed: bool) -> dict[str, Any]:
-    """In this process."""
+def first_step(who: str, layers: int, rehearsed: bool, matrices: int = 0) -> dict[str, Any]:
+    """In this process.
+
+    Args:
+        matrices: of a chain; 0 for the GPT.
+    """
     import torch
 
     if rehearsed:
@@ -115,8 +134,10 @@ def first_step(who: str, layers: int, rehearsed: bool) -> dict[str, Any]:
         played = Device()
         torch.backends.cuda.enable_cudnn_sdp(False)  # the real one, which finds no device
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model_on(device, layers)
+    model = model_on(device, layers, matrices)
     batch = tuple(torch.randint(VOCABULARY, (BATCH, CONTEXT), device=device) for _ in range(2))
+    if matrices:
+        batch = tuple(torch.randn(BATCH, 16, device=device) for _ in range(2))
     clock, half = Clock(), device == "cuda"
     began, cpu = time.perf_counter(), time.process_time()
     if who in (OURS, OURS_ADAMW):
@@ -130,13 +151,15 @@ def first_step(who: str, layers: int, rehearsed: bool) -> dict[str, Any]:
         optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}}
         if who == OURS_ADAMW:
             optimizer = {"type": "AdamW", "params": {"lr": 0.005}}
-        config = {"compile": True, "optimizer": optimizer, "zero_optimization": {"stage": 1}, "bf16": {"enabled": half}}
+        compiled = {"codegen": "eager"} if matrices else True
+        stage = {"stage": 3 if matrices else 1}
+        config = {"compile": compiled, "optimizer": optimizer, "zero_optimization": stage, "bf16": {"enabled": half}}
         with clock.part("setup"):
             model, ours = compile_muon.initialize(model, config)
         optimizers, precision = [ours], contextlib.nullcontext
     else:
         with clock.part("setup"):
-            model.compile()
+            model.compile(backend="aot_eager" if matrices else "inductor")
             muon = [p for p in model.blocks.parameters() if p.ndim == 2] if who == PLAIN_MUON else []
             rest = [p for p in model.parameters() if all(p is not q for q in muon)]
             optimizers = [torch.optim.AdamW(rest, lr=1e-3)]
@@ -177,7 +200,7 @@ def in_process(who: str, options: argparse.Namespace, caches: str) -> dict[str, 
     environment.setdefault("OMP_NUM_THREADS", "1")
     path = Path(caches) / "found.json"
     command = [sys.executable, __file__, "--one", who, "--json", str(path), "--layers", str(options.layers)]
-    command += ["--rehearse"] * options.rehearse
+    command += ["--matrices", str(options.matrices), *["--rehearse"] * options.rehearse]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -205,6 +228,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         run["cpu_ratio"] = run["cpu"] / least[yardstick]["cpu"]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "threads": options.threads}
     model = {"layers": options.layers, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
+    model = {"matrices": options.matrices, "width": 16, "batch": BATCH} if options.matrices else model
     return {"rehearsed": options.rehearse, "machine": machine, "model": model, "contenders": least}
 
 
@@ -226,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="no GPU: on rehearse/'s, which computes nothing")
     parser.add_argument("--threads", type=int, default=min(32, os.cpu_count() or 1), help="Inductor's workers; 1: none")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--matrices", type=int, default=0, metavar="N", help="of a chain in place of the GPT")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="also in a second process, with the caches of the first")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -233,7 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
-        options.json.write_text(json.dumps(first_step(options.one, options.layers, options.rehearse)))
+        found = first_step(options.one, options.layers, options.rehearse, options.matrices)
+        options.json.write_text(json.dumps(found))
         return 0
     report = compare(options)
     if options.json:

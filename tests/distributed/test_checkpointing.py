@@ -78,53 +78,36 @@ def check(group: Ranks, name: str, way: str, codegen: str | None, **settings: An
         assert not report.problems(), f"rank {rank}: {report.problems()}"
 
 
-#: Run always, with INDUCTOR and test_hugging_face_reentrant: every model, way and stage. The others, in campaigns.
-CHOSEN = (
-    ("mixtral", "hugging_face", 1, 3),
-    ("gpt", "selective", 2, 2),
-    ("gpt-dropout", "by_hand", 2, 3),
-)
-DEFAULT = (("gpt", "selective", 2, 2),)
 #: Every model, way and stage is here.
 CASES = (
-    *CHOSEN,
+    ("gpt", "selective", 2, 2),
+    ("mixtral", "hugging_face", 1, 3),
+    ("gpt-dropout", "by_hand", 2, 3),
     ("gpt2", "by_hand", 1, 3),
     ("convnet", "by_hand", 2, 1),
     ("gpt", "by_hand", 2, 0),
-    ("gpt2", "hugging_face", 2, 3),
-    ("llama", "by_hand", 2, 2),
-    ("llama", "selective", 2, 3),
-    ("mixtral", "selective", 2, 3),
-    ("convnet", "selective", 1, 3),
-)
-INDUCTOR = (
-    pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.full),
-    pytest.param("convnet", "by_hand", 2, 0, marks=pytest.mark.full),
+    ("llama", "hugging_face_reentrant", 2, 1),
 )
 
 
 def test_every_model_way_and_stage_is_there() -> None:
     assert {row[0] for row in CASES} == set(ZOO)
-    assert {row[1] for row in CASES} == {"by_hand", "selective", "hugging_face"}
+    assert {row[1] for row in CASES} == WAYS.keys() - {"reentrant"}
     assert {row[3] for row in CASES if row[2] == 2} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
     ("name", "way", "world", "stage"),
-    [
-        pytest.param(
-            *case, marks=() if case in DEFAULT else pytest.mark.full if case in CHOSEN else pytest.mark.campaign
-        )
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.full) for case in CASES],
 )
 def test_eager_codegen(ranks: Callable[[int], Ranks], name: str, way: str, world: int, stage: int) -> None:
     check(ranks(world), name, way, "eager", stage=stage)
 
 
-@pytest.mark.parametrize(("name", "way", "world", "stage"), INDUCTOR)
-def test_inductor(ranks: Callable[[int], Ranks], name: str, way: str, world: int, stage: int) -> None:
-    check(ranks(world), name, way, "inductor", stage=stage)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "stage"), [("gpt", 3), ("convnet", 0)])
+def test_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
+    check(ranks(2), name, "by_hand", "inductor", stage=stage)
 
 
 PRODUCT = [
@@ -140,12 +123,6 @@ PRODUCT = [
 def test_every_combination(ranks: Callable[[int], Ranks], name: str, way: str, world: int, codegen: str) -> None:
     for stage in range(4):
         check(ranks(world), name, way, codegen, stage=stage)
-
-
-@pytest.mark.full
-def test_hugging_face_reentrant(ranks: Callable[[int], Ranks]) -> None:
-    """Compiled, it is the same as the other."""
-    check(ranks(2), "llama", "hugging_face_reentrant", "eager", stage=1)
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "by_hand"), (1, "reentrant")])

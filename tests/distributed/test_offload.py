@@ -122,7 +122,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
         with fused:
             pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
-            run(*pair, range(4), **loop)
+            run(*pair, range(3), **loop)
         if place is not None and given.get("tall"):
             states: Any = pair[1].engine.state_provider
             assert (len(states._layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
@@ -161,50 +161,24 @@ def test_gradients_that_are_clipped_beside_masters_are_rounded_once_more() -> No
 STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
 HOST = {"adamw_on": "cpu"}
 MASTERS = {"param_dtype": torch.bfloat16}
+#: methods in memory and in files, with master weights, at every stage and on meshes: test_methods.py
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED, "weights": "cpu", "tall": True}),
-    "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05, "tall": True}),
     "partly": (1, {"where": "nvme", "stage": 2, **STEP, "ratio": 0.4}),
-    "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
-    "masters": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "method": "muonh", "tall": True}),
-    "on the host": (3, {"where": "cpu", "stage": 2, **STEP, **HOST, "clip": 0.05, "ratio": 0.2}),
-    "muown": (2, {"where": "cpu", "stage": 3, **STEP, **MASTERS, "method": "muown"}),
+    "moments": (1, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
+    "masters": (2, {"where": "nvme", "stage": 3, **STEP, **MASTERS, "method": "muonh", "tall": True}),
+    "on the host": (2, {"where": "cpu", "stage": 2, **STEP, **HOST, "clip": 0.05, "ratio": 0.2}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
-    "accumulated": (
-        2,
-        {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3, "tall": True},
-    ),
+    "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05, "tall": True}),
+    "accumulated": (2, {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3}),
     "alone": (1, {"where": "cpu", "stage": 3, **COMPILED, **MASTERS, "weights": "cpu"}),
     "nvme, tall": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "tall": True}),
     "masters, on the host": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, **HOST}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False, "tall": True}),
-    "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
-    "replicas": (4, {"where": "nvme", "stage": 2, **STEP, "mesh": (2, 2), "method": "normuon"}),
+    "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "muown"}),
     "inductor": (2, {"where": "nvme", "stage": 2, "update": "backward", "codegen": "inductor"}),
-    "masters, replicas": (
-        4,
-        {
-            "where": "nvme",
-            "stage": 3,
-            **STEP,
-            **MASTERS,
-            "mesh": (2, 2),
-            "method": "adamuon",
-            "shard_state_over": "all",
-        },
-    ),
-    "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "normuon"}),
-    "muown, replicas": (
-        4,
-        {"where": "nvme", "stage": 2, **STEP, **MASTERS, "mesh": (2, 2), "method": "muown", "shard_state_over": "all"},
-    ),
-    "muown, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "muown"}),
-    "weights, replicas": (4, {"where": "cpu", "stage": 3, **STEP, "weights": "cpu", "mesh": (2, 2)}),
-    "masters, stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED, **MASTERS}),
-    "masters, stage 1": (2, {"where": "nvme", "stage": 1, **COMPILED, **MASTERS}),
-    "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),
-    **{way: (2, {"where": "nvme", "stage": 3, **STEP, "method": way}) for way in ("normuon", "muonh", "heavy_ball")},
+    "replicas": (4, {"where": "cpu", "stage": 3, **STEP, "weights": "cpu", "mesh": (2, 2), "method": "normuon"}),
 }
 
 
@@ -216,9 +190,9 @@ def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], t
     assert not list(tmp_path.iterdir())
 
 
-def reads_of_two_steps(folder: str, buffer_count: int, **given: Any) -> set[int]:
+def reads_of_two_steps(folder: str) -> set[int]:
     """How often a bucket is read, once its order is known."""
-    model, optimizer = made(stage=2, **given, **offload("nvme", folder, buffer_count=buffer_count))
+    model, optimizer = made(stage=2, update="backward", **offload("nvme", folder, buffer_count=2))
     called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     run(called, optimizer, range(2))
     found: Counter[store.Bucket] = Counter()
@@ -234,11 +208,9 @@ def reads_of_two_steps(folder: str, buffer_count: int, **given: Any) -> set[int]
     return {*found.values()}
 
 
-@pytest.mark.parametrize("buffer_count", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_step_reads_a_state_once(ranks: Callable[[int], Ranks], tmp_path: Path, buffer_count: int) -> None:
+def test_a_step_reads_a_state_once(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """What is read ahead is what is wanted, and as it is wanted."""
-    given = {"folder": str(tmp_path), "buffer_count": buffer_count, "update": "backward"}
-    assert ranks(2).run(reads_of_two_steps, **given) == [{2}, {2}]
+    assert ranks(1).run(reads_of_two_steps, folder=str(tmp_path)) == [{2}]
 
 
 def asked_for_first() -> list[str]:
@@ -269,38 +241,29 @@ def asked_for_first() -> list[str]:
 
 def test_host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(ranks: Callable[[int], Ranks]) -> None:
     """They open the same momenta, in another order."""
-    assert ranks(2).run(asked_for_first) == [[], []]
+    assert ranks(1).run(asked_for_first) == [[]]
 
 
 # ------------------------------------------------------------------------------------------------ from place to place
 
 
-def resumed(
-    where: str | None, folder: str, stage: int, steps: tuple[int, int], load: bool, asynchronous: bool
-) -> dict[str, Tensor]:
-    model, optimizer = made(stage=stage, update="step", **MASTERS, **offload(where, folder, masters=True))
-    checkpointer = compile_muon.Checkpointer(Path(folder) / "saved", asynchronous=asynchronous)
-    if load:
-        checkpointer.load(model, optimizer)
-    run(model, optimizer, range(*steps))
-    checkpointer.save(steps[1], model, optimizer)
-    run(model, optimizer, range(steps[1], steps[1] + 1))  # while it is written
-    checkpointer.wait()
+def resumed(way: tuple[str | None, ...], folder: str) -> dict[str, Tensor]:
+    """Runs that go on from one another's checkpoints, each with its state somewhere else."""
+    for part, where in enumerate(way):
+        model, optimizer = made(stage=(3, 1, 2)[part], update="step", **MASTERS, **offload(where, folder, masters=True))
+        checkpointer = compile_muon.Checkpointer(Path(folder) / str(way), asynchronous=where == "nvme")
+        if part:
+            checkpointer.load(model, optimizer)
+        run(model, optimizer, range(part, part + 1))
+        checkpointer.save(part + 1, model, optimizer)
+        run(model, optimizer, range(part + 1, part + 2))  # while it is written
+        checkpointer.wait()
     return everything(model, optimizer)
 
 
 def test_a_run_goes_on_wherever_its_state_is(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    ends = {}
-    for way in (("nvme", "cpu", None), (None, "cpu", "nvme")):
-        folder = tmp_path / str(way)
-        folder.mkdir()
-        for part, where in enumerate(way):
-            found = ranks(2).run(
-                resumed, where=where, folder=str(folder), stage=(3, 1, 2)[part], steps=(2 * part, 2 * part + 2),
-                load=part > 0, asynchronous=where == "nvme",
-            )[0]  # fmt: skip
-        ends[way] = found
-    assert not differing(*ends.values())
+    ways = (("nvme", "cpu", None), (None, "cpu", "nvme"))
+    assert not differing(*(ranks(2).run(resumed, way=way, folder=str(tmp_path))[0] for way in ways))
 
 
 def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
@@ -323,18 +286,15 @@ def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["nvme", pytest.param("cpu", marks=pytest.mark.campaign)])
-def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Path, where: str) -> None:
-    resident, offloaded = (
-        ranks(2).run(written_by_users, where=place, folder=str(tmp_path))[0] for place in (None, where)
-    )
-    assert not differing(resident, offloaded)
+def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    places = (None, "nvme")
+    assert not differing(*(ranks(2).run(written_by_users, where=x, folder=str(tmp_path))[0] for x in places))
 
 
 def with_averages(where: str | None, folder: str) -> dict[str, Tensor]:
     """Averages of the weights are swapped in and out, then a weight is halved for good."""
     model, optimizer = made(stage=3, update="step", **MASTERS, **offload(where, folder, masters=True))
-    for step in range(3):
+    for step in range(2):
         run(model, optimizer, range(step, step + 1))
         before = [param.detach().clone() for param in model.parameters()]
         for param in model.parameters():
@@ -346,11 +306,7 @@ def with_averages(where: str | None, folder: str) -> dict[str, Tensor]:
         halved.mul_(0.5)
     if where is None:  # what is edited is the rounded weight
         halved.data.copy_(halved.data.bfloat16().to(halved.dtype))
-    saved = Path(folder) / f"saved {where}"
-    compile_muon.Checkpointer(saved).save(3, model, optimizer)
     run(model, optimizer, range(3, 4))
-    compile_muon.Checkpointer(saved).load(model, optimizer)
-    run(model, optimizer, range(4, 5))
     return everything(model, optimizer)
 
 
@@ -381,10 +337,8 @@ def test_the_host_steps_weights_in_any_memory_format() -> None:
 
 
 def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    resident, offloaded = (
-        ranks(2).run(with_averages, where=place, folder=str(tmp_path))[0] for place in (None, "nvme")
-    )
-    assert not differing(resident, offloaded)
+    places = (None, "nvme")
+    assert not differing(*(ranks(1).run(with_averages, where=x, folder=str(tmp_path))[0] for x in places))
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -405,12 +359,12 @@ def failing(call: Callable[..., int], after: int, error: Exception) -> Callable[
 def through_a_fault(
     folder: str, what: str, after: int, number: int, rank: int, adamw_on: str = "device", **given: Any
 ) -> dict[str, Any]:
-    """Two steps, one that the disk of a rank fails in, and the same step again."""
+    """A step, one that the disk of a rank fails in, and the same step again."""
     offloaded = offload("nvme", folder, buffer_count=2, masters=True, adamw_on=adamw_on)
     model, optimizer = made(stage=2, update="step", **given, **offloaded)
-    run(model, optimizer, range(2))
+    run(model, optimizer, range(1))
     before = everything(model, optimizer)
-    loss(model, data(2, 0, world_and_rank()[1])).backward()
+    loss(model, data(1, 0, world_and_rank()[1])).backward()
     kept: Any = optimizer.engine.state_provider
     stores = kept._buffers.stores
     disk = next(type(x) for x in stores if isinstance(x, store.FileStore))
@@ -434,22 +388,18 @@ def through_a_fault(
     wrong = differing(before, everything(model, optimizer))
     optimizer.step()
     optimizer.zero_grad()
-    run(model, optimizer, range(3, 4))
+    run(model, optimizer, range(2, 3))
     return {"error": error, "wrong": wrong, "end": everything(model, optimizer)}
 
 
 @pytest.mark.parametrize(
     ("what", "calls", "given"),
     [
-        ("_read", (0, 5), {}),
-        pytest.param("_write", (12, 15), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
-        ("_write", (5, 7), HOST),
-        pytest.param("_read", range(6), {}, marks=pytest.mark.full),
-        pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
-        pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.campaign),
+        ("_read", (5,), {}),
+        ("_write", (7,), HOST),
         pytest.param("_read", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
-        pytest.param("_write", range(12), {**MASTERS, **HOST}, marks=pytest.mark.full),
-        pytest.param("_read", range(12), HOST, marks=pytest.mark.full),
+        pytest.param("_write", range(0, 20, 3), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
+        pytest.param("_write", range(1, 12, 2), {**MASTERS, **HOST}, marks=pytest.mark.full),
     ],
 )
 def test_a_disk_that_fails_changes_nothing(
@@ -475,7 +425,7 @@ def test_a_disk_that_fails_changes_nothing(
 def untouched(**given: Any) -> dict[str, Tensor]:
     pair = made(stage=2, update="step", **{name: value for name, value in given.items() if name not in HOST})
     with as_on_the_host(given):
-        run(*pair, range(4))
+        run(*pair, range(3))
     return everything(*pair)
 
 
@@ -572,21 +522,19 @@ def kept_in(
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "8bit"])
 def test_momenta_in_fewer_bits_train_alike(ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str) -> None:
-    group = ranks(2)
-    exact, _, nbytes = group.run(kept_in, dtype=None)[0]
-    found, state, less = group.run(kept_in, dtype=dtype)[0]
+    """Wherever they are."""
+    exact, _, nbytes = ranks(1).run(kept_in, dtype=None)[0]
+    found, state, less = ranks(1).run(kept_in, dtype=dtype)[0]
     assert less < 0.6 * nbytes
     assert 0 < max(abs(a - b) for a, b in zip(exact, found, strict=True)) < 0.02 * exact[0]
-    assert not differing(state, group.run(kept_in, dtype=dtype, **offload("nvme", tmp_path))[0][1])
+    assert not differing(state, ranks(1).run(kept_in, dtype=dtype, **offload("nvme", tmp_path))[0][1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
 def test_directions_of_backward_are_made_of_the_same_momenta(ranks: Callable[[int], Ranks], dtype: str) -> None:
-    one, other = (
-        ranks(2).run(kept_in, dtype=dtype, update=update, compiled=True)[0][1] for update in ("step", "backward")
-    )
-    assert not differing(one, other)
+    updates = ("step", "backward")
+    assert not differing(*(ranks(2).run(kept_in, dtype=dtype, update=x, compiled=True)[0][1] for x in updates))
 
 
 @pytest.fixture(autouse=True)

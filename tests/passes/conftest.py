@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,12 +15,10 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compile_muon import MuonZero
 from compile_muon.config.machine import load_costs
 from compile_muon.passes import (
     JOINT_PASSES,
@@ -156,60 +153,6 @@ def capture(
     return Captured(**found)
 
 
-def reducing_backend() -> Callable[..., Any]:
-    """A backend of the passes alone: graphs run as they are, backward reduces every gradient and does no more."""
-    user_outputs = []
-
-    def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        user_outputs.append(kwargs["num_fwd_outputs"])
-        gm = run_passes(gm, JOINT_PASSES, PassContext(GraphKind.JOINT))
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-    def forward(gm: GraphModule, _: Any) -> Callable[..., Any]:
-        ctx = PassContext(GraphKind.FORWARD, user_outputs=user_outputs[-1])
-        return make_boxed_func(run_passes(gm, LOWERING_PASSES, ctx).forward)
-
-    def backward(gm: GraphModule, _: Any) -> Callable[..., Any]:
-        request = BackwardRequest.of(reduced_grads(gm), Purpose.REDUCE)
-        return make_boxed_func(
-            run_passes(gm, LOWERING_PASSES, PassContext(GraphKind.BACKWARD, request=request)).forward
-        )
-
-    return aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition, decompositions={})
-
-
-class Uneven(nn.Module):
-    """No row count divides by 2, 3 or 4 ranks alike; one matrix has fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(17, 8)
-        self.up = nn.Linear(8, 13)
-        self.down = nn.Linear(13, 9, bias=False)
-        self.narrow = nn.Linear(9, 2)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(2, 17)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.down(torch.tanh(self.up(self.emb(x))))
-        return self.head(self.narrow(torch.tanh(h)) * self.scale).square().mean()
-
-
-TOKENS = torch.arange(20).reshape(4, 5) % 17
-
-
-def captured_uneven(rank: int, world: int, mesh: tuple[int, int] | None = None, **settings: Any) -> Captured:
-    """The graphs of `Uneven` on one rank of a world that is not there; `mesh` is (replicate, shard)."""
-    torch.manual_seed(0)
-    with fake_world(rank, world):
-        model = Uneven()
-        if mesh is not None:
-            settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-        settings = {"ns_dtype": "float32", "ns_method": "standard", **settings}
-        MuonZero(model, **settings)
-        return capture(model, TOKENS)
-
-
 # pytest's importlib mode keeps test files from importing each other: what they share comes as fixtures.
 
 
@@ -230,18 +173,3 @@ def trace() -> Iterator[Callable[..., Captured]]:
     """`trace(model, *inputs)`, see :func:`capture`."""
     yield capture
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def reducing() -> Iterator[Callable[..., Any]]:
-    """`torch.compile(model, backend=reducing)`, see :func:`reducing_backend`."""
-    torch._dynamo.reset()
-    with autograd_cache_disabled():
-        yield reducing_backend()
-    torch._dynamo.reset()
-
-
-@pytest.fixture(scope="session")
-def uneven() -> Callable[..., Captured]:
-    """`uneven(rank, world, stage=...)`: graphs of a model whose shards are uneven, traced once per setting."""
-    return functools.lru_cache(maxsize=None)(captured_uneven)

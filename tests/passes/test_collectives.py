@@ -49,12 +49,3 @@ def test_sums():
     assert once == Traffic(2 * 72 + 144, (("all_gather", 1), ("all_reduce", 2)), 0, (("shard", 288),))
     assert once + once == Traffic(576, (("all_gather", 2), ("all_reduce", 4)), 0, (("shard", 576),))
     assert once + Traffic() == once
-
-
-def test_matrices_count_batches():
-    graph = Graph()
-    one, stack = graph.placeholder("one"), graph.placeholder("stack")
-    one.meta["val"], stack.meta["val"] = torch.zeros(4, 5), torch.zeros(3, 4, 5)
-    op = torch.ops.muon_zero.newton_schulz.default
-    graph.output(graph.call_function(op, ([one, stack], [1.0, 0.0, 0.0], "standard", "float32", 1e-7, 1.0, [])))
-    assert measure_traffic(GraphModule(torch.nn.Module(), graph), ()).matrices == 4

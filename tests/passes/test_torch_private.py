@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
-import pickle
 from datetime import timedelta
 
 import pytest
@@ -29,38 +27,6 @@ def moved(api, what):
 
 def parameters(function):
     return inspect.signature(function).parameters
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_compile_fx_calls_inner_compilers_and_the_partitioner(trains):
-    """One partition call per frame with a backward, none without; forward, backward and inference told apart."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-
-    calls = []
-
-    def partition(gm, joint_inputs, **kwargs):
-        calls.append("partition")
-        assert "num_fwd_outputs" in kwargs, moved("custom_partitioner_fn", "is no longer told num_fwd_outputs")
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-    def inner(gm, inputs, **kwargs):
-        kinds = [name for name in ("backward", "inference") if kwargs.get(f"is_{name}")]
-        calls.append(*(kinds or ["forward"]))
-        return make_boxed_func(gm.forward)
-
-    def backend(gm, inputs):
-        patches = {"custom_partitioner_fn": private.Partitioner(partition, b"test")}
-        with private.autograd_cache_disabled():
-            return private.compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
-
-    torch._dynamo.reset()
-    weight = torch.ones(3, requires_grad=trains)
-    result = torch.compile(lambda w: (w.exp() * 2).sum(), backend=backend)(weight)
-    if trains:
-        result.backward()
-        torch.testing.assert_close(weight.grad, 2 * weight.detach().exp())
-    expected = ["partition", "forward", "backward"] if trains else ["inference"]
-    assert calls == expected, moved("compile_fx", f"calls {calls}")
 
 
 @pytest.mark.parametrize(("sends", "device"), [(False, "cpu"), (True, "cpu"), (True, "cuda")])
@@ -96,19 +62,6 @@ def test_each_backward_has_a_number_of_its_own():
     assert len(first) == len(second) == 1 and first != second and -1 not in first | second, moved(
         "_current_graph_task_id", f"gave {seen} in two backwards of several nodes"
     )
-
-
-def test_partitioner_object():
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    partitioner = private.Partitioner(lambda gm, inputs, **kwargs: (gm, inputs), b"who")
-    assert isinstance(partitioner, CustomPartitionerFn)
-    assert partitioner("graph", "inputs", num_fwd_outputs=1) == ("graph", "inputs")
-    assert partitioner.uuid() == b"who"
-    copy = pickle.loads(pickle.dumps(partitioner))  # Inductor pickles its configuration to key caches
-    assert copy.uuid() == b"who"
-    with pytest.raises(RuntimeError, match="only keys caches"):
-        copy("graph", "inputs")
 
 
 def saved_halves(saved):
@@ -227,41 +180,6 @@ def test_trace_artifact_reaches_the_structured_trace():
     assert found[0].payload == "a readable graph"
 
 
-def test_an_unrecorded_op_runs_and_leaves_no_event():
-    calls = []
-    arguments = "Tensor(a!)[] xs, str name"
-    op = private.unrecorded_op("test_of_torch_private", arguments, lambda xs, name: calls.append(name))
-    x = torch.ones(2)
-    with torch.profiler.profile() as recorded:
-        op([x], "real")
-        torch.neg(x)
-    names = [event.name for event in recorded.events()]
-    assert "aten::neg" in names
-    assert not [name for name in names if "record_function" in name], moved("isObserved", "observes these ops")
-    with FakeTensorMode():
-        op([torch.ones(2)], "fake")
-    assert calls == ["real"]
-    # The op whose name it shares is what it was.
-    handle = torch.ops.profiler._record_function_enter("outer")
-    torch.ops.profiler._record_function_exit(handle)
-
-
-def test_saved_context_restores_what_compilation_sees():
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.virtualized import V
-
-    fake = FakeTensorMode()
-    with tracing(TracingContext(fake)), V.set_fake_mode(fake):
-        saved = private.SavedContext()
-        inside = TracingContext.try_get()
-    assert TracingContext.try_get() is None
-    with torch.autocast("cpu", dtype=torch.bfloat16), saved.restored():
-        assert TracingContext.try_get() is inside
-        assert V.get_fake_mode() is fake
-        assert not torch.is_autocast_enabled("cpu")
-    assert TracingContext.try_get() is None
-
-
 def test_groups_say_their_timeout_and_store_and_another_of_the_same_ranks_is_made_once(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=33))
@@ -279,44 +197,6 @@ def test_groups_say_their_timeout_and_store_and_another_of_the_same_ranks_is_mad
         assert copy.get("key") == b"value"
     finally:
         dist.destroy_process_group()
-
-
-def test_flex_attention_hands_out_the_largest_logits_of_rows():
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    graphs = []
-
-    def backend(gm, inputs):
-        graphs.append(gm)
-        return gm.forward
-
-    def attend(q, k, v):
-        return flex_attention(Doubled.apply(q).detach(), k, v)  # a CPU has no backward of it
-
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    torch.compile(attend, backend=backend)(q.requires_grad_(), k, v)
-    (gm,) = graphs
-    nodes = list(gm.graph.nodes)
-    (flex,) = filter(private.is_flex_attention, nodes)
-    assert any(map(private.is_autograd_function, nodes)), moved("autograd_function_apply", "is called otherwise")
-    assert private.flex_with_maxima(flex) and flex.args[6]["OUTPUT_MAX"], moved("flex_attention", "has other arguments")
-    flex.update_arg(6, {**flex.args[6], "BACKEND": "FLASH"})
-    assert not private.flex_with_maxima(flex)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu").as_tuple()
-    found = torch.ops.higher_order.flex_attention(q, k, v, lambda x, *_: x, mask, 0.5, {})
-    logits = (0.5 * q @ k.mT).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf).amax(-1)
-    torch.testing.assert_close(
-        found[2] * math.log(2), logits, msg=moved("flex_attention", "counts its maxima otherwise")
-    )
 
 
 def test_inductor_has_worker_processes(monkeypatch):

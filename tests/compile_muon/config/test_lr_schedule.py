@@ -208,12 +208,6 @@ def test_a_pair_goes_by_algorithm(schedule):
         assert rates_of(optimizer) == pytest.approx([0.1 if name == "muon" else 0.001 for name in rates])
 
 
-def test_a_half_whose_rate_is_0_keeps_it():
-    optimizer = optimizer_of(muon=0.1, adamw=0.0)
-    used = walk(optimizer, WarmupLR(warmup_min_lr=0.01, warmup_num_steps=3).build(optimizer), 6)
-    assert {adamw for _, adamw in used} == {0.0}
-
-
 def test_it_schedules_the_optimizer_of_this_library():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     optimizer = MuonZero(model, lr=0.4, adamw_lr=0.003, update="step")
@@ -298,10 +292,6 @@ def test_each_parameter_is_read(kind):
     schedule = load_config(section(kind, FULL[kind])).scheduler
     assert schedule == SCHEDULES[kind](**FULL[kind])
     assert set(FULL[kind]) == set(parameters(type(schedule))) - {type(schedule).rate_key}
-
-
-def test_without_a_section_there_is_no_schedule():
-    assert load_config({}).scheduler is None is Config().scheduler
 
 
 @pytest.mark.parametrize("value", [None, {}, {"type": None}, {"params": {"warmup_num_steps": 4}}])
@@ -400,12 +390,6 @@ def test_momenta_of_a_cycle_without_momentum_have_no_effect():
     noted = str(caught[0].message).removeprefix("no effect here: ").split(", ")
     names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration")
     assert noted == [f"scheduler.params.{name}" for name in names]
-
-
-def test_counts_may_be_written_as_json_writes_large_ones():
-    schedule = load_config(section("WarmupDecayLR", {"total_num_steps": 1e4, "warmup_num_steps": 1e2})).scheduler
-    assert (schedule.total_num_steps, schedule.warmup_num_steps) == (10000, 100)
-    assert type(schedule.total_num_steps) is int
 
 
 # ---------------------------------------------------------------------------------------------- convert

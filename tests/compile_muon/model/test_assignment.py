@@ -110,19 +110,11 @@ ARCHITECTURES = {
         "model.layers.0.mlp.gate.weight": (1, 4, 16),  # the router is a hidden matrix
         "model.embed_tokens.weight": "adamw", "lm_head.weight": "adamw",
     }),
-    "GptOssForCausalLM": ({**DECODER, "head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"]}, {
-        "model.layers.0.mlp.experts.gate_up_proj": "muon", "model.layers.0.mlp.experts.gate_up_proj_bias": "adamw",
-        "model.layers.0.mlp.experts.down_proj": "muon", "model.layers.0.mlp.experts.down_proj_bias": "adamw", ...: "",
-    }),
     "ViTForImageClassification": ({**SMALL, "image_size": 8, "patch_size": 4, "num_labels": 3}, {
         "vit.embeddings.cls_token": "bare token or position table cls_token",
         "vit.embeddings.position_embeddings": "bare token or position table position_embeddings",
         "classifier.weight": HEAD, "vit.embeddings.patch_embeddings.projection.weight": (1, 16, 48), ...: "",
     }),
-    "DistilBertForSequenceClassification": (
-        {"dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2, "vocab_size": 32},
-        {"pre_classifier.weight": "muon", "classifier.weight": "adamw", ...: ""},
-    ),
     "MambaForCausalLM": ({"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 32}, {
         "backbone.layers.0.mixer.A_log": "elementwise parameter A_log, not a linear map",
         "backbone.layers.0.mixer.conv1d.weight": (1, 32, 4), ...: "",
@@ -243,7 +235,6 @@ MODELS = {
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False),
         {f"layers.{i}.{name}": "muon" for i in range(2) for name in ENCODED},
     ),
-    "a cell": (lambda: nn.LSTMCell(4, 6), {"weight_ih": (1, 24, 4), "weight_hh": (1, 24, 6)}),
     "a bilinear stack": (lambda: nn.Bilinear(3, 4, 5), {"weight": (5, 3, 4)}),
     "a bag and a norm": (
         lambda: nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "norm": nn.LayerNorm([4, 4]), "mid": nn.Linear(4, 4)}),
@@ -256,10 +247,6 @@ MODELS = {
     "strong names at any depth, weak ones at the top": (
         lambda: nn.ModuleDict({"a": Tiny("lm_head"), "b": Tiny("head")}),
         {"a.lm_head.weight": "adamw", "b.head.weight": "muon", ...: ""},
-    ),
-    "one block is no model": (
-        lambda: Net(layers=nn.ModuleList([Block()])),
-        {f"layers.0.{name}.weight": "muon" for name in ("output", "fc", "classifier")},
     ),
     "the last of a head's layers": (
         lambda: having(
@@ -290,9 +277,6 @@ MODELS = {
     "a Sequential with a norm behind": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.LayerNorm(8)),
         {"0.weight": "muon", "1.weight": "muon"},
-    ),
-    "a Sequential of blocks": (
-        lambda: nn.Sequential(Block(), Block()), {name.removeprefix("blocks."): "muon" for name in HIDDEN}
     ),
     "one linear": (lambda: nn.Linear(4, 3), {"weight": (1, 3, 4)}),
     # tied weights

@@ -39,15 +39,6 @@ def without(record: dict, name: str) -> dict:
     return {key: value for key, value in record.items() if key != name}
 
 
-def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
-    fused = replace(NODES, attention_fraction=0.25, rate_fractions=((1.0, 0.5),))
-    assert [fused.attention_rate(size, 512, "bfloat16", causal=False) for size in (1, 64, 4096)] == [8e12] * 3
-    assert fused.attention_rate(64, 512, "bfloat16", causal=True) == 16e12  # half of the operations
-    assert fused.attention_rate(64, 512, "float32") == fused.rate(64, "float32")
-    assert NODES.attention_rate(64, 512, "bfloat16") == NODES.rate(64, "bfloat16")
-    assert read_machine(Machine, fused.to_json()) == fused
-
-
 def test_attention_that_was_measured_goes_by_its_sequence() -> None:
     known = replace(NODES, attention_fraction=0.25, attention_rates={"float32": ((64.0, 1e12), (256.0, 4e12))})
     assert [known.attention_rate(64, at, "float32") for at in (1, 64, 256, 4096)] == [1e12, 1e12, 4e12, 4e12]

@@ -18,7 +18,7 @@ from compile_muon.passes.costs import COLLECTIVES, Link
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.machines.calibrate import write_machine
 from compile_muon.planning.machines.fit import completed, fit
-from compile_muon.planning.machines.measure import Measured, plan_for
+from compile_muon.planning.machines.measure import Measured
 from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
@@ -37,26 +37,19 @@ H100 = load_machine("h100")
 # ------------------------------------------------------------------------------------------------ names and files
 
 
-def test_these_machines_are_known() -> None:
-    assert known_machines() == ["b200", "cpu", "h100", "h200"]
-
-
 @pytest.mark.parametrize("name", ["b200", "cpu", "h100", "h200"])
-def test_each_says_its_name_and_sources(name: str) -> None:
+def test_each_says_its_name_and_sources_and_is_read_as_it_is_written(tmp_path: Path, name: str) -> None:
+    """Every figure of a GPU has a source."""
     machine = load_machine(name)
-    assert machine.name == name
-    assert machine.sources
+    assert name in known_machines() and machine.name == name
     assert (machine.device == "cpu") == (name == "cpu")
     assert {"float32", "bfloat16"} <= machine.rates.keys()
-
-
-@pytest.mark.parametrize("name", ["b200", "h100", "h200"])
-def test_every_figure_of_a_gpu_has_a_source(name: str) -> None:
-    machine = load_machine(name)
     given = json.loads((Path(config.__file__).parent / "machines" / f"{name}.json").read_text())
     figures = given.keys() - {"name", "device", "links", "sources"}
     figures |= {f"links[{place}].{key}" for place in range(2) for key in ("bandwidth", "fraction", "latency")}
-    assert machine.sources.keys() == figures
+    assert machine.sources and (name == "cpu" or machine.sources.keys() == figures)
+    write_machine(machine, tmp_path / "folder" / "again.json")
+    assert load_machine(tmp_path / "folder" / "again.json") == machine
 
 
 @pytest.mark.parametrize("name", ["b200", "h100", "h200"])
@@ -85,16 +78,6 @@ def test_collectives_start_as_the_library_s_own_table_says(name: str) -> None:
     assert start * 1e6 == pytest.approx(8.4 + 7 * 3.4)
 
 
-def test_gpus_are_ordered_as_they_were_built() -> None:
-    h100, h200, b200 = (load_machine(name) for name in ("h100", "h200", "b200"))
-    assert h100.rates == h200.rates
-    assert h100.move_seconds(1e9) > h200.move_seconds(1e9) > b200.move_seconds(1e9)
-    product = {"m": 4096, "n": 4096, "k": 4096, "dtype": "bfloat16"}
-    assert h100.product_seconds(**product) == h200.product_seconds(**product) > b200.product_seconds(**product)
-    peak = 2 * 4096**3 / 989e12
-    assert peak < h100.product_seconds(**product) < 2 * peak
-
-
 def test_machines_by_type_of_device_where_none_is_named() -> None:
     assert costs_for(None, "cuda") == load_costs("h100")
     assert costs_for(None, "cpu") == load_costs("cpu")
@@ -110,19 +93,13 @@ def test_an_unknown_name_tells_the_known_ones_and_how_to_measure(name: str) -> N
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2", "\x00"])
-def test_what_is_no_json_is_an_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(text)
+@pytest.mark.parametrize("given", [b"", b"{", b"\xff\xfe\x00", None])
+def test_what_is_no_json_is_an_error(tmp_path: Path, given: bytes | None) -> None:
+    path = tmp_path if given is None else tmp_path / "bad.json"
+    if given is not None:
+        path.write_bytes(given)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_machine(path)
-
-
-def test_folders_and_other_bytes_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path, tmp_path / "bytes.json"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            load_machine(path)
 
 
 def test_a_wrong_field_of_a_file_is_one_error_that_names_it(tmp_path: Path) -> None:
@@ -134,13 +111,6 @@ def test_a_wrong_field_of_a_file_is_one_error_that_names_it(tmp_path: Path) -> N
         load_machine(path)
     assert caught.value.field == f"machine {path}: links[1].bandwidth"
     assert len(caught.value.errors) == 1
-
-
-@pytest.mark.parametrize("name", ["b200", "cpu", "h100", "h200"])
-def test_what_is_written_is_what_is_read(tmp_path: Path, name: str) -> None:
-    machine = load_machine(name)
-    write_machine(machine, tmp_path / "folder" / "again.json")
-    assert load_machine(tmp_path / "folder" / "again.json") == machine
 
 
 def test_the_setting_is_a_key_and_an_argument(tmp_path: Path) -> None:
@@ -236,25 +206,11 @@ def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
     assert [sample.predicted(found) for sample in given] == [3.0, 3.0, 3.0]
 
 
-def test_the_fit_does_not_see_what_is_held_out() -> None:
-    samples = of_the_truth()
-    wrong = [replace(sample, seconds=1e3, held_out=True) for sample in samples]
-    measured = [Measured("cpu", 1e-6, 2, 4, 10**10, tuple(some)) for some in (samples, samples + wrong)]
-    assert fit(measured[0], "x") == fit(measured[1], "x")
-
-
 def test_products_that_are_all_large_start_as_the_least_kernel_does() -> None:
     """Nothing is to be seen of their start; a file with 0 would be refused."""
     large = [s for s in of_the_truth() if not isinstance(s, ProductSample) or min(s.m, s.n, s.k) >= 256]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, tuple(large)), "large")
     assert set(found.product_starts.values()) == {1e-6}
-    assert read_machine(Machine, found.to_json()) == found
-
-
-def test_ranks_that_never_met_have_a_machine_too() -> None:
-    alone = [sample for sample in of_the_truth() if sample.group != "collectives"]
-    found = fit(Measured("cpu", 1e-6, 2, 1, 10**10, tuple(alone)), "alone")
-    assert found.collective_seconds("all_gather", 0.0, [0]) == 0
     assert read_machine(Machine, found.to_json()) == found
 
 
@@ -274,13 +230,6 @@ def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
     assert not several.protocols and several.collectives["all_reduce"] != H100.collectives["all_reduce"]
 
 
-def test_a_quick_measurement_of_gpus_trains_nothing_and_half_a_second_is_the_least_that_counts() -> None:
-    quick, whole = plan_for("cuda", True), plan_for("cuda", False)
-    assert not quick.layers and not quick.stretch_seconds
-    assert whole.round_seconds == 0.5
-    assert plan_for("cpu", True).layers
-
-
 # ------------------------------------------------------------------------------------------------------- calibrate
 
 
@@ -298,8 +247,3 @@ def test_calibrate_writes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert ("collectives, held out" in printed) == (ranks > 1)
     if ranks > 1:
         assert all(machine.collective_seconds(kind, 1e6, range(2)) > 1e-6 for kind in COLLECTIVES)
-
-
-def test_calibrate_needs_a_file_to_write() -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["calibrate"])

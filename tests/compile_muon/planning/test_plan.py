@@ -6,20 +6,18 @@ import contextlib
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
 from html.parser import HTMLParser
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compile_muon import __main__ as cli
-from compile_muon.config import SequenceParallelConfig, config_from_kwargs
+from compile_muon.config import MeshConfig, SequenceParallelConfig, config_from_kwargs
 from compile_muon.errors import ConfigError
 from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
@@ -72,16 +70,11 @@ def test_candidates_are_every_stage_on_one_axis_and_with_replicas_in_nodes() -> 
     ]
     assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(2, {"shard": 16})]
     assert len(candidates(config_from_kwargs(), 8, load_machine("h100"))) == 4
-    larger = [dict(c.axes) for c in candidates(config_from_kwargs(stage=2), 512, load_machine("h100")) if c.stage == 3]
-    assert larger == [{"shard": 512}, {"replicate": 64, "shard": 8}, {"replicate": 8, "shard": 64}]
-
-
-def test_what_the_config_asks_for_is_among_them() -> None:
-    from compile_muon.config import MeshConfig
-
     config = replace(config_from_kwargs(stage=3), mesh=MeshConfig(replicate=4))
     (asked,) = [c for c in candidates(config, 16, load_machine("h100")) if c.asked]
     assert (asked.stage, dict(asked.axes)) == (3, {"replicate": 4, "shard": 4})
+    larger = [dict(c.axes) for c in candidates(config_from_kwargs(stage=2), 512, load_machine("h100")) if c.stage == 3]
+    assert larger == [{"shard": 512}, {"replicate": 64, "shard": 8}, {"replicate": 8, "shard": 64}]
 
 
 def test_a_plan_for_gpus_has_their_dtypes() -> None:
@@ -124,20 +117,6 @@ def test_a_config_of_adamw_is_its_own_comparison(monkeypatch: pytest.MonkeyPatch
     for figures in found.worlds[0].candidates:
         assert (figures.price_seconds, figures.newton_schulz_seconds, figures.owners_idle) == (0.0, 0.0, None)
         assert (figures.mesh, figures.sent, set(figures.exposed)) == ({"shard": 1}, {}, {"host"})
-
-
-@pytest.mark.full
-def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
-    """So it is simulated once."""
-    for count in (1, 2):
-        asked = question(world=4, gradient_accumulation_steps=count)
-        trace = trace_step(asked.subject.build, asked.subject.batch, asked.config, asked.options)
-        first, second = (
-            trace.captured(Target(4, candidate.config(asked.config), candidate.axes, "nccl")).simulated(asked.machine)
-            for candidate in candidates(asked.config, 4, asked.machine)
-            if candidate.stage in (1, 2)
-        )
-        assert (first.seconds == second.seconds) == (first.peak == second.peak) == (count == 1)
 
 
 @pytest.mark.full
@@ -296,24 +275,6 @@ def test_the_command_writes_one_plan_in_four_ways(written: dict[str, Path]) -> N
     assert "2 ranks, stage" in events[0]["args"]["name"]
 
 
-@pytest.mark.skipif(find_spec("PyQt6") is None, reason="PyQt6-WebEngine is not installed (the extra browser)")
-def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
-    shot = tmp_path / "page.png"
-    browser = Path(__file__).parents[2] / "browser.py"
-    command = [sys.executable, str(browser), "plan", str(written["html"]), str(shot)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0 and ran.stdout, ran.stderr
-    shown = json.loads(ran.stdout)
-    assert shown["requests"] == [written["html"].as_uri()]
-    assert len(shown["drawings"]) == 4
-    assert all(width > 600 and height > 100 for width, height in shown["drawings"])
-    assert shown["cut"] == [0, 0], "a table is wider than the page"  # of candidates, of prices
-    assert shown["cells"] == Page(written["html"].read_text()).cells
-    from matplotlib import image
-
-    assert image.imread(shot).std() > 0.02  # something is drawn
-
-
 def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -> None:
     found = json.loads(written["json"].read_text())
     worlds = worlds_of(found)
@@ -337,7 +298,6 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
     ("changes", "field", "problem"),
     [
         ({"machine": "h1000"}, "--machine = 'h1000'", "neither a known machine nor a file"),
-        ({"model": "tiny_gpt"}, "MODEL = 'tiny_gpt'", "neither a function nor a file"),
         ({"model": "no_such_module:GPT"}, "MODEL = 'no_such_module:GPT'", "cannot be imported"),
         ({"model": "tiny_gpt:GPT3"}, "MODEL = 'tiny_gpt:GPT3'", "no function of that name"),
         ({"model": "tiny_gpt:no_module"}, "MODEL", "returns a int"),
@@ -345,7 +305,6 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
         ({"model": "tiny_gpt:Broken"}, "MODEL", "cannot be traced"),
         ({"tokens": "17"}, "--tokens = 17", "no whole number of sequences of 8 tokens; use 16"),
         ({"tokens": "0"}, "--tokens = 0", "is not positive"),
-        ({"sequence": "0"}, "--sequence = 0", "is not positive"),
         ({"world": "0"}, "--world = 0", "at least 1"),
         ({"price": "24"}, "--price = 24", "no whole number of micro-batches of 16 tokens"),
         ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
@@ -436,6 +395,7 @@ def traced_llama(llama: Question) -> Callable[[int], Trace]:
     return cache(lambda sharing: trace_step(llama.subject.build, llama.subject.batch, llama.config, sharing=sharing))
 
 
+@pytest.mark.full
 def test_steps_of_shared_sequences(llama: Question, traced_llama: Callable[[int], Trace]) -> None:
     """Lowered from a trace as captured, on a rank of another group of ranks than was traced."""
     length, layers, width, size = llama.batch.sequence, 1, 16, 2
@@ -453,6 +413,7 @@ def test_steps_of_shared_sequences(llama: Question, traced_llama: Callable[[int]
     assert exchanged <= dict(lowered.traffic.by_axis)["sequence"] <= exchanged + 64
 
 
+@pytest.mark.full
 def test_where_nothing_fits_sequences_may_be_shared(
     llama: Question, traced_llama: Callable[[int], Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,9 +457,7 @@ def on_a_gpu(**more: float) -> plans.Machine:
     return replace(load_machine("h100"), **more)
 
 
-@pytest.mark.parametrize(
-    ("share", "momentum", "moved_out", "left"), [(1.0, True, 30, 4), (0.5, True, 15, 4), (1.0, False, 20, 2)]
-)
+@pytest.mark.parametrize(("share", "momentum", "moved_out", "left"), [(0.5, True, 15, 4), (1.0, False, 20, 2)])
 def test_offload_takes_state_away_but_for_buckets_as_large_as_one_momentum(
     share: float, momentum: bool, moved_out: int, left: int
 ) -> None:

@@ -5,7 +5,6 @@ Negating n float32 takes n seconds there, gathering n from each of two ranks n s
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 
 import pytest
@@ -13,16 +12,12 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
-from compile_muon.kernels.batching import batch_bytes
-from compile_muon.kernels.gpu.arena import work_bytes
 from compile_muon.passes import GraphKind
 from compile_muon.passes.costs import Link
-from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category, Work, note_work
-from compile_muon.passes.lowering.aliases import base, is_free, mutated
 from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
+from compile_muon.planning.simulate import Played, simulate, simulate_together
 from compile_muon.planning.simulate.cost import (
     kernel_seconds,
     launches,
@@ -124,7 +119,6 @@ def test_what_compute_does_not_hide_is_exposed(computed, wait_first, seconds, ex
     assert found.seconds == found.busy + sum(found.exposed.values())
 
 
-GPU_ALONE = replace(ROUND, device="cuda")
 GPU = replace(ROUND, device="cuda", host_seconds={"graph": 1.0, "kernel": 3.0, "collective": 2.0})
 
 
@@ -146,17 +140,6 @@ def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
     assert found.busy == sum(computed)
 
 
-@pytest.mark.parametrize(("computed", "seconds", "exposed"), [((9, 1), 18, {}), ((2, 1), 13, {"offload": 2})])
-def test_copies_from_host_memory_come_one_after_the_other_beside_compute(computed, seconds, exposed) -> None:
-    """Four seconds each."""
-    draw, between = Drawing(), iter(computed)
-    lifted = [draw.call(operator.getitem, draw.call(LIFT, [draw.input(4)]), 0) for _ in computed]
-    read = [(draw.neg(draw.input(next(between))), draw.neg(x)) for x in lifted]
-    found = play(draw.done(*(node for pair in read for node in pair)), machine=replace(GPU_ALONE, host_bandwidth=4.0))
-    assert (found.seconds, found.exposed) == (seconds, exposed)
-    assert [(event.start, event.end) for event in found.events if event.stream == "offload in"] == [(0, 4), (4, 8)]
-
-
 def test_a_host_that_waits_has_nothing_queued_behind() -> None:
     draw = Drawing()
     checks = draw.done(draw.neg(draw.input(5)))
@@ -165,19 +148,6 @@ def test_a_host_that_waits_has_nothing_queued_behind() -> None:
     for waits, exposed in ((False, 3), (True, 3 + 3)):
         found = play(Played(checks, GraphKind.STEP, waits=waits), Played(commit, GraphKind.STEP), machine=GPU)
         assert found.exposed == {"host": exposed} and found.seconds == 10 + exposed
-
-
-def test_a_collective_starts_no_sooner_than_its_host_is_there() -> None:
-    draw = Drawing()
-    gathered = draw.gather(draw.input(4), work=(work := Work(Category.GATHER, 0)))
-    found = play(draw.done(draw.wait(gathered, work)), machine=GPU)
-    assert found.seconds == 2 + 4 and found.exposed == {"gather": 6}
-
-
-def test_graphs_come_one_behind_the_other() -> None:
-    gm = gather_and_compute(2)
-    found = play(Played(gm, GraphKind.FORWARD, "a"), Played(gm, GraphKind.STEP, "b"))
-    assert found.seconds == 8
 
 
 def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> None:
@@ -253,13 +223,6 @@ def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds)
     assert [time for _, time in issued] == [event.end for event in found[0].events if event.stream == "compute"]
 
 
-def test_ranks_wait_for_those_of_the_group_only() -> None:
-    """Ranks 0 and 1 gather with 2 and 3, which are not played and keep their pace."""
-    groups = [{OUTER: [0, 2]}, {OUTER: [1, 3]}]
-    found = together([turns(6, axis=OUTER), turns(2, axis=OUTER)], groups=groups)
-    assert [found[rank].seconds for rank in (0, 1)] == [7, 3]
-
-
 def test_ranks_may_stand_for_others_of_their_groups() -> None:
     """One of ranks 0 to 3 and one of 4 to 7, of which the second owns nothing of a first bucket."""
     groups = [{INNER: [0, 1, 2, 3]}, {INNER: [4, 5, 6, 7]}]
@@ -287,11 +250,6 @@ def test_ranks_that_issue_different_collectives_are_not_played_together() -> Non
         together([turns(1, 1), turns(1)])
 
 
-def test_what_the_model_sends_itself_is_exposed_as_its_own() -> None:
-    draw = Drawing()
-    assert play(draw.done(draw.wait(draw.gather(draw.input(3))))).exposed == {"model": 3}
-
-
 def two_gathers(second: Axis, more: int = 4, beside: int = 0):
     """Of 4 seconds alone, and of ``more``, issued behind so many seconds of a kernel."""
     draw = Drawing()
@@ -316,50 +274,14 @@ HOPS = {"machine": replace(ROUND, links=(Link(None, 4.0, 3.0),))}
         (OUTER, 4, 0, {}, [4, 4]),  # over links of their own groups do not wait for each other
         (OUTER, 4, 0, SHARED, [8, 8]),  # over one link both get half of it
         (OUTER, 4, 0, HOPS, [11, 11]),  # hops do not share anything
-        (OUTER, 8, 0, SHARED, [8, 12]),  # the first ends at 8, having had half; the second has 4 s of bytes left then
-        (
-            OUTER,
-            4,
-            2,
-            SHARED,
-            [6, 8],
-        ),  # 2 s alone, then 2 s of bytes are left that take 4
+        # The first ends at 8, having had half; the second has 4 s of bytes left then.
+        (OUTER, 8, 0, SHARED, [8, 12]),
+        (OUTER, 4, 2, SHARED, [6, 8]),  # 2 s alone, then 2 s of bytes are left that take 4
         (OUTER, 4, 2, HOPS, [9, 11]),  # the first sends alone while the second makes its hops until 5; then both share
     ],
 )
 def test_collectives_share_links_and_streams(second, more, beside, options, expected) -> None:
     assert ends(play(two_gathers(second, more, beside), **options)) == expected
-
-
-@pytest.mark.parametrize(("device", "seconds"), [("cuda", 5), ("cpu", 2.5)])
-def test_who_gives_nothing_waits_for_what_it_takes(device, seconds) -> None:
-    """Over one loopback it has the share of who gives, too."""
-    draw = Drawing()
-    x = draw.input(0)
-    node = draw.graph.call_function(_c10d.all_to_all_single.default, (x, [0, 5], [0, 0], "inner"))
-    node.meta["val"] = torch.zeros(5)
-    found = play(draw.done(draw.wait(node)), machine=replace(ROUND, device=device))
-    assert (found.seconds, found.traffic.bytes_sent) == (seconds, 0)
-
-
-def test_ranks_that_share_cores_take_longer() -> None:
-    cores = replace(ROUND, cores=2)
-    draw = Drawing()
-    assert play(draw.done(draw.neg(draw.input(3))), machine=cores).seconds == 6
-
-
-def test_the_trace_has_a_row_for_each_stream_and_no_overlap_on_any() -> None:
-    timeline = play(gather_and_compute(2), two_gathers(OUTER))
-    trace = to_chrome_trace(timeline)["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
-    assert sorted(rows.values()) == ["compute", "inner", "outer"]
-    spans = [event for event in trace if event["ph"] == "X"]
-    assert len(spans) == 4
-    for row in rows:
-        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
-        assert all(end <= start for (_, end), (start, _) in zip(own, own[1:], strict=False))
-    gather = next(event for event in spans if event["cat"] == "gather")
-    assert (gather["ts"], gather["dur"], gather["name"]) == (0, 4e6, "frame.inference gather 0")
 
 
 # ------------------------------------------------------------------------------------------------------------- costs
@@ -404,14 +326,6 @@ def test_attention_goes_by_its_heads_and_where_it_is_known_by_its_sequence() -> 
         assert kernel_seconds(kernel, machine) == pytest.approx(operations(node) / (2 if causal else 1))
 
 
-def test_functions_take_time_beside_their_bytes() -> None:
-    machine = replace(ROUND, function_seconds=3.0)
-    draw = Drawing()
-    x = draw.input(4, 2)
-    gm = draw.done(draw.call(_aten.erf.default, draw.neg(draw.call(_aten.exp.default, x))))
-    assert kernel_seconds(only_kernel(gm, "inductor"), machine) == 2 * 8 * 4 / 8 + 2 * 8 * 3.0
-
-
 def newton_schulz(shape, method, dtype="float32", backend="auto"):
     draw = Drawing()
     coefficients = [2.0, -1.5, 0.5] * 3
@@ -443,18 +357,6 @@ def test_gpus_compute_one_triangle_and_all_of_a_shape_at_once() -> None:
     matrices = 3 * 16 * 2 / 8
     assert aten == 5 + 7 * matrices + 3 * (3 * (1 + 3 * 2 * 64 / 2))
     assert auto == 4 + 6 * matrices + 3 * (2 * (1 + 3 * 64 / 2) + (1 + 3 * 2 * 64 / 2))
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_quack_holds_one_batch_and_its_products(method) -> None:
-    """Of 3 matrices 8 x 24: no copy of inputs or results. What its products cannot read is cuBLAS's."""
-    gpu = replace(ROUND, device="cuda")
-    held = {
-        shape: workspace_bytes(call_of((3, *shape), method, "bfloat16", "quack")[0], gpu)
-        for shape in ((8, 24), (24, 8), (8, 20))
-    }
-    assert held[8, 24] == held[24, 8] == 3 * work_bytes(8, 24, method, 3, 1, 2)
-    assert held[8, 20] == 3 * batch_bytes(8, 20, 4, 2)
 
 
 def chain():
@@ -531,28 +433,6 @@ def test_kernels_of_gpus_compute_again_what_they_would_read(drawn, moved) -> Non
     assert [kernel.moved for kernel in gpu_kernels(draw.done(*drawn(draw))).values()] == moved
 
 
-def test_views_waits_and_items_are_free() -> None:
-    draw = Drawing()
-    x = draw.input(4, 2)
-    view = draw.call(_aten.view.default, x, [8])
-    parts = draw.call(_aten.split.Tensor, view, 4)
-    item = draw.call(operator.getitem, parts, 1)
-    waited = draw.wait(draw.gather(x))
-    assert all(is_free(node) for node in (view, parts, item, waited))
-    assert base(item) is x
-    assert base(waited) is waited.args[0]
-    written = draw.call(_aten.copy_.default, x, draw.neg(x))
-    assert (is_free(written), mutated(written), base(written)) == (False, [x], x)
-
-
-def test_a_lookup_reads_no_more_of_its_table_than_it_returns() -> None:
-    draw = Drawing()
-    tokens = draw.input(3)
-    tokens.meta["val"] = torch.zeros(3, dtype=torch.int64)
-    gm = draw.done(draw.call(_aten.embedding.default, draw.input(100, 2), tokens))
-    assert moved_bytes(only_kernel(gm)) == 24 + 24 + 24
-
-
 # ---------------------------------------------------------------------------------------------------- kernels of GPUs
 
 
@@ -578,15 +458,6 @@ def test_products_take_longer_beside_a_collective_that_holds_multiprocessors() -
     wires.issue(_Sent(None, "", "a", 0, 0.0, 10.0, 0.0, 0.0))
     player._compute("product", "product", 8.0, slower=2.0)
     assert (player.now, player.busy) == (13.0, 13.0)
-
-
-def test_a_collective_of_which_less_than_a_step_of_the_clock_is_left_ends() -> None:
-    machine = replace(ROUND, device="cuda", processors=4, collective_processors=2)
-    player = _Player(machine, {}, {}, None)
-    player.now = player._wires.now = 1e3
-    player._wires.issue(_Sent(None, "", "a", 0, 0.0, 1e-20, 1e3, 0.0))
-    player._compute("product", "product", 8.0, slower=2.0)
-    assert player.now == pytest.approx(1e3 + 8)
 
 
 def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> None:
@@ -615,29 +486,6 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
-
-
-def test_memory_of_a_chain() -> None:
-    """Each lives until its one reader is done: two at a time; inputs are the caller's."""
-    draw = Drawing()
-    x = draw.input(4)
-    for _ in range(4):
-        x = draw.neg(x)
-    found = play(draw.done(x), resident={"parameters": 100})
-    assert found.peak.by_category == {"parameters": 100, "intermediates": 32}
-    assert found.peak.total == 132
-
-
-def test_a_view_keeps_what_it_shows() -> None:
-    def drawn(*, late: bool):
-        draw = Drawing()
-        a = draw.neg(draw.input(4))
-        view = draw.call(_aten.view.default, a, [4])
-        b = draw.neg(draw.neg(a))
-        return draw.done(draw.call(_aten.add.Tensor, b, view) if late else b)
-
-    assert play(drawn(late=False)).peak.total == 32
-    assert play(drawn(late=True)).peak.total == 48
 
 
 def test_what_is_sent_is_kept_until_the_wait() -> None:
@@ -670,19 +518,3 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     assert found.peak.by_category == {"intermediates": 32, "activations": 16}
     longer = play(Played(forward, GraphKind.FORWARD, "a", 1), Played(backward, GraphKind.BACKWARD, "b"))
     assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
-
-
-def test_gradients_of_the_next_micro_batch_replace_those_there_are() -> None:
-    draw = Drawing()
-    backward = Played(draw.done(draw.neg(draw.input(4))), GraphKind.BACKWARD)
-    assert play(backward).peak.by_category == {"gradients": 16}
-    assert play(*[backward] * 3).peak.by_category == {"gradients": 32}
-
-
-def test_what_is_dropped_is_not_live_any_more() -> None:
-    draw, work = Drawing(), Work(Category.EXCHANGE, 0)
-    first = draw.done(draw.call(_aten.neg.default, draw.input(4), work=work))
-    draw = Drawing()
-    second = draw.done(draw.neg(draw.input(8)))
-    assert play(first, second).peak.total == 48
-    assert play(first, Played(second, GraphKind.STEP, drops=("exchange",))).peak.total == 32

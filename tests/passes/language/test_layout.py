@@ -109,31 +109,6 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
     assert dict(traffic.by_axis) == ({layout.replica_group.name: stacks * experts * sent} if sent else {})
 
 
-@pytest.mark.parametrize("role", [DENSE, Role(expert=True)], ids=["one matrix", "one expert a rank"])
-def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
-    """An exchange may be of a single matrix: its owner's rows go to each replica, and nothing comes back."""
-    names, sizes = ("replicate", "shard", "expert"), (4, 2, 2)
-    sent: Counter[str] = Counter()
-    matrices = []
-    for rank in range(16):
-        with world(rank, 16):
-            mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-            shape = (4, 16, 8) if role.expert else (16, 8)
-            layout = mesh.layout(shape, 3, role)
-            muon = MuonSpec(2 if role.expert else 1, 16, 8, True, "standard", JORDAN, 1.0, (), "float32", 1e-7,
-                            "local" if role.expert else "owner")  # fmt: skip
-            specs = [ParamSpec(layout, "float32", "float32", "float32", muon)]
-            gm, _ = traced(specs, owners=[layout.owner_group.size])  # of the second replica
-        traffic = measure_traffic(gm, layout.axes)
-        sent.update(dict(traffic.by_axis))
-        matrices.append(traffic.matrices)
-    # In the second replica alone: each of its four ranks has an expert, or the first of them the matrix.
-    assert matrices == [0] * 4 + ([1] * 4 if role.expert else [1, 0, 0, 0]) + [0] * 8
-    strategy, rows, shards = ("local", 2 * 16, 2) if role.expert else ("owner", 16, 4)
-    formula = formulas.bytes_by_axis(strategy, rows, 8, shards=shards, replicas=4, itemsize=4)
-    assert sent["replicate"] == 16 * formula["replicate"]
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
     """After a step: pieces to slices over the replicas, and below stage 3 slices to weights inside each."""

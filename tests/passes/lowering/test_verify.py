@@ -15,9 +15,22 @@ from compile_muon.passes.lowering.schedule import SCHEDULE
 from compile_muon.passes.lowering.verify import VERIFY
 
 
-@pytest.fixture(scope="module")
-def sound(uneven):
-    return uneven(0, 3, stage=3)
+@pytest.fixture
+def deep(world, trace):
+    """Graphs of seven layers on one of two ranks; activations outweigh weights, which the min cut would save."""
+
+    def trace_with(joint_passes=JOINT_PASSES):
+        with world(0, 2):
+            model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
+            MuonZero(model, stage=3)
+            return trace(model, torch.randn(64, 6), joint_passes=joint_passes)
+
+    return trace_with
+
+
+@pytest.fixture
+def sound(deep):
+    return deep()
 
 
 def breaking(rewrite):
@@ -80,7 +93,6 @@ SAVED = "is saved for backward; the recompute pass must see its unshard"
     ],
 )
 def test_broken_graphs(spoil, message, sound):
-    sound.lowered(GraphKind.FORWARD)
     with pytest.raises(VerificationError, match=message):
         sound.lowered(GraphKind.FORWARD, passes=breaking(spoil))
 
@@ -90,19 +102,6 @@ def test_graphs_that_were_not_lowered(sound):
         sound.lowered(GraphKind.BACKWARD, passes=(GraphPass("lower", lambda gm, ctx: gm), VERIFY))
     with pytest.raises(PassContractError, match=r"'verify' needs \['lower'\]"):
         sound.lowered(GraphKind.FORWARD, passes=(VERIFY,))
-
-
-@pytest.fixture
-def deep(world, trace):
-    """Graphs of seven layers on one of two ranks; activations outweigh weights, which the min cut would save."""
-
-    def trace_with(joint_passes=JOINT_PASSES):
-        with world(0, 2):
-            model = nn.Sequential(*(layer for _ in range(7) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
-            MuonZero(model, stage=3)
-            return trace(model, torch.randn(64, 6), joint_passes=joint_passes)
-
-    return trace_with
 
 
 def test_without_the_recompute_pass_the_verifier_says_no(deep):
