@@ -135,8 +135,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if method == "syspath_prepend" or "sys.path" in ast.unparse(node.func):
-            return  # names no module of those that are found in it
+        if method == "syspath_prepend" or re.search(r"sys\.(path|modules)\b", ast.unparse(node.func)):
+            return  # names no module of those that are found in it, nor brings one in
         self._path(node) if method in (*_LISTING, "with_name") else self.generic_visit(node)
 
     def _path(self, node: ast.AST) -> None:

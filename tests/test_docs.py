@@ -695,7 +695,7 @@ def test_pages_that_the_sources_name_exist():
     missing = []
     for folder in FOLDERS:
         for source in (ROOT / folder).rglob("*"):
-            if source.suffix in {".py", ".sh", ".sbatch", ".yaml"}:
+            if source.suffix in {".py", ".sh", ".sbatch", ".yaml"} and source.name != "test_affected.py":
                 named = re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", source.read_text(encoding="utf-8"))
                 missing += [f"{source.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
     assert not missing
@@ -714,7 +714,7 @@ def errors(docs_script: Any) -> Any:
 NOT_LISTED = {
     "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
     "backend.muon_zero", "checkpoint.checkpointer._load", "checkpoint.values.read", "model.param_spec.muon_spec",
-    "model.full_parameters.full_parameters", "passes.methods.matrix_method",
+    "passes.methods.matrix_method",
     "passes.methods.method_of", "passes.language.views.shape_of",
     "files.tensors._opened", "files.tensors._our_errors",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from support.harness import Ranks
 from support.launched import accelerated
 from support.on_transformers import trainer_of
 from support.reference import full
-from support.trainers import gpt, refusal, sentences
+from support.trainers import gpt, sentences
 from torch import Tensor
 
 import compile_muon
@@ -167,6 +167,8 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
                 optimizer.zero_grad()
         if way == "merge_adapters":
             whole = compile_muon.merge_adapters(model)
+        elif way == "by hand":  # edits of attributes, which are the parameters
+            whole = model.merge_and_unload()
         else:
             with compile_muon.full_parameters(model, write=True):
                 whole = model.merge_and_unload()
@@ -180,33 +182,24 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
 
 @pytest.mark.parametrize(
     ("world", "stage", "way"),
-    [(1, 2, "merge_adapters"), (2, 3, "block"), pytest.param(2, 3, "merge_adapters", marks=pytest.mark.full)],
+    [
+        (1, 2, "merge_adapters"),
+        (2, 3, "by hand"),
+        *(pytest.param(2, 3, way, marks=pytest.mark.full) for way in ("block", "merge_adapters")),
+    ],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, way: str
 ) -> None:
     from transformers import GPT2LMHeadModel
 
-    kinds = ["lora", "dora", "tokens", "ia3", "loha", "norms"] if way == "merge_adapters" else ["lora", "ia3"]
+    kinds = ["lora", "dora", "tokens", "ia3", "loha", "norms"] if way == "merge_adapters" else ["lora", "dora", "ia3"]
     tokens = sentences(4)
     for found in ranks(world).run(merged, folder=str(tmp_path), kinds=kinds, stage=stage, way=way):
         for kind, (before, trained, now) in found.items():
             saved = GPT2LMHeadModel.from_pretrained(tmp_path / kind)
             assert now == pytest.approx(trained, abs=1e-4) and abs(trained - before) > 1e-3, kind
             assert saved(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(trained, abs=1e-4), kind
-
-
-def merged_by_hand(folder: str) -> str:
-    """As one does with a model that is not sharded: the edits of copies are lost, so nothing may save the base."""
-    model, _ = compile_muon.initialize(adapted("dora"), CONFIG)
-    return refusal(lambda: compile_muon.save_pretrained(model.merge_and_unload(), folder))
-
-
-def test_a_merge_of_copies_is_never_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for said in ranks(2).run(merged_by_hand, folder=str(tmp_path / "saved")):
-        assert "c_attn.base_layer.weight" in said
-        assert "to merge adapters use compile_muon.merge_adapters(model)" in said
-    assert not (tmp_path / "saved").exists()
 
 
 def test_a_model_without_adapters_has_none_to_merge() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import sys
@@ -287,59 +286,6 @@ def test_sizes_are_those_of_hugging_face() -> None:
 
 
 # ---------------------------------------------------------------------------------- one rank, for itself
-
-
-def save_alone(stage: int) -> tuple[bytes, bytes]:
-    model, _ = sharded(stage)
-    pickled, plain = io.BytesIO(), io.BytesIO()
-    torch.save(model.state_dict(), pickled)
-    local = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in model.state_dict().items()}
-    torch.save(local, plain)
-    return pickled.getvalue(), plain.getvalue()
-
-
-def load_alone(stage: int, data: bytes) -> str:
-    model, _ = sharded(stage, seed=7)
-    before = whole(model)
-    message = error_of(model.load_state_dict, torch.load(io.BytesIO(data), weights_only=False))
-    after = whole(model)["up.weight"]
-    assert torch.equal(after[5:], before["up.weight"][5:])  # rank 0 may have loaded what is its own
-    return message
-
-
-def test_what_rank_0_saved_alone_does_not_load_in_silence(ranks: Callable[[int], Ranks]) -> None:
-    stage = 3
-    pickled, plain = ranks(2).run(save_alone, stage=stage)[0]
-    for world in (1, 2, 3):
-        for other in {stage, 0}:
-            for rank, message in enumerate(ranks(world).run(load_alone, stage=other, data=pickled)):
-                own = world == 2 and rank == 0  # its own rows; the other rank's error names what is wrong
-                assert own or "up.weight: holds the rows of rank 0 of 2 that it was saved by" in message, (world, other)
-    for message in ranks(2).run(load_alone, stage=stage, data=plain):
-        assert "up.weight: holds the rows of rank 0 of 2" in message and "size mismatch for up.weight" in message
-    with pytest.raises(RuntimeError):
-        net().load_state_dict(torch.load(io.BytesIO(pickled), weights_only=False))
-
-
-def save_state() -> bytes:
-    model, optimizer = sharded(3)
-    train(model, optimizer)
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    return buffer.getvalue()
-
-
-def load_state(saved: list[bytes]) -> list[str]:
-    _, optimizer = sharded(3)
-    states = [torch.load(io.BytesIO(data), weights_only=False) for data in saved]
-    return [error_of(optimizer.load_state_dict, state) for state in states]
-
-
-def test_optimizer_state_of_another_rank_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    saved = ranks(2).run(save_state)
-    for rank, said in enumerate(ranks(2).run(load_state, saved=saved)):
-        assert said[rank] == "no error"
-        assert f"holds the rows of rank {1 - rank} of 2 that it was saved by" in said[1 - rank]
 
 
 def call_alone(what: str, folder: str) -> str:
