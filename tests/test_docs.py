@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import shlex
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -369,7 +371,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(backend, "compile_frame", without_inductor)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **kwargs: gm.forward)
     torch.manual_seed(0)
-    yield tmp_path
+    with mock.patch.dict(os.environ):  # Lightning leaves a LOCAL_RANK, for which Accelerate starts a process group
+        yield tmp_path
     sys.modules.pop("muon", None)
     if dist.is_initialized():
         dist.destroy_process_group()
