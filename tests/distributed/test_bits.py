@@ -44,8 +44,7 @@ def everywhere(compiled: bool) -> dict[str, bytes]:
     ("world", "compiled"),
     [
         (2, False),
-        (2, True),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, True), (4, False))),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True), (4, False))),
     ],
 )
 def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:

@@ -83,8 +83,7 @@ def weights_of_halves(stage: int, update: str, compiled: bool) -> tuple[list[Ten
 
 
 def test_views_cross_a_graph_break(ranks: Callable[[int], Ranks]) -> None:
-    for stage in (1, 3):
-        expected = ranks(2).run(weights_of_halves, stage=stage, update="step", compiled=False)
-        found = ranks(2).run(weights_of_halves, stage=stage, update="backward", compiled=True)
-        for (weights, used), (others, _) in zip(found, expected, strict=True):
-            assert used == 4 and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    expected = ranks(2).run(weights_of_halves, stage=3, update="step", compiled=False)
+    found = ranks(2).run(weights_of_halves, stage=3, update="backward", compiled=True)
+    for (weights, used), (others, _) in zip(found, expected, strict=True):
+        assert used == 4 and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
