@@ -63,7 +63,7 @@ def compare(stage: int) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 def test_an_overflow_on_one_rank_is_left_out_on_all_and_the_rest_is_as_unscaled(
     ranks: Callable[[int], Ranks], stage: int
 ) -> None:

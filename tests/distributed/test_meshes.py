@@ -178,47 +178,6 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(
         assert after == pytest.approx(later, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------ one mesh, state cut or not
-
-
-def kept(folder: str, stage: int, over: str) -> tuple[dict[str, Tensor], list[float], int, int]:
-    """What training in bfloat16 ends with, its losses, and elements of state this rank keeps, and the model has."""
-    model, optimizer = model_on("odd", dict.fromkeys(NAMES, 2), stage, over, param_dtype="bf16")
-    compile_muon.save_pretrained(model, folder)
-    again, _ = model_on("odd", dict.fromkeys(NAMES, 2), stage, over, weights=folder)
-    before = dict(model.named_parameters())
-    assert all(torch.equal(full(param), full(before[name])) for name, param in again.named_parameters())
-    losses = []
-    for step in range(3):
-        for micro in range(2):
-            found = loss(model, data(step, micro, torch.distributed.get_rank()))
-            found.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(found.item())
-    held = [param for param in model.parameters() if param.ndim]
-    numels = [param.to_local().numel() for param in held]
-    slots = [slot for param in held for slot in optimizer.state[param].values() if slot.ndim]
-    assert {slot.to_local().numel() for slot in slots} == set(numels)
-    return everything(model, optimizer), losses, sum(numels), sum(param.numel() for param in held)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
-def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
-    """Resident weights in another dtype than the masters; models that were never whole on a rank."""
-    folder = {over: str(tmp_path / over) for over in ("shard", "all")}
-    twice = ranks(4).run(kept, folder=folder["shard"], stage=stage, over="shard")
-    once = ranks(4).run(kept, folder=folder["all"], stage=stage, over="all")
-    assert sum(numel for *_, numel, _ in twice) == 2 * twice[0][-1]
-    assert sum(numel for *_, numel, _ in once) == once[0][-1]
-    for (state, losses, *_), (expected, others, *_) in zip(once, twice, strict=True):
-        assert losses == pytest.approx(others, rel=1e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------------- what users read
 
 

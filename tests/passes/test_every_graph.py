@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -349,8 +349,18 @@ def check_meetings(ranks: Sequence[Rank]) -> None:
         assert matrices == sum(ranks[0].specs[i].matrix_count for i in asked), kind
 
 
-@settings(max_examples=20, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+#: some owner has two matrices of other sizes, and directions go round among replicas
+SEVERAL = Case(
+    {"replicate": 2, "shard": 2}, 3, [Param(shape, True) for shape in ((7, 4), (2, 5), (6, 6), (5, 3), (3, 7), (4, 4))],
+    [(Purpose.SPECULATE, False, False)] * 6, False, False, False, "float32", "float32", "float32", 2**20, 2**30,
+)  # fmt: skip
+
+
+@settings(
+    max_examples=20, derandomize=True, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(cases())
+@example(SEVERAL)
 def test_every_lowered_graph_verifies_and_equals_eager(threads: Callable[..., list[Any]], case: Case) -> None:
     check(case, threads)
 
