@@ -6,18 +6,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
-import lzma
-import math
 import os
 import re
 import shlex
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,33 +181,6 @@ def test_a_script_says_what_is_wrong(benchmark, monkeypatch, capsys, script, giv
     assert said in capsys.readouterr().err
 
 
-def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> None:
-    """Whatever a run was given: the standard form was timed once, and the Gram form simulated."""
-    simulator, train_step = benchmark("simulator"), benchmark("train_step")
-    given = ["--preset", "tiny", "--ns-method", "standard", "--ns-dtype", "bfloat16", "--keep-gathered"]
-    options = train_step.parse([*given, "--micro-batches", "2", "--stages", "3"])
-    played = []
-
-    def capture(factory, batch, *, world, rank, config, options):
-        played.append((world, rank, config, options, batch[0].shape))
-        traffic = SimpleNamespace(bytes_sent=7)
-        timeline = SimpleNamespace(seconds=1.0, exposed={}, traffic=traffic, issued={})
-        return SimpleNamespace(simulated=lambda on, *, others: timeline)
-
-    monkeypatch.setattr(simulator, "capture_step", capture)
-    row = {"contender": "ours-muon", "stage": 3, "link": "unlimited", "step_s": 2.0, "counted_bytes_per_step": 7}
-    record = train_step.describe(options) | {"rows": [row]}
-    (case,) = simulator.cases(record, simulator.load_machine("cpu"))
-    assert case.error == -0.5 and case.predicted_bytes == case.counted_bytes
-    assert [(world, rank) for world, rank, *_ in played] == [(2, 0), (2, 1)]
-    _, _, config, frames, shape = played[0]
-    assert (config.muon.ns.method, config.muon.ns.dtype) == ("standard", "bfloat16")
-    assert config.zero.stage == 3 and config.zero.gradient_accumulation_steps == 2
-    assert not frames.reshard_after_forward
-    tiny = benchmark("gpt").PRESETS["tiny"]
-    assert shape == (tiny.batch // 2, tiny.context)
-
-
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
@@ -357,12 +326,6 @@ def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, cap
     assert gpu.summarize(driver.outcomes[4:], 2, tmp_path) == 1, "interrupted"
 
 
-def test_steps_that_time_nothing_run_together(benchmark) -> None:
-    gpu = benchmark("gpu")
-    steps = [gpu.Step(name, 1, "-", ("-c", ""), timed=name.isupper()) for name in "AbcDEf"]
-    assert ["".join(step.name for step in each) for each in gpu._side_by_side(steps)] == ["A", "bc", "D", "E", "f"]
-
-
 def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path: Path) -> None:
     gpu = benchmark("gpu")
     assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
@@ -387,55 +350,6 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
     assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
 
 
-def fat_binary(payloads: list[tuple[int, int, bytes]]) -> bytes:
-    """Of (kind, architecture, payload)."""
-    entries = b"".join(
-        struct.pack("<HHIQ", kind, 0, 64, len(payload))
-        + bytes(12)
-        + struct.pack("<I", architecture)
-        + bytes(32)
-        + payload
-        for kind, architecture, payload in payloads
-    )
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-
-
-def test_a_small_nccl_keeps_machine_code_for_the_gpu_there_is(benchmark) -> None:
-    nccl = benchmark("shared_nccl")
-    kept, others = b"k" * 24, [b"o" * 16, b"p" * 8]
-    code = fat_binary([(2, 80, others[0]), (2, 90, kept)]) + bytes(8) + fat_binary([(1, 90, others[1])])
-    data = bytearray(b"head" * 4 + code + b"tail" + b"relocatable")
-    sections = (
-        f"  [ 1] .nv_fatbin  PROGBITS 0 {16:x} {len(code):x}\n"
-        f"  [ 2] __nv_relfatbin  PROGBITS 0 {20 + len(code):x} {len(b'relocatable'):x}\n"
-    )
-    assert nccl.only_for(data, sections, {90}) == len(kept)
-    assert kept in data and b"tail" in data and not any(gone in data for gone in (*others, b"relocatable"))
-    assert nccl.only_for(data, sections, {100}) == 0
-
-
-def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, tmp_path: Path) -> None:
-    nccl = benchmark("shared_nccl")
-    packed = tmp_path / "libnccl.so.2.xz"
-    packed.write_bytes(lzma.compress(b"library"))
-    said = ["2 29 7"]
-    seen: list[str] = []
-
-    def ran(command: list[str], env: dict[str, str], **how: Any) -> SimpleNamespace:
-        seen.append(env.get("LD_PRELOAD", ""))
-        return SimpleNamespace(returncode=0, stdout=said[0], stderr="")
-
-    monkeypatch.setattr(nccl.subprocess, "run", ran)
-    assert nccl.preloaded({}, tmp_path).startswith("NCCL 2.29.7 has one rank on a GPU, 2.30 may have several")
-    said[0] = "2 31 2"
-    assert nccl.preloaded({}, tmp_path) == {}
-    found = nccl.preloaded({"NCCL_LIBRARY": str(packed), "LD_PRELOAD": "other.so"}, tmp_path / "unpacked")
-    library = tmp_path / "unpacked" / "libnccl.so.2"
-    assert found == {"LD_PRELOAD": f"{library} other.so"} and library.read_bytes() == b"library"
-    assert seen == ["", "", f"{library} other.so"]
-    assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
-
-
 # --- Muon beside AdamW ------------------------------------------------------------------------------------------------
 
 
@@ -450,46 +364,6 @@ def test_a_curve_reaches_a_loss_between_its_points(benchmark) -> None:
     assert row == {"seed": 5, "adamw": 3.25, "muon": 2.0, "tokens": 17.5 / 40, "seconds": 3.5 / 4, "step": 2.0}
     (row,) = convergence.compare([runs[0] | {"curve": adamw[:3]}, runs[1]], 4)
     assert row == {"seed": 5, "adamw": None, "muon": 2.0, "tokens": None, "seconds": None, "step": None}, "it diverged"
-
-
-@pytest.mark.parametrize(
-    ("peak", "diverges", "best", "at_edge"),
-    [(2, 9, 2, False), (0.5, 9, 0.5, False), (64, 99, 16, True), (4, 4, 2, False)],
-)
-def test_a_grid_grows_until_its_best_is_inside(benchmark, peak, diverges, best, at_edge) -> None:
-    convergence = benchmark("convergence")
-
-    class Trainee:
-        algorithm = "Muon"
-
-        def run(self, seed: int, steps: int, points: int, rate: float, rest: float) -> Any:
-            yield [0, 0.0, 9.0]
-            if rate < diverges:
-                yield [1, 1.0, abs(math.log2(rate / peak))]
-
-    preset = SimpleNamespace(rates={"Muon": (1.0, 2.0, 4.0)}, short=1)
-    grid = convergence.choose(Trainee(), preset, 0, 0.0, lambda text: None)
-    assert (grid["best"], grid["at_edge"]) == (best, at_edge)
-    assert len(grid["losses"]) <= convergence.MOST_RATES and set(grid["losses"]) >= {"1", "2", "4"}
-
-
-def test_words_spell_the_text_and_a_tenth_of_it_is_held_out(benchmark, tmp_path: Path) -> None:
-    text, gpt = benchmark("text"), benchmark("gpt")
-    written = "def α(x_1):\n\n    return  12345 + x_1  # 'α'\n".encode() * 100
-    spelled = text.commonest(written, 264)
-    tokens = text.encode(written, spelled)
-    assert b"".join(spelled[token] for token in tokens.tolist()) == written
-    assert len(spelled) == 264 and b" return" in spelled and len(tokens) < 0.7 * len(written)
-    (tmp_path / "site-packages").mkdir()
-    for name in ("b.py", "a.txt", "c.so", "site-packages/d.py"):
-        (tmp_path / name).write_bytes(name[0].encode() * 100)
-    found = text.Text(256, 4, 1 << 20, tmp_path, torch.device("cpu"))
-    assert bytes(found.held.tolist()) == b"b" * 20 and bytes(found.train.tolist()) == b"a" * 100 + b"b" * 80
-    with pytest.raises(ValueError, match="200 bytes are too few for windows of 20 tokens"):
-        text.Text(256, 20, 1 << 20, tmp_path, torch.device("cpu"))
-    with torch.device("meta"):
-        model = gpt.GPT(benchmark("convergence").PRESETS["124m"].shape)
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(124.4e6, rel=1e-3)
 
 
 def test_the_page_has_the_tables_of_the_curves(benchmark) -> None:
@@ -519,34 +393,6 @@ def test_a_picture_is_of_the_results_beside_it(benchmark, name: str, tmp_path: P
     again = tmp_path / "again.svg"
     draw(json.loads(kept.with_suffix(".json").read_text()), again)
     assert again.read_bytes() == anew.read_bytes()
-
-
-# --- methods ----------------------------------------------------------------------------------------------------------
-
-
-def test_some_methods_are_run_again_beside_the_others(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
-    methods, file = benchmark("methods"), tmp_path / "methods.json"
-    best = {"muon": 0.02, "soap": 0.001, "adamw": 0.32}
-
-    def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
-        return [2 + seed + abs(math.log2(rate / best[method]))] * steps
-
-    monkeypatch.setattr(methods, "train", train)
-    given = ["--steps", "30", "--json", str(file)]
-    assert methods.main([*given, "--methods", "soap", "muon"]) == 0
-    first = json.loads(file.read_text())["methods"]
-    assert list(first) == ["muon", "soap"] and first["muon"]["seeds"] == [2, 3, 4]
-    assert methods.best_rate(first["soap"]) == "0.00125" and list(first["soap"]["ends"])[0] == "0.000625"
-    best["muon"] = 0.04
-    assert methods.main([*given, "--methods", "adamw", "muon"]) == 0
-    then = json.loads(file.read_text())["methods"]
-    assert list(then) == ["muon", "soap", "adamw"] and then["soap"] == first["soap"]
-    assert methods.best_rate(then["muon"]) == "0.04" and methods.best_rate(then["adamw"]) == "0.32"
-    assert file.with_suffix(".svg").stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        methods.main(["--steps", "40", "--json", str(file), "--methods", "muon"])
-    assert "has soap, adamw of " in capsys.readouterr().err
-    assert json.loads(file.read_text())["methods"] == then
 
 
 # --- bytes of meshes --------------------------------------------------------------------------------------------------
