@@ -128,6 +128,8 @@ class Copy:
             target = self.root / file
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, target)
+        for command in (["init", "-q"], ["add", "-A"]):  # tests ask git which files there are
+            subprocess.run(["git", "-C", str(self.root), *command], check=True)
         environment = folder / "environment"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
         self.python = environment / "bin" / "python"
