@@ -6,7 +6,7 @@ import math
 import re
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compile_muon import MuonZero, errors, initialize
-from compile_muon.config import CompileConfig, Config, ZeroConfig, config_from_kwargs, load_config, read_options
+from compile_muon.config import CompileConfig, Config, ZeroConfig, load_config
 from compile_muon.config.elsewhere import OF_GROUPS, OF_OPTIMIZERS
 from compile_muon.config.foreign import FOREIGN
 from compile_muon.config.sections import SECTIONS
@@ -31,13 +31,6 @@ def nested(path: str, value: object) -> dict:
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
-
-
-def told(source: object) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_config(source)
-    return [str(warning.message) for warning in caught]
 
 
 def deep(levels: int) -> dict:
@@ -67,6 +60,7 @@ HOSTILE = {
     "a long value": {"gradient_clipping": "x" * 2**16, "mesh": ["y"] * 2**16},
     "20,000 keys": {f"optimiser_{i}": i for i in range(20_000)} | {"gradient_clipping": "x"},
     "a group of 2,000": {"optimizer": {"groups": {"*": {f"lr{i}": i for i in range(2000)}}}},
+    "a value that cannot be shown": {"gradient_clipping": type("Raising", (), {"__repr__": lambda self: 1 / 0})()},
     "views": {"optimizer": {"params": {"muon_views": {"a": (1, 2), 3: {"heads": 8}}}}},
 }
 
@@ -85,11 +79,8 @@ def test_a_hostile_config_is_an_error_of_ours_in_few_words(source) -> None:
         "[" * 100_000,
         '{"mesh":' * 100_000,
         '{"gradient_clipping": 1' + "0" * 5000 + "}",
-        "{",
-        "\0",
         "a\0b.json",
         "/",
-        "{1}",
     ],
     ids=lambda text: text[:8],
 )
@@ -100,14 +91,6 @@ def test_a_hostile_text_or_path_is_an_error_of_ours(text, tmp_path) -> None:
         with pytest.raises(ConfigError, match="config") as caught:
             load_config(source)
         assert len(str(caught.value)) < 1000
-
-
-def test_unknown_keys_are_named_and_counted() -> None:
-    with pytest.raises(ConfigError, match="is one of 30 more keys that are not known") as caught:
-        load_config({f"optimiser_{i}": i for i in range(50)})
-    assert str(caught.value).count("did you mean optimizer?") == 20
-    (hints,) = told({f"_{i}": i for i in range(2000)})
-    assert "_99 and 1900 more" in hints
 
 
 KEYS = sorted({key for section, own in SECTIONS.items() for key in (*own, *FOREIGN.get(section, ()))})
@@ -135,29 +118,6 @@ def test_any_mapping_is_a_config_or_an_error_of_ours(source) -> None:
             load_config(source)
         except ConfigError as error:
             assert len(str(error)) < 40_000
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.dictionaries(st.sampled_from([*ARGUMENTS, *OF_OPTIMIZERS]), VALUES, max_size=4), VALUES)
-def test_any_arguments_are_taken_or_an_error_of_ours(arguments, options) -> None:
-    for read in (
-        lambda: config_from_kwargs(**arguments),
-        lambda: read_options(options if options.__class__ is dict else {}),
-    ):
-        try:
-            read()
-        except ConfigError as error:
-            assert len(str(error)) < 40_000
-
-
-# ------------------------------------------------------------------------------------------ keys without effect
-
-
-def test_a_batch_size_is_said_to_decay_vectors_and_is_without_effect_where_that_is_written() -> None:
-    (said,) = told({"train_batch_size": 8, "optimizer": {}})
-    assert said.startswith("train_batch_size: ") and "adamw_decay_vectors" in said
-    written = nested("optimizer.params.adamw_decay_vectors", False)
-    assert told({"train_batch_size": 8, **written}) == ["no effect here: train_batch_size"]
 
 
 # ------------------------------------------------------------------------------------------ what stands for a config
@@ -325,13 +285,6 @@ def grouped(**group: object):
     return lambda: MuonZero(Words(), groups=[{"params": "*.weight", "name": "all", **group}])
 
 
-def matrices_in_keller_jordans_way():
-    model = Words()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    MuonZero(model, groups=[{"params": matrices, "lr": 0.02}, {"params": rest, "lr": 3e-4}])
-
-
 def added_later():
     model = Words()
     model.embed.requires_grad_(False)
@@ -341,7 +294,6 @@ def added_later():
 
 
 TOLD = {
-    "parameters": matrices_in_keller_jordans_way,
     "patterns": grouped(lr=0.02),
     "by mapping": lambda: MuonZero(Words(), groups={"*": {"lr": 0.02}}),
     "vectors alone": lambda: MuonZero(Words(), groups={"norm.*": {"lr": 0.02}}),
@@ -401,22 +353,3 @@ def test_a_warning_is_of_a_category_of_ours_at_the_users_line_and_of_rank_0(monk
         errors.warn_user("text")
         with pytest.raises(MuonZeroWarning):
             errors.warn_user("text", own=True)
-
-
-def test_every_value_is_shown_in_few_characters() -> None:
-    class Raising:
-        def __repr__(self) -> str:
-            raise RuntimeError
-
-    values: Sequence[object] = (
-        Raising(),
-        [Raising()],
-        endless(),
-        deep(2000),
-        "x" * 10**6,
-        list(range(10**6)),
-        10**9000,
-    )
-    for value in values:
-        assert len(errors.shown(value)) <= 160
-    assert errors.shown({"b": [1, (2,)], "a": {None: "x"}}) == repr({"b": [1, (2,)], "a": {None: "x"}})

@@ -162,39 +162,6 @@ def test_every_step_has_the_rate_of_deepspeed_and_a_run_goes_on_with_it(kind):
     has()
 
 
-#: What the classes of DeepSpeed 0.19.8 themselves set for the first eleven steps.
-SET_BY_DEEPSPEED = [
-    (
-        WarmupLR(warmup_min_lr=0.001, warmup_num_steps=4),
-        [0.001, 0.001, 0.0055, 0.00813233125325, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01],
-    ),
-    (
-        WarmupDecayLR(warmup_min_lr=0.001, warmup_num_steps=3, total_num_steps=7, warmup_type="linear"),
-        [0.001, 0.001, 0.004, 0.007, 0.01, 0.00775, 0.0055, 0.00325, 0.001, 0.001, 0.001],
-    ),
-    (
-        WarmupCosineLR(
-            warmup_min_ratio=0.25, warmup_num_steps=3, total_num_steps=7, cos_min_ratio=0.1, warmup_type="linear"
-        ),
-        [0.0, 0.0025, 0.005, 0.0075, 0.00868198051534, 0.0055, 0.00231801948466, 0.001, 0.001, 0.001, 0.001],
-    ),
-    (
-        OneCycle(
-            cycle_min_lr=0.001, cycle_first_step_size=3, cycle_second_step_size=4, decay_lr_rate=0.5, decay_step_size=2,
-            cycle_momentum=False,
-        ),
-        [0.001, 0.004, 0.007, 0.01, 0.00775, 0.0055, 0.00325, 0.001, 0.0008, 0.000666666666667, 0.000571428571429],
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("schedule", "expected"), SET_BY_DEEPSPEED)
-def test_the_first_steps_are_those_that_deepspeed_made(schedule, expected):
-    optimizer = optimizer_of(adamw=0.01)
-    used = walk(optimizer, schedule.build(optimizer), 11)
-    assert [rate for (rate,) in used] == pytest.approx(expected, rel=1e-11, abs=0)
-
-
 # -------------------------------------------------------------------------------------- halves, groups
 
 
