@@ -129,13 +129,6 @@ def checkpoints(folder: str) -> None:
     assert sums == [state.double().sum().item() for state in states]
 
 
-def test_state_is_in_the_file_and_in_no_more_than_its_buffers(tmp_path: Path) -> None:
-    model, optimizer = made(str(tmp_path), 1, 1)
-    train(model, optimizer, 1)
-    states: Any = optimizer.engine.state_provider
-    assert (states.bytes_off_device, states.bytes_in_buffers) == ((2 + 4) * MB, 2 * MB)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of private memory are Linux's")
 @pytest.mark.parametrize("function", [training, checkpoints])

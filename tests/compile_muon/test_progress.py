@@ -8,7 +8,6 @@ import logging
 import time
 
 import pytest
-import torch
 from torch import nn
 
 import compile_muon
@@ -67,13 +66,3 @@ def test_long_work_says_how_long_and_short_work_nothing(capsys: pytest.CaptureFi
 def wait_for(condition: object) -> None:
     while not condition():  # type: ignore[operator]
         time.sleep(0.01)
-
-
-def test_a_frame_that_compiles_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    underway = progress.underway
-    monkeypatch.setattr("compile_muon.backend.underway", lambda what: said.append(what) or underway(what))
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    compile_muon.MuonZero(model)
-    torch.compile(model, backend="muon_zero", options={"codegen": "eager"})(torch.randn(2, 8))
-    assert said == ["compiling a frame (0.weight to 2.bias)"]

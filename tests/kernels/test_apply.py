@@ -75,25 +75,6 @@ def test_rates_that_are_tensors_give_the_bits_of_numbers(numbers, dtype):
     assert all(map(torch.equal, *written))
 
 
-def test_a_compiled_step_takes_any_lr_without_recompiling():
-    compiles = []
-
-    def counting(gm, inputs):
-        compiles.append(gm)
-        return gm
-
-    @torch.compile(backend=counting, fullgraph=True)
-    def step(p, u, lr):
-        muon_apply([p], [u], lr=lr, weight_decay=0.1, scale=[1.5])
-
-    for lr in (0.1, 0.05, 0.01):
-        p, u = torch.randn(4, 4), torch.randn(4, 4)
-        (expected,) = statements_of_torch([p], [u], torch.tensor(lr), 0.1, [1.5])
-        step(p, u, torch.tensor(lr))
-        assert torch.equal(p, expected)
-    assert len(compiles) == 1
-
-
 @pytest.mark.parametrize(
     ("updates", "scales", "message"),
     [

@@ -237,14 +237,3 @@ def test_bad_input_names_the_value(x, options, message):
 def test_one_device_a_list():
     with pytest.raises(ValueError, match="cpu and meta"):
         newton_schulz_list([torch.zeros(3, 3), torch.zeros(3, 3, device="meta")])
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_rows_in_another_order_are_directions_in_that_order(method):
-    """So a fused matrix, heads of queries, keys and values one after another, may be cut anywhere between its rows."""
-    x = matrices((24, 16))
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    assert not torch.equal(x[order], x)
-    direction = newton_schulz(x, method=method, dtype="float64")
-    permuted = newton_schulz(x[order], method=method, dtype="float64")
-    torch.testing.assert_close(permuted, direction[order], rtol=0, atol=1e-12)

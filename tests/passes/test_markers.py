@@ -1,16 +1,15 @@
-"""The typed views of markers, and what the orthogonalize marker gives in eager and fake mode."""
+"""What the orthogonalize marker gives in eager and fake mode."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule
 
 from compile_muon.kernels import newton_schulz
 from compile_muon.passes.language.layout import Layout
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
-from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, Orthogonalize, ReduceGrad, Unshard
+from compile_muon.passes.markers import ORTHOGONALIZE
 
 STEPS = (3.4445, -4.7750, 2.0315) * 5
 
@@ -18,40 +17,6 @@ STEPS = (3.4445, -4.7750, 2.0315) * 5
 def spec_of(dtype="bfloat16"):
     muon = MuonSpec(1, 6, 4, True, "standard", STEPS, 1.0, (), dtype, 1e-7, "local")
     return ParamSpec(Layout((6, 4), 2), "float32", "float32", "float32", muon)
-
-
-def graph_of_all():
-    graph = Graph()
-    names = ("shard", "state", "hyper", "resident", "grad")
-    shard, state, hyper, resident, grad = (graph.placeholder(name) for name in names)
-    with FakeTensorMode():
-        for node in (shard, state, resident, grad):
-            node.meta["val"] = torch.zeros(6, 4)
-    reads = [graph.call_function(UNSHARD, (shard, state, hyper, r, spec_of().encode())) for r in (resident, None)]
-    reduced = ReduceGrad.insert(graph, grad, state, hyper, spec_of())
-    direction = Orthogonalize.insert(graph, reduced.node, state, hyper, spec_of())
-    graph.output((*reads, reduced.node, direction.node))
-    return GraphModule(torch.nn.Module(), graph), (shard, state, hyper, resident, grad), reads, reduced, direction
-
-
-def test_views_name_every_argument():
-    gm, (shard, state, hyper, resident, grad), reads, reduced, direction = graph_of_all()
-    first, second = Unshard.all(gm)
-    assert first == Unshard(reads[0], spec_of(), shard, state, hyper, resident)
-    assert second.resident is None and second.node is reads[1]
-    assert ReduceGrad.all(gm) == [reduced] == [ReduceGrad(reduced.node, spec_of(), grad, state, hyper)]
-    assert Orthogonalize.all(gm) == [direction]
-    assert direction == Orthogonalize(direction.node, spec_of(), reduced.node, state, hyper)
-    assert (reduced.node.target, direction.node.target) == (REDUCE_GRAD, ORTHOGONALIZE)
-    for view, node in ((Unshard, grad), (ReduceGrad, direction.node), (Orthogonalize, reduced.node)):
-        with pytest.raises(TypeError, match="is .*, not muon_zero"):
-            view.of(node)
-
-
-def test_inserted_markers_know_their_values():
-    _, _, _, reduced, direction = graph_of_all()
-    assert (reduced.node.meta["val"].shape, reduced.node.meta["val"].dtype) == ((6, 4), torch.float32)
-    assert (direction.node.meta["val"].shape, direction.node.meta["val"].dtype) == ((6, 4), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method, Piece, Seen, State
-from compile_muon.passes.methods.method import LR, MOMENTUM, STEP
+from compile_muon.passes.methods.method import MOMENTUM, STEP
 from compile_muon.passes.methods.muon import MUON
 
 SHAPES = ((1, 6, 4), (2, 3, 5))
@@ -221,56 +221,6 @@ def problems(method: Method) -> list[str]:
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_methods_are_pure(method: Method) -> None:
     assert problems(method) == []
-
-
-def by_default(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen], steps: list[int] = [0]) -> Any:  # noqa: B006
-    steps[0] += 1
-    return newton_schulz([x * (1 + (steps[0] % 3 == 0)) for x in matrices])
-
-
-def read_out(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> Any:
-    return newton_schulz([x if own.rates["step"].item() % 3 else -x for x, own in zip(matrices, seen, strict=True)])
-
-
-def in_place(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> Any:
-    return newton_schulz([x.mul_(2) for x in matrices])
-
-
-@pytest.mark.parametrize(
-    ("whole", "said"),
-    [
-        (by_default, "gives something else the next time"),
-        (read_out, "is not traced"),
-        (in_place, "writes what it is given"),
-    ],
-)
-def test_what_burns_a_number_into_a_graph_is_found(whole: Callable[..., Any], said: str) -> None:
-    found = problems(replace(MUON, whole=whole, rates=(LR, MOMENTUM, STEP)))
-    assert any(said in problem for problem in found), found
-
-
-def asked(momenta: Any, grads: Any, directions: Any, rates: Mapping[str, Any]) -> None:
-    for momentum in momenta:
-        momentum.mul_(float(rates["momentum"]))
-
-
-def lerped(momenta: Any, grads: Any, directions: Any, rates: Mapping[str, Any]) -> None:
-    torch._foreach_lerp_(momenta, grads, 1 - rates["momentum"])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"advance": asked}, "does not take tensors"),
-        ({"advance": lerped}, "does not take tensors"),
-        (
-            {"finish": lambda facts, keep, move, piece: (keep, move / piece.weight[:, 0, 0])},
-            "something else of tensors",
-        ),
-    ],
-)
-def test_what_is_no_launch_of_a_cuda_graph_is_found(wrong: Mapping[str, Any], said: str) -> None:
-    assert any(said in problem for problem in problems(replace(MUON, **wrong)))
 
 
 def test_kinds_of_states_are_known() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import shutil
 import subprocess
@@ -16,13 +15,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from reliability.damage import KINDS, OLDER, REFUSED, Bomb, Run, States, attempt, empty, flip, resign, save_two
+from reliability.damage import KINDS, OLDER, REFUSED, Run, States, attempt, empty, flip, resign, save_two
 from torch import nn
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
-from compile_muon.checkpoint.background import Background
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 Saved = tuple[Path, States]
@@ -197,26 +195,6 @@ def test_module_state_and_scheduler_come_back(tmp_path: Path) -> None:
     assert rates == [group["lr"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(CheckpointError("rank 1: full"), "^rank 1: full"), (KeyError("x"), "was not written: KeyError: 'x'")],
-)
-def test_errors_wait_for_who_asks(error: Exception, said: str) -> None:
-    def fail() -> None:
-        raise error
-
-    background = Background()
-    background.wait()  # nothing was started
-    background.start(fail)
-    with pytest.raises(CheckpointError, match=said):
-        background.wait()
-    background.wait()
-    done: list[int] = []
-    background.start(lambda: done.append(1))
-    background.wait()
-    assert done == [1]
-
-
 # -------------------------------------------------------------------------------------------------- damage
 
 
@@ -225,13 +203,6 @@ def test_errors_wait_for_who_asks(error: Exception, said: str) -> None:
 def test_damage_is_an_error_or_the_one_before(saved: Saved, tmp_path: Path, kind: Any, seed: int) -> None:
     """``benchmarks/faults.py damage`` tries 200."""
     assert attempt(*saved, tmp_path / "damaged", kind, seed) in (OLDER, REFUSED)
-
-
-def test_what_does_no_damage_is_told_apart(saved: Saved, tmp_path: Path) -> None:
-    """So the check above can fail; and a pickle that is unpickled explodes."""
-    assert attempt(*saved, tmp_path / "whole", lambda place, dice: None, 0) == "WRONG: loaded"
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
-    assert (tmp_path / "exploded").exists()
 
 
 def test_when_none_is_whole_training_does_not_begin_anew(saved: Any, tmp_path: Path) -> None:

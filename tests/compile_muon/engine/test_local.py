@@ -63,24 +63,6 @@ def test_derivatives_of_gradients_go_on(params: list[DTensor]) -> None:
     assert torch.allclose(params[0].grad.to_local(), 2 * 3 * whole**2 * 6 * whole)
 
 
-def test_accumulators_are_found_behind_shards(params: list[DTensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    class Frame(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, first, second):
-            return first.sum() + second.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.extend(private.accumulators_of(params))
-            return grad.expand(2, 3), grad.expand(2, 3)
-
-    monkeypatch.setattr(private, "_accumulator", lambda param: pytest.fail("was looked for"))
-    Frame.apply(*local.locals_of(params)).backward()
-    assert [node.variable is param for node, param in zip(seen, params, strict=True)] == [True, True]
-
-
 @pytest.mark.parametrize("views", [False, True])
 def test_a_frame_takes_shards_of_constant_shapes(views: bool) -> None:
     """Whether it returns views of one tensor or not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import weakref
@@ -17,7 +16,6 @@ from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.engine.speculation import PATIENCE
 from compile_muon.engine.sums import UnreducedSums
-from compile_muon.engine.visits import Visits
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes import Purpose
 from compile_muon.passes.language.layout import Axis, Layout
@@ -287,26 +285,6 @@ def test_momenta_lead_to_their_account():
     w.ledger.sharded_params.clear()
     del w
     assert sharded_param_of(tensor) is None, "the tensor must not keep its sharded parameter alive"
-
-
-def test_copies_keep_their_own_account(calls):
-    ledger = book()
-    w, v = make_sharded_param(ledger, "w"), make_sharded_param(ledger, "v")
-    w.visits.forward()
-    twin, other = copy.deepcopy([w, v])
-    assert sharded_param_of(twin.momentum) is twin
-    assert twin.ledger is other.ledger is not ledger
-    assert twin.ledger.sharded_params == [twin, other]
-    assert (twin.ledger.balance(), ledger.balance()) == (0, 1)
-    twin.visits.forward()
-    assert calls.visit(twin) is REDUCE, "no optimizer would step a copy"
-
-
-def test_visits_never_owe_less_than_nothing():
-    visits = Visits()
-    assert visits.backward(1, counts=True)
-    assert visits.backward(2, counts=False)
-    assert (visits.owed, visits.backwards) == (0, 1)
 
 
 # --- a backward that fails in the middle ------------------------------------------------------------------------------

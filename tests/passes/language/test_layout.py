@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
@@ -192,12 +191,3 @@ def test_few_matrices_are_spread_over_the_replicas():
     axes = Axis("shard", 4, 0, "s"), Axis("replicate", 3, 0, "r")
     specs = [matrix(Layout((8, 8), 2, *axes, Axis("all", 12, 0, "a")))] * 6
     assert Counter(owner // 4 for owner in assign_owners(specs, Costs())) == {0: 2, 1: 2, 2: 2}
-
-
-def test_one_axis_is_any_of_them():
-    for shard, replicate in itertools.product((1, 3), repeat=2):
-        layout = Layout((6, 2), 2, Axis("shard", shard, 0, "s"), Axis("replicate", replicate, 0, "r"))
-        if (shard, replicate) != (3, 3):
-            assert layout.everyone.size == max(shard, replicate)
-        assert layout.sharded == (shard == 3)
-        assert layout.copies == (replicate if shard == 3 else max(shard, replicate))

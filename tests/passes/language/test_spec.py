@@ -1,10 +1,9 @@
-"""Static facts: the string that markers carry, and shards that agree with torch's."""
+"""Static facts: the string that markers carry."""
 
 from __future__ import annotations
 
 import json
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,10 +56,6 @@ def param_specs(draw):
     )
 
 
-def of_shape(shape, world, rank, stage=2):
-    return ParamSpec(Layout(tuple(shape), stage, Axis("shard", world, rank, "g")), "float32", "float32", "float32")
-
-
 @settings(max_examples=30)
 @given(param_specs())
 def test_decode_inverts_encode(spec):
@@ -70,12 +65,3 @@ def test_decode_inverts_encode(spec):
     assert hash(ParamSpec.decode(text)) == hash(spec)
     json.loads(text)  # one readable line in a dumped graph
     assert "\n" not in text
-
-
-@given(rows=st.integers(1, 60), world=st.integers(2, 17))
-def test_shard_rows_are_those_of_torch_chunk(rows, world):
-    pieces = torch.arange(rows).chunk(world)
-    for rank in range(world):
-        start, stop = of_shape((rows, 3), world, rank).layout.shard_rows(rank)
-        expected = pieces[rank].tolist() if rank < len(pieces) else []  # torch.chunk leaves empty pieces out
-        assert list(range(start, stop)) == expected
