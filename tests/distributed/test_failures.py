@@ -232,17 +232,6 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
         assert kept
 
 
-# ------------------------------------------------------------------------------------------------- clipping
-
-
-def train_tiny(**settings: Any) -> Report:
-    return train(tiny(), MATRICES, loss, batch, steps=3, **settings)
-
-
-def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(3).run(train_tiny, stage=3, gradient_clipping=0.05))
-
-
 # --------------------------------------------------------------------------------------- edits of gradients
 
 
@@ -320,6 +309,10 @@ def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[
 
 
 # -------------------------------------------------------------------------------------- loops of many kinds
+
+
+def train_tiny(**settings: Any) -> Report:
+    return train(tiny(), MATRICES, loss, batch, steps=3, **settings)
 
 
 @pytest.mark.parametrize(
