@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.drawn import range_of
 
-from compile_muon import MuonZero
 from compile_muon.checkpoint.values import Values
 from compile_muon.config import (
     AdamWConfig,
@@ -173,21 +172,6 @@ def test_a_pair_goes_by_algorithm(schedule):
         optimizer = optimizer_of(**rates)
         schedule.build(optimizer)
         assert rates_of(optimizer) == pytest.approx([0.1 if name == "muon" else 0.001 for name in rates])
-
-
-def test_it_schedules_the_optimizer_of_this_library():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    optimizer = MuonZero(model, lr=0.4, adamw_lr=0.003, update="step")
-    scheduler = WarmupLR(warmup_min_lr=(0.1, 0.001), warmup_num_steps=2, warmup_type="linear").build(optimizer)
-    used = []
-    for _ in range(4):
-        used.append({group["algorithm"]: group["lr"] for group in optimizer.param_groups})
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    assert [rates["muon"] for rates in used] == pytest.approx([0.1, 0.1, 0.25, 0.4])
-    assert [rates["adamw"] for rates in used] == pytest.approx([0.001, 0.001, 0.002, 0.003])
 
 
 # ---------------------------------------------------------------------------------------------- resume

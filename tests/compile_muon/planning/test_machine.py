@@ -140,14 +140,6 @@ def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> 
         load_costs(file)
 
 
-def test_fields_with_a_default_may_be_left_out() -> None:
-    needed = ("name", "device", "memory_bytes", "memory_bandwidth", "kernel_seconds", "rates", "links")
-    machine = read_machine(Machine, {name: GOOD[name] for name in needed})
-    assert (machine.cores, machine.bandwidths, machine.start_seconds, machine.memory_fraction) == (0, (), 0, 1)
-    assert dict(machine.collectives) == {}
-    assert machine.protocols == ()
-
-
 # -------------------------------------------------------------------------------------------------------- operations
 
 

@@ -10,8 +10,6 @@ import pytest
 
 from compile_muon import __main__ as cli
 from compile_muon import config
-from compile_muon.config import Config, load_config
-from compile_muon.config.convert import convert
 from compile_muon.config.machine import costs_for, known_machines, load_costs, read_machine
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import COLLECTIVES, Link
@@ -52,32 +50,6 @@ def test_each_says_its_name_and_sources_and_is_read_as_it_is_written(tmp_path: P
     assert load_machine(tmp_path / "folder" / "again.json") == machine
 
 
-@pytest.mark.parametrize("name", ["b200", "h100", "h200"])
-def test_collectives_start_as_the_library_s_own_table_says(name: str) -> None:
-    """Worked out by hand from NCCL's src/graph/tuning.cc, in microseconds: nodes of 8, and 64 of them."""
-    machine = load_machine(name)
-    found = {
-        (kind, ranks): machine.collective_seconds(kind, 0, range(ranks)) * 1e6
-        for kind in ("all_gather", "all_reduce")
-        for ranks in (8, 64, 512)
-    }
-    assert found == pytest.approx(
-        {
-            ("all_gather", 8): 6.6 + 7 * 1.0,
-            ("all_gather", 64): 6.6 + 56 * 1.0 + 7 * 2.7,
-            ("all_gather", 512): 6.6 + 448 * 1.0 + 63 * 2.7,
-            ("all_reduce", 8): 6.8 + 2 * 7 * 0.6,
-            ("all_reduce", 64): 6.8 + 2 * (7 * 0.6 + 3 * 5.0),
-            ("all_reduce", 512): 6.8 + 2 * (7 * 0.6 + 6 * 5.0),
-        }
-    )
-    # What is large goes by LL128 where there are many ranks, and by SIMPLE within a node.
-    start, _ = machine.collective_parts("all_gather", 2**28, range(512))
-    assert start * 1e6 == pytest.approx(14.0 + 448 * 1.9 + 63 * 4.0)
-    start, _ = machine.collective_parts("all_gather", 2**28, range(8))
-    assert start * 1e6 == pytest.approx(8.4 + 7 * 3.4)
-
-
 def test_machines_by_type_of_device_where_none_is_named() -> None:
     assert costs_for(None, "cuda") == load_costs("h100")
     assert costs_for(None, "cpu") == load_costs("cpu")
@@ -100,27 +72,6 @@ def test_what_is_no_json_is_an_error(tmp_path: Path, given: bytes | None) -> Non
         path.write_bytes(given)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_machine(path)
-
-
-def test_a_wrong_field_of_a_file_is_one_error_that_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    record = H100.to_json()
-    record["links"][1]["bandwidth"] = -1
-    path.write_text(json.dumps(record))
-    with pytest.raises(ConfigError) as caught:
-        load_machine(path)
-    assert caught.value.field == f"machine {path}: links[1].bandwidth"
-    assert len(caught.value.errors) == 1
-
-
-def test_the_setting_is_a_key_and_an_argument(tmp_path: Path) -> None:
-    write_machine(replace(H100, name="mine"), tmp_path / "mine.json")
-    path = str(tmp_path / "mine.json")
-    assert load_config({"machine": path}).machine == path
-    assert Config(machine=path) == load_config(Config(machine=path))
-    assert convert({"machine": "h200"}) == {"machine": "h200"}
-    with pytest.raises(ConfigError, match=r"^machine = 'h1000'"):
-        load_config({"machine": "h1000"})
 
 
 # ------------------------------------------------------------------------------------------------------------- fit

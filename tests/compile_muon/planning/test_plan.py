@@ -392,16 +392,14 @@ def test_models_that_cannot_share_are_not_told_to() -> None:
     assert plans._shared(traced, question(world=3), 3) == ""
 
 
-def test_without_matplotlib_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
-        check_charts()
-
-
-def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
-        load_subject(str(tmp_path), Batch(16, 8))
+def test_without_matplotlib_or_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, call in (
+        ("matplotlib.figure", check_charts),
+        ("transformers", lambda: load_subject(str(tmp_path), Batch(16, 8))),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
+            call()
 
 
 # ----------------------------------------------------------------------------------------------------------- offload
