@@ -1,9 +1,8 @@
-"""What a run shows: lines of long work, folded tables, an optimizer in a few lines."""
+"""What a run shows: lines of long work, an optimizer in a few of them."""
 
 from __future__ import annotations
 
 import doctest
-import io
 import logging
 import time
 
@@ -22,24 +21,11 @@ def test_names_are_folded() -> None:
     assert folding.folded([("h.0.up", "muon"), ("h.1.up", "adamw")]) == [("h.0.up", "muon"), ("h.1.up", "adamw")]
 
 
-class Terminal(io.TextIOWrapper):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_an_optimizer_is_shown_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)))
-    optimizer = compile_muon.MuonZero(model)
+def test_an_optimizer_is_shown_in_a_few_lines() -> None:
+    optimizer = compile_muon.MuonZero(nn.Sequential(*(nn.Linear(8, 8) for _ in range(7))))
     assert len(repr(optimizer).splitlines()) <= 5 and "muon: 6 parameters, algorithm muon, lr 0.02" in repr(optimizer)
     told = str(optimizer.summary())
     assert "0…5.weight × 6" in told and len(told.splitlines()) < 14
-    assert len(optimizer.summary().rows) == 14
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, str(optimizer.summary()).splitlines())) > 60  # no terminal
-    monkeypatch.setattr("sys.stdout", Terminal(io.BytesIO(), "ascii"))
-    narrow = str(optimizer.summary())
-    assert max(map(len, narrow.splitlines())) == 60
-    narrow.encode("ascii")
 
 
 def test_long_work_says_how_long_and_short_work_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,16 +36,6 @@ def test_bitwise_torch(dtype, beta, nesterov):
         ours = muon_momentum(grad, momentum, beta=given_beta, nesterov=nesterov, out_dtype=torch.bfloat16)
         assert torch.equal(ours[0], update.bfloat16())
         assert torch.equal(ours[1], new)
-
-
-@settings(max_examples=60)
-@given(beta=st.floats(0, 1), seed=st.integers(0, 10**6), rows=st.integers(1, 40), cols=st.integers(1, 40))
-def test_bitwise_torch_for_any_beta(beta, seed, rows, cols):
-    grad, momentum = pair(torch.float32, (rows, cols), seed)
-    update, new = statements_of_torch(grad, momentum, beta, True)
-    ours = muon_momentum(grad, momentum, beta=as_tensors(beta), nesterov=True, out_dtype=torch.float32)
-    assert torch.equal(ours[0], update)
-    assert torch.equal(ours[1], new)
 
 
 def test_gradient_in_lower_precision_than_the_momentum():
