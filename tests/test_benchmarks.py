@@ -56,10 +56,6 @@ SCRIPTS: dict[str, tuple[str, Callable[[Any], object]]] = {
         "--models 1B --worlds 8 --layers 1",
         lambda found: all(0 < price["share"] < 1 for price in found["simulated"][0]["prices"]),
     ),
-    "tune_example": (
-        "--layers=1 --width=32 --context=32 --batch=2 --steps=1",
-        lambda found: all(runs and all(loss > 0 for loss in runs.values()) for runs in found.values()),
-    ),
 }
 
 

@@ -139,7 +139,13 @@ EXAMPLES: dict[str, tuple[int, tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example",
+    [
+        example if example in ("transformers", "long") else pytest.param(example, marks=pytest.mark.campaign)
+        for example in EXAMPLES
+    ],
+)
 def test_an_example_trains_and_goes_on(example: str, tmp_path: Path) -> None:
     """On two ranks, uncompiled, which takes a quarter of the time."""
     most, runs, file, said = EXAMPLES[example]

@@ -129,7 +129,7 @@ def sums_of_rows(parts: Sequence[Part], provide: ProvideStates) -> list[Tensor |
     for sharded, weight in exact_weights(provide, list(cut)):
         found |= {(sharded, part.place): part.row_sums(weight) for part in cut[sharded]}
     sums = [found.get((part.sharded, part.place)) for part in parts]
-    over_whole_rows([(part.sharded, own) for part, own in zip(parts, sums, strict=True)])
+    over_whole_rows([(part.sharded, part.place, own) for part, own in zip(parts, sums, strict=True)])
     return sums
 
 

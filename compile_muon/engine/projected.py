@@ -33,18 +33,37 @@ class Projected:
     sums: Sequence[Tensor | None]
 
 
-def over_whole_rows(own: Sequence[tuple[ShardedParam, Tensor | None]]) -> None:
+def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> None:
     """Have sums over this rank's columns be sums over whole rows, in place: one all-reduce for all that share a group,
-    where ranks have parts of the same rows."""
-    shared: dict[str, list[Tensor]] = {}
-    for sharded, sums in own:
+    where ranks have parts of the same rows.
+
+    Args:
+        own: parameter, which of its parts, and the sums, ``[n, r, k]``.
+    """
+    by_param: dict[ShardedParam, list[tuple[int, Tensor]]] = {}
+    for sharded, place, sums in own:
         if sums is not None and sharded.spec.cut_in_columns:
-            shared.setdefault(sharded.spec.layout.tensor.group, []).append(sums)
-    for group, several in shared.items():
-        joined = torch.cat([x.reshape(-1) for x in several])
+            by_param.setdefault(sharded, []).append((place, sums))
+    shared: dict[str, list[Tensor]] = {}  # what is summed over the ranks of each group
+    copies: list[tuple[Tensor, Tensor]] = []
+    for sharded, several in by_param.items():
+        view, summed = sharded.now.muon_settings.view, shared.setdefault(sharded.spec.layout.tensor.group, [])
+        if view is None or view.dim == 0:
+            summed += [sums for _, sums in several]
+            continue
+        # Each rank has other matrices where a view cuts columns, and a part of some.
+        whole = several[0][1].new_zeros(sharded.now.matrix_count, *several[0][1].shape[1:])
+        for place, sums in several:
+            first = sharded.now.parts[place].first
+            copies.append((sums, whole[first : first + len(sums)].add_(sums)))
+        summed.append(whole)
+    for group, summed in shared.items():
+        joined = torch.cat([x.reshape(-1) for x in summed])
         dist.all_reduce(joined, group=group_named(group))
-        for x, whole in zip(several, joined.split([x.numel() for x in several]), strict=True):
-            x.copy_(whole.view(x.shape))
+        for x, total in zip(summed, joined.split([x.numel() for x in summed]), strict=True):
+            x.copy_(total.view(x.shape))
+    for sums, total in copies:
+        sums.copy_(total)
 
 
 def exact_weights(
@@ -85,7 +104,7 @@ def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Seq
         found[sharded] = replace(found[sharded], sums=sums)
         if sharded not in cut:
             write(sharded, pieces)
-    over_whole_rows([(sharded, sums) for sharded in cut for sums in found[sharded].sums])
+    over_whole_rows([(sharded, *numbered) for sharded in cut for numbered in enumerate(found[sharded].sums)])
     for sharded, weight in exact_weights(trained.provide, cut):
         write(sharded, _pieces(trained, sharded, asked[sharded], weight))
     return {sharded.name: made for sharded, made in found.items()}

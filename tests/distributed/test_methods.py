@@ -184,6 +184,8 @@ EARLY = {"compiled": True, "update": "backward"}
         ("muonh", 4, Case(3, mesh="replicas")),
         ("normuon", 4, Case(2, mesh="replicas", over="all", view="heads")),
         ("normuon", 2, Case(0, mesh="slices")),
+        ("normuon", 2, Case(1, mesh="slices", view="turns")),  # a view of columns where ranks cut these
+        ("muown", 2, Case(2, mesh="slices", view="split")),  # in the middle of a matrix
         ("muonbp", 2, Case(3, mesh="slices", view="heads")),
         ("muown", 2, Case(3, mesh="slices", offload="cpu", masters=True)),
     ],
@@ -198,8 +200,6 @@ def test_a_method_is_the_same_in_every_setting(
 def drawn(dice: random.Random, name: str, world: int) -> Case:
     """A case that there is; what cannot be together is left out."""
     mesh = dice.choice(["", "", "replicas", "slices"]) if world in (2, 4) else ""
-    # A view that cuts columns where ranks cut them too has sums of rows over all ranks still.
-    views = [view for view in ROWS[name].views if mesh != "slices" or view in ("", "heads")]
     offload = dice.choice(["", "", "cpu", "nvme"])
     masters = offload != "" and world != 3 and dice.random() < 0.5
     compiled = mesh != "slices" and dice.random() < 0.3
@@ -208,7 +208,7 @@ def drawn(dice: random.Random, name: str, world: int) -> Case:
         stage=dice.randrange(4),
         compiled=compiled,
         update="backward" if compiled and not MATRIX[name].in_step else "step",
-        view=dice.choice(views),
+        view=dice.choice(ROWS[name].views),
         mesh=mesh,
         over=dice.choice(["shard", "all"]) if mesh == "replicas" else "shard",
         offload=offload,
