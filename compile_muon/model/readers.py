@@ -200,8 +200,15 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
     if compiled_as_frame(method):
         never_a_frame(run, below=False)
     else:
-        run.__code__ = run.__code__.replace(co_name=name)
+        run.__code__ = _own_code(run.__code__, method)
     return functools.wraps(method)(run)
+
+
+@functools.cache
+def _own_code(code: types.CodeType, method: Callable[..., Any]) -> types.CodeType:
+    """A copy that lives as long as the process: Dynamo keeps what it compiles at code, and crashes where that is
+    collected as garbage (torch 2.13)."""
+    return code.replace(co_name=method.__name__)
 
 
 def _bound(forwards: Forwards, method: Callable[..., Any]) -> Callable[..., Any]:
