@@ -200,15 +200,8 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
     if compiled_as_frame(method):
         never_a_frame(run, below=False)
     else:
-        run.__code__ = _own_code(run.__code__, method)
+        run.__code__ = run.__code__.replace(co_name=name)
     return functools.wraps(method)(run)
-
-
-@functools.cache
-def _own_code(code: types.CodeType, method: Callable[..., Any]) -> types.CodeType:
-    """A copy that lives as long as the process: Dynamo keeps what it compiles at code, and crashes where that is
-    collected as garbage (torch 2.13)."""
-    return code.replace(co_name=method.__name__)
 
 
 def _bound(forwards: Forwards, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,10 +236,8 @@ def forward_methods(model: nn.Module, *names: str) -> None:
     for name in names:
         if not callable(getattr(cls, name, None)):
             raise UnsupportedModelError(f"{name}: {cls.__name__} has no method of that name")
-    body = {name: _inside(cls, name) for name in names} | {_ORIGINAL: original_class(cls)}
-    model.__class__ = type(
-        cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+    body: dict[str, Any] = {name: _inside(cls, name) for name in names}
+    model.__class__ = type(cls.__name__, (cls,), body | _likeness(original_class(cls)))
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -475,13 +466,11 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
         layouts = [sharded_params[param].spec.layout for param in own.values()]
         alone = all(layout.everyone.alone and not layout.parted for layout in layouts)
         key = (original_class(type(module)), tuple(own), alone)
-        if own:
-            cls = cache.setdefault(key, _with_readers(*key))
-        elif getattr(key[0], "forward", None) is nn.Module.forward:
+        if not own and getattr(key[0], "forward", None) is nn.Module.forward:
             continue  # a container, which has none
-        else:
-            cls = cache.setdefault(key, _standing_for(key[0]))
+        if key not in cache:
+            cache[key] = _with_readers(*key) if own else _standing_for(key[0])
         module.__dict__[_FORWARDS] = forwards
         if callable(method := module.__dict__.get("forward")):
             module.__dict__["forward"] = _bound(forwards, method)
-        module.__class__ = cls
+        module.__class__ = cache[key]
