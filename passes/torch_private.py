@@ -517,13 +517,6 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
     return cast("contextlib.AbstractContextManager[object]", temporarily_clear_interpreter_stack())
 
 
-def untransformed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``torch.func`` transforms have wrapped, or this one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def profiler_enabled() -> bool:
     """Whether torch.profiler records on this thread: a tenth of a microsecond, a ``record_function`` is several."""
     return bool(torch.autograd._profiler_enabled())

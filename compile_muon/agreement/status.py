@@ -26,7 +26,7 @@ from compile_muon.passes.torch_private import collective_failed, store_of
 
 __all__ = ["EVALUATION", "TRAINING", "RankStatus", "holder_of_all"]
 
-#: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
+#: what weights are gathered for: the forward and backward of training, a forward without one
 TRAINING, EVALUATION = "training", "evaluation"
 
 _log = logging.getLogger("compile_muon")

@@ -174,8 +174,7 @@ def totals_of(
         if after.facts is not None:
             # Several ranks may hold the same rows, which would be counted once for each.
             copies = 1 if everyone is None else part.sharded.spec.layout.copies
-            rows = found[part.sharded][part.part.first : part.part.first + len(after.facts)]
-            rows.add_(after.facts / copies)
+            found[part.sharded][part.numbers].add_(after.facts / copies)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
     return found
