@@ -29,6 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BATCH, CONTEXT, VOCABULARY = 512, 4, 256, 256
+CHAIN = 16  # sides of the matrices of --matrices
 
 PLAIN, PLAIN_MUON = "torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"
 OURS_ADAMW, OURS = "compile_muon, AdamW", "compile_muon, Muon"
@@ -105,7 +106,7 @@ def model_on(device: str, layers: int, matrices: int) -> Any:
         class Chain(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(matrices))
+                self.blocks = torch.nn.ModuleList(torch.nn.Linear(CHAIN, CHAIN, bias=False) for _ in range(matrices))
 
             def forward(self, x: Any, _: Any) -> Any:
                 for block in self.blocks:
@@ -135,9 +136,12 @@ def first_step(who: str, layers: int, rehearsed: bool, matrices: int = 0) -> dic
         torch.backends.cuda.enable_cudnn_sdp(False)  # the real one, which finds no device
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model_on(device, layers, matrices)
-    batch = tuple(torch.randint(VOCABULARY, (BATCH, CONTEXT), device=device) for _ in range(2))
-    if matrices:
-        batch = tuple(torch.randn(BATCH, 16, device=device) for _ in range(2))
+    batch = tuple(
+        torch.randn(BATCH, CHAIN, device=device)
+        if matrices
+        else torch.randint(VOCABULARY, (BATCH, CONTEXT), device=device)
+        for _ in range(2)
+    )
     clock, half = Clock(), device == "cuda"
     began, cpu = time.perf_counter(), time.process_time()
     if who in (OURS, OURS_ADAMW):
@@ -227,8 +231,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         run["ratio"] = min(r["seconds"] for r in found[who]) / min(r["seconds"] for r in found[yardstick])
         run["cpu_ratio"] = run["cpu"] / least[yardstick]["cpu"]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "threads": options.threads}
-    model = {"layers": options.layers, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
-    model = {"matrices": options.matrices, "width": 16, "batch": BATCH} if options.matrices else model
+    if options.matrices:
+        model = {"matrices": options.matrices, "width": CHAIN, "batch": BATCH}
+    else:
+        model = {"layers": options.layers, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
     return {"rehearsed": options.rehearse, "machine": machine, "model": model, "contenders": least}
 
 
