@@ -78,13 +78,9 @@ def pytest_configure_node(node: Any) -> None:
 def _place(item: pytest.Item) -> int:
     """Files that take long come first, so that no worker has one left when the others are done: those of whole programs
     at the top, then those that need ranks, which a worker starts once for them all.
-
-    Behind a training by Lightning in one process (its page in test_docs.py), the golden gate ended torch 2.13 while
-    it collected garbage (``THPStorage_dealloc``): it goes ahead of all.
     """
     folders = item.path.relative_to(ROOT).parts[1:-1] if item.path.is_relative_to(ROOT) else ()
-    order = {"golden": -1, "distributed": 1}
-    return 0 if not folders else order.get(folders[0], 2)
+    return 0 if not folders else 1 if folders[0] == "distributed" else 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

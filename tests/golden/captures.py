@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,9 +157,13 @@ def graphs_of(cell: Cell) -> dict[str, Summary]:
         batch = _BATCHES[cell.model]()
         visits = run_micro_batches(optimizer, (batch,), cell.options)
         inference = Recorder(fake_mode_of([sharded.local for sharded in optimizer.engine.params]))
-        backend = partial(compile_frame, options=cell.options, lowering=inference)
+        # Lightning, once imported, deep-copies what torch.compile is given. Of a function there is no copy; one of a
+        # fake mode frees storages that are in use: copies of a StorageWeakRef each release the one reference.
+        compiled = torch.compile(
+            optimizer.engine.model, backend=lambda gm, inputs: compile_frame(gm, inputs, cell.options, inference)
+        )
         with torch.no_grad():
-            torch.compile(optimizer.engine.model, backend=backend)(batch)
+            compiled(batch)
         torch.compiler.reset()
         graphs: dict[str, GraphModule] = {}
         for visit in (*visits, *inference.visits):
