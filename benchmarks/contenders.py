@@ -46,6 +46,7 @@ class Plan:
     offload: Mapping[str, Any] | None = None  # `offload_optimizer` of ours and DeepSpeed, as both take it
     momentum_dtype: str | None = None  # of ours
     cuda_graphs: bool = False  # of ours
+    checks: str | None = None  # of ours, like momentum_dtype
 
     @classmethod
     def of(cls, trial: Mapping[str, Any], batch: int, device: torch.device) -> Plan:
@@ -126,6 +127,8 @@ def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
         }
         if plan.momentum_dtype:
             params["momentum_dtype"] = plan.momentum_dtype
+        if plan.checks:
+            params["checks"] = plan.checks
     else:
         params |= {"lr": plan.adamw_lr}
     zero: dict[str, object] = {"stage": plan.stage}
@@ -359,7 +362,8 @@ VARIANTS = {
     contender.name: contender
     for contender in (
         _variant("ours-muon-auto"),
-        _variant("ours-muon-graphs", cuda_graphs=True),
+        # The whole step: a host that waits for what checks found would keep the update out of the graphs.
+        _variant("ours-muon-graphs", cuda_graphs=True, checks="next_step"),
         _variant("ours-muon-bfloat16", momentum_dtype="bfloat16"),
         _variant("ours-muon-8bit", momentum_dtype="8bit"),
     )

@@ -342,7 +342,9 @@ API const char* cudaGetErrorString(cudaError_t e) {
 API const char* cudaGetErrorName(cudaError_t e) { return cudaGetErrorString(e); }
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA H100 80GB HBM3 (none)");
+  // Inductor's cache is by the device's name: what is compiled for a card that will be there is found by it.
+  const char* name = getenv("REHEARSE_CARD");
+  snprintf(p->name, sizeof p->name, "%s", name ? name : "NVIDIA H100 80GB HBM3 (none)");
   p->totalGlobalMem = TOTAL;
   p->sharedMemPerBlock = 48 << 10;
   p->regsPerBlock = 65536;

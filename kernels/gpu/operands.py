@@ -92,10 +92,10 @@ def store_square(
     descriptor takes at a time.
     """
     if DESCRIPTORS:
-        # A descriptor drops what is outside of its tensor, and there is no matrix -1. A branch in its place would keep
-        # Triton 3.7.1 from flattening the loop that this ends: its pass fails.
-        store_pieces(out, value, tl.where(col <= row, matrix, -1), row, col, SIDE, SIDE, WIDE)
-        store_pieces(out, value.T, tl.where(col < row, matrix, -1), col, row, SIDE, SIDE, WIDE)
+        # A descriptor drops rows from the last one on. A store that begins before the first is an illegal instruction,
+        # and a branch would keep Triton 3.7.1 from flattening the loop that this ends: its pass fails.
+        store_pieces(out, value, matrix, tl.where(col <= row, row, size), col, SIDE, SIDE, WIDE)
+        store_pieces(out, value.T, matrix, tl.where(col < row, col, size), row, SIDE, SIDE, WIDE)
     else:
         i = tl.arange(0, SIDE)[:, None]
         j = tl.arange(0, SIDE)[None, :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,3 +22,20 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
     return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _stores_begin_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store through a descriptor that begins before its tensor: the interpreter drops it, a GPU does not run it."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    store = InterpreterBuilder.create_descriptor_store
+
+    def checked(builder: Any, desc: Any, value: Any, indices: Any) -> Any:
+        begin = [int(index.data.item()) for index in indices]
+        assert min(begin) >= 0, f"a store through a descriptor begins at {begin}"
+        return store(builder, desc, value, indices)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_store", checked)

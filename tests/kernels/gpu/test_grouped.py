@@ -26,13 +26,15 @@ from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric  # noqa
 from compile_muon.kernels.gpu.launch import Launch  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products  # noqa: E402
-from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
+from compile_muon.kernels.gpu.tiles import Table, load_tables  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
 # Sums of small integers are exact in both, and the interpreter computes both in float32.
 EXACT = HALVES[1:] if INTERPRETED else HALVES
+# Of more than 256 only float16 has every integer here; the interpreter truncates to bfloat16, where a GPU rounds.
+ROUNDED = HALVES[:1] if INTERPRETED else HALVES
 DOUBLE = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
 SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (matrices, k, l), poisoned between shapes: odd, one row, a single tile, several matrices, multiples, one column more
@@ -97,6 +99,64 @@ def check(out, expected):
 
 def doubles(arena):
     return [view.double() for view in arena.views]
+
+
+# Deeper than a loop's stages, and several tiles each way; some matrices end within a tile.
+DEEP = [Layout(((1, 200, 264), (1, 77, 91)))] if INTERPRETED else [
+    Layout(((2, 640, 1096), (1, 1030, 1111), (3, 77, 91))),
+    Layout(((1, 384, 512),)),
+    Layout(((2, 2048, 2048), (1, 1536, 4096))),
+]  # fmt: skip
+
+
+def shipped(kind):
+    """Every tile of the tables, to be compared where its architecture is; in the interpreter those of one table."""
+    tiles = [(name, tile) for name, table in load_tables().items() for tile in getattr(table, kind)]
+    ids = [f"{name}-{tile.rows}x{tile.cols}x{tile.depth}" for name, tile in tiles]
+    return pytest.mark.parametrize("architecture, tile", tiles, ids=ids)
+
+
+def skip_unless_here(architecture, device):
+    major, minor = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability()
+    if architecture != f"sm_{major}{minor}":
+        pytest.skip(f"tiles of {architecture}")
+
+
+@pytest.mark.parametrize("processors", [5, 132])
+@pytest.mark.parametrize("dtype", ROUNDED)
+@shipped("symmetric")
+def test_shipped_tiles_of_symmetric_results(architecture, tile, dtype, processors, device):
+    skip_unless_here(architecture, device)
+    for layout in DEEP:
+        wide = integers(layout, dtype, device, square=False)
+        left, plus = (integers(layout, dtype, device, square=True, seed=i, symmetric=True) for i in (1, 2))
+        out = poisoned(layout, dtype, device, square=True)
+        grouped_symmetric(wide, wide, out, tile.in_list, processors).run()
+        check(out, [x @ x.mT for x in doubles(wide)])
+        out = poisoned(layout, dtype, device, square=True)
+        numbers = {"alpha": 2.0, "beta": -4.0, "gamma": 3.0}
+        grouped_symmetric(left, left, out, tile.in_list, processors, plus=plus, **numbers).run()
+        shift = [3 * torch.eye(a.shape[-1], dtype=torch.float64, device=device) for a in doubles(left)]
+        check(out, [2 * a @ a - 4 * p + i for a, p, i in zip(doubles(left), doubles(plus), shift, strict=True)])
+        out = poisoned(layout, dtype, device, square=True)
+        grouped_symmetric(left, left, out, tile.in_list, processors).run()
+        check(out, [a @ a for a in doubles(left)])
+
+
+@pytest.mark.parametrize("processors", [5, 132])
+@pytest.mark.parametrize("beta", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", ROUNDED)
+@shipped("product")
+def test_shipped_tiles_of_products(architecture, tile, dtype, beta, processors, device):
+    skip_unless_here(architecture, device)
+    for layout in DEEP:
+        left = integers(layout, dtype, device, square=True, seed=1, symmetric=True)
+        for square in (False, True):
+            right = integers(layout, dtype, device, square=square, seed=2)
+            out = poisoned(layout, dtype, device, square=square)
+            plus = right if beta else None
+            grouped_product(left, right, out, tile.in_list, processors, plus=plus, beta=beta).run()
+            check(out, [a @ r + beta * r for a, r in zip(doubles(left), doubles(right), strict=True)])
 
 
 @halved({"processors": [1, 3], "layout": LAYOUTS, "dtype": EXACT, **HOW})

@@ -21,7 +21,7 @@ SHORT = "(half_of_the_products and square and pointers) or (what_is_not_finite a
 #: every kernel, without the tables of shapes and spectra
 SOME = {
     "test_kernels.py": "x_times_its or half_of or normalization or apply or under_compile or momenta",
-    "test_grouped.py": "launches_do_not or spoils_no_other or small_tensors or served or cubic or lower_squares",
+    "test_grouped.py": "shipped or launches_do_not or spoils_no or small_tensors or served or cubic or lower_squares",
 }
 
 
@@ -31,7 +31,7 @@ SOME = {
     [
         ("test_kernels.py", SHORT, 1),
         pytest.param("test_kernels.py", SOME["test_kernels.py"], 45, marks=pytest.mark.full),
-        pytest.param("test_grouped.py", SOME["test_grouped.py"], 4, marks=pytest.mark.full),
+        pytest.param("test_grouped.py", SOME["test_grouped.py"], 24, marks=pytest.mark.full),
         pytest.param("test_kernels.py", "", 85, marks=pytest.mark.campaign),
         pytest.param("test_grouped.py", "", 72, marks=pytest.mark.campaign),
     ],
