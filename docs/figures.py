@@ -95,6 +95,10 @@ def h100(contender: str) -> dict[str, float]:
     return {row["contender"]: row for row in result(name)["rows"]}[contender]
 
 
+def h200(contender: str) -> dict[str, float]:
+    return {row["contender"]: row for row in result("h200_step_1b")["rows"]}[contender]
+
+
 def readme() -> Made:
     compiled = {row["stage"]: row for row in result("train_step_full_turns")["rows"] if row["contender"] == "ours-muon"}
     first = [f"{compiled[1][name]:.0f}" for name in ("compile_cold_s", "compile_warm_s")]
@@ -102,13 +106,13 @@ def readme() -> Made:
     seen = result("convergence_small")
     yield "A GPT of {} M parameters on a CPU", [f"{seen['parameters'] / 1e6:.1f}"]
     yield "Muon needs {} of AdamW's tokens", [f"{max(row['tokens'] for row in seen['rows']):.2f}"]
-    muon, adamw = h100("ours-muon")["step_s"], h100("ours-adamw")["step_s"]
+    muon, adamw = h200("ours-muon-auto")["step_s"], h200("ours-adamw")["step_s"]
     yield "**{} %** ({} ms)", [f"{100 * (muon / adamw - 1):+.0f}", f"{1000 * (muon - adamw):.0f}"]
     one = price("1B", 1, 8192)
     now = [added(1, 8192, 0), f"{1000 * (one['seconds'] - one['adamw_seconds']):.0f}", added(1, 65536, 0)]
-    yield "kernels of today | {} % ({} ms) | {} % |", now
+    yield "1 H100, simulated | {} % ({} ms) | {} % |", now
     for gpus in (8, 64):
-        yield f"| {gpus} GPUs, simulated | {{}} % | {{}} % |", [added(gpus, 8192, 1), added(gpus, 65536, 1)]
+        yield f"| {gpus} H100s, simulated | {{}} % | {{}} % |", [added(gpus, 8192, 1), added(gpus, 65536, 1)]
     taken = steps("train_step_small_links")
     three = [(f"{system}-{kind}", stage) for stage in (1, 3) for system, kind in
              (("ours", "muon"), ("ours", "adamw"), ("deepspeed", "muon"))]  # fmt: skip
@@ -121,11 +125,7 @@ def readme() -> Made:
     yield "Muon takes {} of DeepSpeed's step at stage 3, {} at stage 1, and {} of FSDP2's", [f"{x:.2f}" for x in of]
     costs = [taken["ours-muon", stage, link] / taken["ours-adamw", stage, link] for stage in (1, 3) for link in LINKS]
     yield "It costs {} to {} of our own AdamW", [f"{min(costs):.2f}", f"{max(costs):.2f}"]
-    yield "8,192 tokens takes {} s with Muon in bfloat16", [f"{muon:.3f}"]
-    yield (
-        "`torch.optim.Muon` takes {} s, and with our AdamW {} s",
-        [f"{h100('plain-muon')['step_s']:.3f}", f"{adamw:.3f}"],
-    )
+    yield "8,192 tokens takes {} s with Muon and {} s with our AdamW", [f"{muon:.3f}", f"{adamw:.3f}"]
 
 
 def benchmarks() -> Made:
@@ -175,6 +175,28 @@ def benchmarks() -> Made:
             numbers += [*(f"{ms:.0f}" for ms in took), f"{cell['ours_of_deepspeed']:.2f}"]
         yield f'| `"{device}"` |' + " {} / {}: {} |" * 3, numbers
     for contender, title in (
+        ("ours-muon-auto", "Muon by defaults (float16, gram form)"),
+        ("ours-adamw", "AdamW for all"),
+    ):
+        row = h200(contender)
+        took = [f"{row['step_s']:.3f}", f"{row['step_min_s']:.3f}"]
+        took += [f"{row['tokens_per_s']:,.0f}", f"{row['compile_cold_s']:.0f}"]
+        yield f"| {title} | {{}}, {{}} | {{}} | {{}} |", took
+    muon, adamw = h200("ours-muon-auto")["step_s"], h200("ours-adamw")["step_s"]
+    yield "**Muon costs {} ms a step here, {} times", [f"{1000 * (muon - adamw):.0f}", f"{muon / adamw:.2f}"]
+    lists = {(row["method"], row["way"]): row for row in result("h200_lists")["rows"]}
+    for method, title in (("standard", "standard, bfloat16"), ("auto", '"auto", float16')):
+        took = [f"{lists[method, way]['ms']:.1f}" for way in ("list", "replayed", "single")]
+        of_sustained = f"{100 * lists[method, 'list']['of_sustained']:.0f}"
+        yield f"| {title} | {{}} | {{}} | {{}} | {{}} % |", [*took, of_sustained]
+    held = {(row["what"], row["held"]): row["times"] for row in result("h200_contention")["rows"]}
+    for what, title in (
+        ("in waves", "a list dealt in waves, as ranks have it"),
+        ("list of 20", "a list dealt in one wave"),
+        ("cuBLAS", "cuBLAS"),
+    ):
+        yield f"| {title} |" + " {} |" * 3, [f"{held[what, number]:.2f}" for number in (8, 16, 32)]
+    for contender, title in (
         ("ours-muon", "ours, Muon"),
         ("plain-muon", "`torch.compile`, autocast, `torch.optim.Muon` and AdamW"),
         ("ours-adamw", "ours, AdamW for all (another run, of the same kind of GPU)"),
@@ -189,7 +211,7 @@ def benchmarks() -> Made:
         digits = 4 if size < 4096 else 3
         yield f"| {size} |" + " {} / {} |" * 3, [f"{ms:.{digits}f}" for ms in took]
     muon, adamw = h100("ours-muon")["step_s"], h100("ours-adamw")["step_s"]
-    yield "**Muon costs {} ms a step here, {} times", [f"{1000 * (muon - adamw):.0f}", f"{muon / adamw:.1f}"]
+    yield "**Muon cost {} ms a step there, {} times", [f"{1000 * (muon - adamw):.0f}", f"{muon / adamw:.1f}"]
     for name, step in result("plan_h100")["steps"].items():
         if "measured_s" in step:
             took = [step["measured_s"], step["planned_s"]]
@@ -292,25 +314,22 @@ def host_time() -> Made:
 
 def nanogpt() -> Made:
     compiled = {row["stage"]: row for row in result("train_step_full_turns")["rows"] if row["contender"] == "ours-muon"}
-    seconds = [h100("ours-muon")["compile_cold_s"], h100("plain-muon")["compile_cold_s"], compiled[1]["compile_cold_s"]]
-    yield (
-        "{} s for 1 G parameters on one H100, where plain `torch.compile` took {}; {} s",
-        [f"{x:.0f}" for x in seconds],
-    )
-    yield "takes {} s of those {}:", [f"{compiled[1]['compile_warm_s']:.0f}", f"{seconds[2]:.0f}"]
+    seconds = [h200("ours-muon-auto")["compile_cold_s"], compiled[1]["compile_cold_s"]]
+    yield "{} s for 1 G parameters on one H200; {} s", [f"{x:.0f}" for x in seconds]
+    yield "takes {} s of those {}:", [f"{compiled[1]['compile_warm_s']:.0f}", f"{seconds[1]:.0f}"]
 
 
 def which() -> Made:
-    share = h100("ours-muon")["step_s"] / h100("ours-adamw")["step_s"] - 1
-    yield "{} % of AdamW's, as measured on one H100", [f"{100 * share:.0f}"]
+    share = h200("ours-muon-auto")["step_s"] / h200("ours-adamw")["step_s"] - 1
+    yield "{} % of AdamW's, as measured on one H200", [f"{100 * share:.0f}"]
     yield "needed {} of AdamW's tokens", [f"{max(row['tokens'] for row in result('convergence_small')['rows']):.2f}"]
 
 
 def comparison() -> Made:
-    steps_of = {name: h100(name)["step_s"] for name in ("ours-muon", "ours-adamw", "plain-muon")}
-    share = 100 * (steps_of["ours-muon"] / steps_of["ours-adamw"] - 1)
-    yield "8,192 tokens, one H100 | {} % |", [f"{share:+.0f}"]
-    yield "`torch.optim.Muon`'s, the same | {} |", [f"{steps_of['ours-muon'] / steps_of['plain-muon']:.2f}"]
+    share = 100 * (h200("ours-muon-auto")["step_s"] / h200("ours-adamw")["step_s"] - 1)
+    yield "8,192 tokens, one H200 | {} % |", [f"{share:+.0f}"]
+    of_torch = h100("ours-muon")["step_s"] / h100("plain-muon")["step_s"]
+    yield "the same on one H100, earlier code | {} |", [f"{of_torch:.2f}"]
     against = [f"ours-muon / deepspeed-muon, stage {stage}" for stage in (3, 1)]
     linked = [verdict("train_step_small_links", f"1600mbit: {text}") for text in against]
     yield "1600 Mbit/s, stages 3 and 1 | {}, {} |", linked

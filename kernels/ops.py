@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .call_plan import AUTO_LIMIT, MEMORY_LIMIT, Plan
 from .dispatch import DTYPES, chosen_form, orthogonalize
 from .operations import gram_flops, standard_flops
+from .reference import summed_in_float32
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
 
@@ -43,7 +44,9 @@ def newton_schulz_op(
 ) -> list[Tensor]:
     """See the module's docstring."""
     values = (list(coefficients), method, dtype, eps, safety, list(restarts), backend, memory_limit, list(norms))
-    return orthogonalize(xs, plan_of(values), norms)
+    plan = plan_of(values)
+    with summed_in_float32(plan.dtype):
+        return orthogonalize(xs, plan, norms)
 
 
 def plan_of(values: OpArguments) -> Plan:

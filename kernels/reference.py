@@ -5,7 +5,8 @@ For a single matrix in bfloat16, normalization and the standard form are operati
 torch.optim._muon._zeropower_via_newtonschulz (torch 2.13), hence bitwise equal to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from .call_plan import Plan
 from .iterations import FORMS, Products
 
-__all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize"]
+__all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "summed_in_float32"]
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
@@ -94,6 +95,24 @@ class Aten:
     def add_to_diagonal(self, x: Tensor, a: float) -> None:
         """``x + aI``, in place."""
         x.diagonal(dim1=-2, dim2=-1).add_(a)
+
+
+@contextmanager
+def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
+    """Of a block, float16 products of cuBLAS whose sums are float32 throughout.
+
+    PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once for
+    depths that are odd. bfloat16 keeps what is set: its bits are those of torch.optim.Muon.
+    """
+    matmul = torch.backends.cuda.matmul
+    if dtype != torch.float16 or not matmul.allow_fp16_reduced_precision_reduction:
+        yield
+        return
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = True
 
 
 def _fused(plus: Tensor) -> Callable[..., Tensor]:

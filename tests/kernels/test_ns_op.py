@@ -5,6 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from compile_muon import kernels
 from compile_muon.kernels import newton_schulz, newton_schulz_list
 from compile_muon.kernels.batching import one_batch_per_shape, one_by_one
 from compile_muon.kernels.newton_schulz import make_plan
@@ -62,6 +63,23 @@ def test_compiled_is_bitwise_eager(backend):
     for ours, eager in zip(compiled(x, y), f(x, y), strict=True):
         assert torch.equal(ours, eager)
         assert ours.stride() == eager.stride()
+
+
+@pytest.mark.parametrize(("dtype", "inside"), [("float16", (False, True)), ("bfloat16", (True, True))])
+def test_sums_of_float16_are_float32(dtype, inside, monkeypatch):
+    """Ours alone: what others multiply behind it is as they have set it, also behind an error."""
+    matmul = torch.backends.cuda.matmul
+    seen = []
+
+    def fails(*arguments):
+        seen.append((matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(kernels.ops, "orthogonalize", fails)
+    with pytest.raises(ZeroDivisionError):
+        newton_schulz(randn(6, 9), dtype=dtype)
+    assert seen == [inside]
+    assert matmul.allow_fp16_reduced_precision_reduction
 
 
 def test_one_node_in_a_traced_graph():

@@ -71,10 +71,22 @@ def test_error_is_no_larger_than_cublas(method, shape, name, dtype, gpu):
     ours = alone.orthogonalize(x, plan, gpu.products_on(x.device))
     theirs = reference.orthogonalize(x, plan)
     error, bar = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
-    # Two orders of summation differ by some percent either way. In the Gram form symmetric results are half computed,
-    # half mirrored, which shows beside cuBLAS in an error of 0.1 to 0.4 %; the interpreter has it too.
-    assert error <= (1.5 if method == "gram" else 1.1) * bar, (error, bar)
+    # Two orders of summation differ by some percent either way, with coefficients that amplify by 13 to 27 on an H200.
+    # In the Gram form symmetric results are half computed, half mirrored, which shows beside cuBLAS in an error of 0.1
+    # to 0.4 %; the interpreter has it too.
+    assert error <= (1.5 if method == "gram" else 1.3) * bar, (error, bar)
     assert torch.equal(ours, alone.orthogonalize(x, plan, gpu.products_on(x.device)))
+
+
+@pytest.mark.parametrize("shape", [(64, 4096), (77, 4097), (96, 16384), (1030, 1111)])
+def test_products_of_float16_on_cublas_round_once(shape):
+    x = randn(*shape)
+    x = (x / x.norm(dim=1, keepdim=True)).half()
+    exact = x.double() @ x.double().mT
+    with reference.summed_in_float32(x.dtype):
+        product = reference.Aten().outer(x)
+    error, rounding = ((y.double() - exact).norm() / exact.norm() for y in (product, exact.half()))
+    assert error <= 1.05 * rounding, (error, rounding)
 
 
 LIST = [(1024, 1024), (4096, 1024), (1408, 2048), (3, 600, 1111), (1024, 1024), (77, 91)]
