@@ -40,11 +40,11 @@ SCRIPTS: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda found: not found["failed"] and not found["wrong"] and all(row["seconds"] > 0 for row in found["rows"]),
     ),
     "first_step": (
-        "--contenders 'torch.compile, AdamW' 'compile_muon, AdamW' --repeats 1 --layers 1",
+        "--contenders 'torch.compile, AdamW' 'compile_muon, Muon' --repeats 1 --matrices 4",
         lambda found: all(sum(c["parts"].values()) < 1.05 * c["seconds"] for c in found["contenders"].values()),
     ),
     "train_step": (
-        "--preset tiny --contenders ours-muon compute-only --stages 3 --steps 1 --warmup 1 --repeats 1",
+        "--preset tiny --contenders ours-muon compute-only --ranks 1 --stages 3 --steps 1 --warmup 1 --repeats 1",
         lambda found: all(row["step_s"] > 0 and row["compile_cold_s"] > 0 for row in found["rows"]),
     ),
     "profile_step": (

@@ -53,7 +53,7 @@ def test_the_config_is_valid_and_compiles() -> None:
     assert written["optimizer"]["type"] == "Muon"
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # .ci/run trains it with `make train`
 def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
@@ -141,10 +141,7 @@ EXAMPLES: dict[str, tuple[int, tuple[str, ...], str, str]] = {
 @pytest.mark.full
 @pytest.mark.parametrize(
     "example",
-    [
-        example if example in ("transformers", "long") else pytest.param(example, marks=pytest.mark.campaign)
-        for example in EXAMPLES
-    ],
+    [example if example == "long" else pytest.param(example, marks=pytest.mark.campaign) for example in EXAMPLES],
 )
 def test_an_example_trains_and_goes_on(example: str, tmp_path: Path) -> None:
     """On two ranks, uncompiled, which takes a quarter of the time."""

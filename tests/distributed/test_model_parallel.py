@@ -65,7 +65,7 @@ MESHES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(4, 30))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(2, 30))])
 @pytest.mark.parametrize("kind", MESHES)
 def test_drawn_meshes(ranks: Callable[[int], Ranks], kind: str, seed: int) -> None:
     dice = random.Random(f"{kind} {seed}")
