@@ -154,6 +154,7 @@ def test_large_libraries_are_installed_where_their_tests_are_affected(graph: Any
     assert graph.needs(["tests/passes/test_costs.py"]) == []
 
 
+@pytest.mark.full
 def test_all_that_an_import_brings_in_is_reached(graph: Any) -> None:
     """Beside Python itself: what is there once these files have been collected."""
     tests = [

@@ -723,6 +723,7 @@ NOT_LISTED = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_message_is_listed(errors: Any) -> None:
     assert errors.page() == PAGES["docs/reference/messages.md"], "python docs/errors.py renews it"
     assert set(errors.unlisted(errors.sources())) == {f"compile_muon.{name}" for name in NOT_LISTED}

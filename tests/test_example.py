@@ -85,6 +85,7 @@ def test_one_process_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> N
     assert then[32] < first[16] - 0.5
 
 
+@pytest.mark.full
 def test_too_little_text_is_one_clear_error(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--data", str(tmp_path / "missing"), *TINY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -35,6 +35,7 @@ def test_every_fault_can_be_made_and_its_test_is_there(mutate: Any) -> None:
     assert passes >= 12 and engine >= 10 and config >= 5 and folders["compile_muon/offload"] >= 4
 
 
+@pytest.mark.full
 def test_what_notices_a_fault_is_among_what_it_can_break(mutate: Any) -> None:
     """The graph of imports beside what is known by trying."""
     graph = mutate.this_repository()
@@ -70,6 +71,7 @@ def test_a_fault_that_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize("noticed", [None, "tests/test_mutations.py::test_it"])
+@pytest.mark.full
 def test_a_fault_that_nobody_notices_fails(
     noticed: str | None, mutate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

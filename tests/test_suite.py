@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = """
 import pytest, torch
@@ -33,6 +35,7 @@ def suite(tests: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_seconds_fail_nothing_and_the_last_lines_tell(tmp_path: Path) -> None:
     tests = tmp_path / "test_made_up.py"
     tests.write_text(TESTS)

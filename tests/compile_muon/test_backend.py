@@ -298,7 +298,7 @@ def test_sequential_roots_are_compiled_whole_however_many_there_are():
             optimizer.step()
             optimizer.zero_grad()
             plain.load_state_dict(model.state_dict())
-        assert optimizer.totals()["compiled_graphs"] == 2 and type(model) is nn.Sequential
+        assert optimizer.totals()["compiled_graphs"] == 2 and isinstance(model, nn.Sequential)
 
 
 def rows(*numbers):

@@ -108,6 +108,7 @@ def trained(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_averages_are_kept_shown_and_resharded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     found, other = ranks(2).run(trained, stage=3, folder=str(tmp_path))
     assert found["alike"] and found["sent"]

@@ -36,7 +36,7 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
     check(ranks(4), (2, 2), **settings)
 
 
-@cases(((3, "step", 1),), campaign=[given for given in EVERY if given[0]])
+@cases((), full=((3, "step", 1),), campaign=[given for given in EVERY if given[0]])
 def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), (2, 2), shard_state_over="all", **settings)
 
@@ -193,7 +193,9 @@ def told(kind: str, sizes: dict[str, int], over: str) -> tuple[str, dict[str, fl
         # gathers and reductions of an eager step; over all ranks what is not cut, or exchanged where state is cut so
         ("odd", {"replicate": 2, "shard": 2}, "all", {"shard", "replicate", "all"}),
         # gathers, and directions: where the pieces of a matrix meet
-        ("sliced", {"shard": 2, "tensor": 2}, "shard", {"shard", "tensor", "shard_tensor"}),
+        pytest.param(
+            "sliced", {"shard": 2, "tensor": 2}, "shard", {"shard", "tensor", "shard_tensor"}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_summary_and_metrics_speak_of_axes(

@@ -237,7 +237,6 @@ def going_on(name: str, case: Case, folder: str, first: int, last: int, whole: b
     ("name", "worlds", "whole"),
     [
         ("normuon", (3, 1), True),
-        ("soap", (1, 2), False),
         *(
             pytest.param(name, (2, 3, 1) if number % 2 else (1, 2), number % 3 == 0, marks=pytest.mark.full)
             for number, name in enumerate(ROWS)

@@ -170,7 +170,7 @@ MODELS = {
     "llama-3-checkpointed-accumulated": (
         "Llama", {"stage": 3, "checkpointed": True, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}, True,
     ),
-    "llama-3-compiled-odd": ("Llama", {"stage": 3, "compiled": True, "length": 15, "model": ONE}, True),
+    "llama-3-compiled-odd": ("Llama", {"stage": 3, "compiled": True, "length": 15, "model": ONE}, False),
     "llama-3-parts": ("Llama", {"stage": 3, "inputs": "labels", "masked": True, "model": ONE}, True),
     # Behind their last norm they view hidden states in the shape of all positions.
     "gpt2-odd": ("GPT2", {"stage": 3, "length": 15, "rows": (1, 3)}, True),
@@ -194,7 +194,7 @@ RING = {
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, **ONE}
 FOUR = {
     "more-ranks-than-heads": (
-        "Llama", {"stage": 3, "size": 4, "attention": "both", "length": 18, "masked": True, "model": FEW_HEADS}, True,
+        "Llama", {"stage": 3, "size": 4, "attention": "both", "length": 18, "masked": True, "model": FEW_HEADS}, False,
     ),
     "two-sequences": ("Llama", {"stage": 3, "length": 13, "masked": True}, False),
     "and-experts": ("Qwen3Moe", {"stage": 3, "experts": 2}, False),

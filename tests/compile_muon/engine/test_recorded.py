@@ -75,7 +75,10 @@ class Run:
         ]
 
 
-@pytest.mark.parametrize("settings", [{"update": "backward"}, {"update": "step", "gradient_clipping": 0.05}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"update": "backward"}, pytest.param({"update": "step", "gradient_clipping": 0.05}, marks=pytest.mark.full)],
+)
 def test_replayed_steps_write_the_bits_of_launched_ones(settings):
     """Schedules, clipping, a step that is left out, loading, edits, unfreezing; and what an extension writes."""
     runs = [Run(recorded, Averages(), **settings) for recorded in (None, AsGraphs())]

@@ -465,6 +465,7 @@ def played(trace: Trace, machine: dict[str, float], **offload: Any) -> Figures:
     return plans._simulated(trace, asked, Candidate(1, {"shard": 2}, True), 2)[0]
 
 
+@pytest.mark.full
 def test_gradients_and_weights_travel_to_a_host_that_computes_adamw_in_place_of_moments(one_trace: Trace) -> None:
     there = played(one_trace, {"host_memory_bandwidth": 0.0}, device="cpu", momentum=False)
     timed = played(one_trace, {"host_memory_bandwidth": 1e3}, device="cpu", momentum=False, adamw_on="cpu")

@@ -65,7 +65,7 @@ def compare(trace: Trace, target: Target, rank: int) -> Timeline:
     return found
 
 
-@pytest.mark.parametrize(("stage", "axes"), [(0, 1), (3, 0)])
+@pytest.mark.parametrize(("stage", "axes"), [pytest.param(0, 1, marks=pytest.mark.full), (3, 0)])
 def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int) -> None:
     compare(traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
 

@@ -64,7 +64,7 @@ def places(order, what, category=None):
     return [(i, bucket) for i, (kind, of, bucket) in enumerate(order) if (kind, of) == (what, category)]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_exchanges_travel_under_backward_and_newton_schulz_behind_it(replicas, captured):
     gm, ctx = captured(0, 2 * replicas, replicas).lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=2**14)
     order = events(gm)
