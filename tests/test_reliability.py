@@ -33,18 +33,18 @@ def faults(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_kills_damage_and_resharding(tmp_path: Path) -> None:
     output = tmp_path / "faults.json"
-    done = faults("kills", "damage", "resharding", "--quick", "--runs", "3", "--json", str(output))
+    done = faults("kills", "damage", "resharding", "--quick", "--runs", "6", "--json", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
     assert {name: campaign["wrong"] for name, campaign in found.items()} == {"kills": 0, "damage": 0, "resharding": 0}
     kills, damage, resharding = (found[name]["rows"] for name in ("kills", "damage", "resharding"))
-    assert sum(row["tried"] for row in kills) == 3
+    assert sum(row["tried"] for row in kills) == 6
     # Every training that was killed was started again, and came to its end.
     for row in kills:
         ended = row["outcomes"]["trainings ended bit for bit as never killed"]
         assert ended == row["details"]["trainings"] > 0
-    assert sum(row["tried"] for row in damage) == 3
-    assert [row["tried"] for row in resharding] == [3] * 6
+    assert sum(row["tried"] for row in damage) == 6
+    assert [row["tried"] for row in resharding] == [6] * 6
     assert all(row["again"].startswith(f"python benchmarks/faults.py {row['campaign']} ") for row in kills + damage)
 
 
