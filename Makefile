@@ -7,7 +7,7 @@
 # make lint | bench | docs | clean
 # make rehearse                         the CUDA path without a GPU: torch's CUDA build (6 GB) on a device that computes nothing
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
-# make gpu PART=1                       one of four parts, each under ten minutes, for whoever has a GPU for half an hour
+# make gpu PART=lease                   one of four parts, each under ten minutes: lease, lease-2, more, tune
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
 # RANKS=4                               how many processes `make train` starts

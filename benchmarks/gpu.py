@@ -1,16 +1,18 @@
 """Everything that only a GPU can tell, in the order that teaches most: each step a command, its log and results kept.
 
     make gpu                                     # all of it, results in runs/gpu/
-    make gpu PART=1                              # a part of half an hour: under ten minutes, results in one archive
+    make gpu PART=lease                          # a part: under ten minutes, results in one archive
     python3 benchmarks/gpu.py --list             # the steps, and the parts that have them
     python3 benchmarks/gpu.py --only products    # one of them
     python benchmarks/gpu.py --rehearse          # without a GPU: whether the steps run to their ends (rehearse/)
+    python benchmarks/gpu.py --pack FOLDER       # what was compiled in a rehearsal, and an NCCL, to be brought along
 
 Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
 that need them. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
-nothing run side by side. One that fails or takes too long does not keep the next from running; of a part, steps that
-would not end within it are dropped, and named. What a step measures is printed beside what is expected of an H100, with
-a mark where it is not that. Ends with status 1 if a step failed or took too long, with 2 without a GPU.
+nothing run side by side. One that fails or takes too long does not keep the next from running, but nothing is timed
+where kernels are wrong; of a part, steps that would not end within it are dropped, and named. What a step measures is
+printed beside what is expected of an H100 or H200, with a mark where it is not that. Ends with status 1 if a step
+failed or took too long, with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from pathlib import Path
 
 from expected import compared
 from gpu_steps import PARTS, STEPS, Step
+from shared_nccl import make as make_nccl
 from shared_nccl import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 20  # for a step that is told to stop to write what it has
 #: of compilers, which parts share
 CACHES = ROOT / "build" / "parts" / "caches"
-PART_S = 570  # of a part: with the grace, under ten minutes
+_PACKED = "caches.tar.xz"
 REHEARSED = 15  # times as long as on a GPU, where two cores stand in for it
 LOG_LINES = 12
 
@@ -93,6 +96,7 @@ class Driver:
         self._tuned = tuned
         self._say = say
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._device = ""
         self.outcomes: list[Outcome] = []
 
     def run(self, steps: Iterable[Step], about: Mapping[str, object]) -> list[Outcome]:
@@ -101,7 +105,7 @@ class Driver:
         Raises:
             KeyboardInterrupt: no more are to be run; those that were running are stopped.
         """
-        steps = list(steps)
+        steps, self._device = list(steps), str(about.get("device", ""))
         numbers = {step.name: number for number, step in enumerate(steps, start=1)}
         writing = threading.Lock()
 
@@ -137,6 +141,8 @@ class Driver:
         command = [sys.executable, *(argument.format(**places) for argument in step.command)]
         log = self._out / f"{step.name}.log"
         shown = shlex.join(["python", *command[1:]])
+        if reason := self._out_of_place(step):
+            return Outcome(step.name, "skipped", reason, 0.0, shown, "", ())
         missing = [module for module in step.needs if importlib.util.find_spec(module) is None]
         if missing:
             return Outcome(step.name, "skipped", f"{', '.join(missing)} is not installed", 0.0, shown, "", ())
@@ -171,8 +177,17 @@ class Driver:
             result, reason = "skipped", next((line for line in lines if line.startswith("SKIPPED")), lines[-1])
         else:
             result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
-        told = compared(step.expected, self._out / f"{step.name}.json") if result != "skipped" else []
+        told = compared(step.expected, self._out / f"{step.name}.json", self._device) if result != "skipped" else []
         return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines, tuple(told))
+
+    def _out_of_place(self, step: Step) -> str:
+        """Why it is not its turn, by the steps before; empty if it is."""
+        results = {outcome.name: outcome.result for outcome in self.outcomes}
+        if results.get(step.after, "ok") in ("failed", "timed out"):
+            return f"{step.after} has {results[step.after]}"
+        if step.if_failed and results.get(step.if_failed) not in ("failed", "timed out"):
+            return f"{step.if_failed} has not failed"
+        return ""
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
         """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
@@ -244,17 +259,36 @@ print(json.dumps(about | {"triton": triton.__version__}))
 """
 
 
-def _rehearsed() -> dict[str, str]:
+def _rehearsed(card: str) -> dict[str, str]:
     """Of programs that have a device which computes nothing, and numbers that are made up."""
     sys.path.insert(0, str(ROOT / "rehearse"))
     import library
 
-    return library.environment() | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
+    # What Triton compiles is for every card of the architecture, so it is kept where a GPU's steps look.
+    of_card = {"REHEARSE_CARD": card, "TRITON_CACHE_DIR": str(CACHES / "triton")}
+    return library.environment() | of_card | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
 
 
 def _for_rehearsal(step: Step) -> Step:
     """Alone, and with time for a few cores."""
     return replace(step, timed=True, seconds=REHEARSED * step.seconds, command=step.command + step.rehearsed)
+
+
+def pack(folder: Path) -> None:
+    """Put the caches of compilers and a library of NCCL into `folder`, some 30 MB, and say how to bring them."""
+    make_nccl(folder, {90})
+    with tarfile.open(folder / _PACKED, "w:xz") as packed:
+        for name in ("triton", "inductor"):
+            if (CACHES / name).is_dir():
+                packed.add(CACHES / name, arcname=name)
+    print(f"bring {folder} beside the checkout, and there: make gpu PART=lease GPU_ARGS='--packed {folder}'")
+
+
+def unpack(folder: Path) -> dict[str, str]:
+    """The environment that finds what :func:`pack` has packed."""
+    with tarfile.open(folder / _PACKED) as packed:
+        packed.extractall(CACHES, filter="data")
+    return {"NCCL_LIBRARY": str((folder / "libnccl.so.2.xz").resolve())}
 
 
 def probe(environment: Mapping[str, str]) -> dict | str:
@@ -279,33 +313,44 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="show the steps, run none")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
-    parser.add_argument("--part", type=int, choices=PARTS, help="the steps of a part, within ten minutes")
+    parser.add_argument("--part", choices=PARTS, help="the steps of a part, in its order and within its time")
     parser.add_argument("--out", type=Path, help="where logs and results go; default: runs/gpu, or runs/rehearsed")
     parser.add_argument("--rehearse", action="store_true", help="no GPU, and one step after the other")
+    parser.add_argument("--card", default="NVIDIA H200", help="that a rehearsal compiles for; default: %(default)s")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="put what a rehearsal compiled and NCCL into it")
+    parser.add_argument("--packed", type=Path, metavar="FOLDER", help="such a folder, to begin with")
     options = parser.parse_args(argv)
     known = [step.name for step in STEPS]
     for name in options.only or ():
         if name not in known:
             parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(known)}")
     steps = [step for step in STEPS if not options.only or step.name in options.only]
-    steps = [step for step in steps if options.part in (None, step.part)]
+    if options.part is not None:
+        order = PARTS[options.part].steps
+        steps = sorted((step for step in steps if step.name in order), key=lambda step: order.index(step.name))
     if options.list:
         for step in steps:
-            print(f"{step.name:20} {step.part or '-':>2} {step.seconds:4g} s  {step.tells}")
-        print("\n".join(f"part {part}: {tells}" for part, tells in PARTS.items()))
+            print(f"{step.name:20} {step.seconds:4g} s  {step.tells}")
+        for name, part in PARTS.items():
+            print(f"part {name} ({part.seconds} s): {part.tells}: {', '.join(part.steps)}")
+        return 0
+    if options.pack:
+        pack(options.pack)
         return 0
     began = time.monotonic()
     environment = dict(os.environ)
+    if options.packed:
+        environment |= unpack(options.packed)
     if options.rehearse:
         steps = [_for_rehearsal(step) for step in steps if not step.numbers]
-        environment |= _rehearsed()
+        environment |= _rehearsed(options.card)
     about = probe(environment)
     if isinstance(about, str):
         print(f"make gpu: {about}", file=sys.stderr)
         return 2
     results = (ROOT / (options.out or ("runs/rehearsed" if options.rehearse else "runs/gpu"))).resolve()
-    out = results if options.part is None else ROOT / "build" / "parts" / str(options.part)
-    deadline = math.inf if options.part is None or options.rehearse else began + PART_S
+    out = results if options.part is None else ROOT / "build" / "parts" / options.part
+    deadline = math.inf if options.part is None or options.rehearse else began + PARTS[options.part].seconds
     for folder in (results, out, CACHES):
         folder.mkdir(parents=True, exist_ok=True)
     environment = {"TRITON_CACHE_DIR": str(CACHES / "triton")} | environment
@@ -317,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
         driver.run(steps, about)
     if options.part is None:
         return summarize(driver.outcomes, len(steps), out)
-    archive = results / f"part{options.part}.tar.gz"
+    archive = results / f"{options.part}.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(out, arcname=archive.name.partition(".")[0])
     status = summarize(driver.outcomes, len(steps), archive)

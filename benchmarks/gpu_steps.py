@@ -1,4 +1,4 @@
-"""The steps of `make gpu`: what is run, for how long at most, in which part of half an hour, and what is expected."""
+"""The steps of `make gpu`: what is run, for how long at most, in which part, and what is expected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,32 @@ from dataclasses import dataclass, field
 
 from expected import Expected, held_times, list_ms, peak_gb, price, speed_up, step_ms, sustained_tflops
 
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that are run together, in their order; one that may not end within `seconds` is dropped."""
+
+    tells: str
+    seconds: int
+    steps: tuple[str, ...]
+
+
+#: a GPU for fifteen minutes runs the first two, one for half an hour all of them
 PARTS = {
-    1: "what is fast: products, lists, a step of 1 G parameters, multiprocessors that are held",
-    2: "several ranks over NCCL, 65,536 tokens a step, where a step goes, memory",
-    3: "what is right: kernels, offsets, accesses out of bounds; momenta, CUDA graphs, links",
-    4: "if minutes are left: tiles for lists, and what they are worth",
-}
+    "lease": Part(
+        "what is right, then what a step of 1 G parameters takes and where it goes", 520,
+        ("right", "why-wrong", "tests", "lists", "step-8k", "contention", "step-65k", "profile"),
+    ),
+    "lease-2": Part(
+        "two ranks over NCCL on this GPU, whole steps in CUDA graphs, memory, accesses out of bounds", 300,
+        ("replayed", "nccl-first", "step-8k-graphs", "memory-1b", "sanitizer"),
+    ),
+    "more": Part(
+        "several ranks over NCCL in full, momenta, links, products, large batches", 570,
+        ("nccl", "step-8k-momenta", "calibrate", "products", "offsets"),
+    ),
+    "tune": Part("tiles for lists, and what they are worth", 570, ("tune", "lists-tuned", "step-8k-tuned")),
+}  # fmt: skip
 
 ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
 TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
@@ -23,13 +43,14 @@ EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample
 PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/kernels/gpu")
 # What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
 ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
-WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
+WORKERS = str(max(2, min(14, (os.cpu_count() or 1) - 2)))
 PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
 FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
 #: kernels of ranks that wait for each other share the GPU's time with those of all others
 FEW_FILES = ("-n", "4", "--dist", "loadfile") if PARALLEL else ()
 #: of tests/distributed: those that train where they are told to
 TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
+ON_NCCL = {"COMPILE_MUON_TEST_DEVICE": "cuda", "COMPILE_MUON_TEST_BACKEND": "nccl", "OMP_NUM_THREADS": "1"}
 #: of those, and of others that do, what is to be seen over NCCL: stages and both updates, CUDA graphs; replicas of
 #: shards; tensor slices and experts; heads and rings; offload; checkpoints on other worlds; ranks that are lost, or
 #: differ
@@ -58,7 +79,6 @@ class Step:
         tells: what is known afterwards.
         command: arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package,
             {caches} one that parts share.
-        part: of half an hour that it belongs to; 0 for none.
         expected: of its results, {out}/NAME.json.
         needs: modules beside torch and Triton.
         environment: added to the driver's.
@@ -67,6 +87,8 @@ class Step:
         several: ranks share this GPU over NCCL, which has to let them: see shared_nccl.py.
         timed: nothing else may run beside it.
         numbers: what the device computes is compared, so that there is nothing to rehearse.
+        after: step that has to be ok, where it has run.
+        if_failed: step that has to have failed, or this one is skipped.
         rehearsed: added to the command where there is no GPU.
     """
 
@@ -74,7 +96,6 @@ class Step:
     seconds: float
     tells: str
     command: tuple[str, ...]
-    part: int = 0
     expected: tuple[Expected, ...] = ()
     needs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +105,8 @@ class Step:
     timed: bool = False
     numbers: bool = False
     rehearsed: tuple[str, ...] = ()
+    after: str = ""
+    if_failed: str = ""
 
 
 def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RANK) -> Step:
@@ -124,7 +147,6 @@ def _one_billion(
     tells: str,
     contenders: Sequence[str],
     *more: str,
-    part: int,
     expected: tuple[Expected, ...] = (),
     preset: str = "1b",
     tuned: bool = False,
@@ -134,88 +156,102 @@ def _one_billion(
     command += ("1", "--stages", "0", "--repeats", "1", "--timeout", str(seconds), "--caches", "{caches}/inductor")
     command += ("--contenders", *contenders, *more, "--json", "{out}/{name}.json")
     return Step(
-        name, seconds, tells, command, part, expected, needs=("rich", "matplotlib"), tuned=tuned, timed=True,
-        rehearsed=("--timeout", "3000", *_FEW_LAYERS),
+        name, seconds, tells, command, expected, needs=("rich", "matplotlib"), tuned=tuned, timed=True,
+        rehearsed=("--timeout", "3000", *_FEW_LAYERS), after="right",
     )  # fmt: skip
+
+
+def _hopper(least: float, most: float) -> dict[str, tuple[float, float]]:
+    """The same of an H100 and an H200."""
+    return {"H100": (least, most), "H200": (least, most)}
 
 
 _LIST = "1b, 20 matrices"
 _OF_LISTS = (
-    Expected("a list of the 1 G step, standard, bfloat16", list_ms(_LIST, "standard", "list"), 14, 17, "ms"),
-    Expected("the same, replayed", list_ms(_LIST, "standard", "replayed"), 14, 17, "ms"),
-    Expected("a list of the 1 G step, auto, float16", list_ms(_LIST, "auto", "list"), 8, 12, "ms"),
-    Expected("the same, replayed", list_ms(_LIST, "auto", "replayed"), 8, 12, "ms"),
-    Expected("a product of 8192 that goes on", sustained_tflops, 650, 690, "TFLOP/s"),
+    Expected("a list of the 1 G step, standard, bfloat16", list_ms(_LIST, "standard", "list"), _hopper(14, 17), "ms"),
+    Expected("the same, replayed", list_ms(_LIST, "standard", "replayed"), _hopper(14, 17), "ms"),
+    Expected("a list of the 1 G step, auto, float16", list_ms(_LIST, "auto", "list"), _hopper(8, 12), "ms"),
+    Expected("the same, replayed", list_ms(_LIST, "auto", "replayed"), _hopper(8, 12), "ms"),
+    Expected("a product of 8192 that goes on", sustained_tflops, _hopper(650, 690), "TFLOP/s"),
 )
 
 
-def _lists(name: str, tells: str, part: int, *, tuned: bool = False) -> Step:
-    command = ("benchmarks/lists.py", "--json", "{out}/{name}.json")
+def _lists(name: str, tells: str, *, tuned: bool = False) -> Step:
+    command = ("benchmarks/lists.py", "--cases", _LIST, "--json", "{out}/{name}.json")
     # A device that computes nothing is said to take a tenth of a millisecond for anything.
-    return Step(name, 120, tells, command, part, _OF_LISTS, tuned=tuned, timed=True, rehearsed=("--seconds", "0.001"))
+    rehearsed = ("--seconds", "0.001")
+    return Step(name, 40, tells, command, _OF_LISTS, tuned=tuned, timed=True, rehearsed=rehearsed, after="right")
 
 
 STEPS = (
-    Step("products", 80, "the kernels launch, are right, and win from some size on",
-         ("benchmarks/products.py", "--json", "{out}/{name}.json"), 1, (
-             Expected("X Xᵀ at 8192, times as fast as torch", speed_up("X Xᵀ", 8192), 1.8, 2.2, ""),
-             Expected("aX + BX at 8192, times as fast as torch", speed_up("aX + BX", 8192), 0.98, 1.15, ""),
-         ), timed=True),
-    _lists("lists", "whole Newton–Schulz as a step has it, beside a product of the same minute", 1),
-    _one_billion("step-8k", 150, "8,192 tokens a step: Muon by auto and standard, and AdamW, in turns",
-                 ("ours-muon-auto", "ours-muon", "ours-adamw"), "--steps", "8", part=1, expected=(
-                     Expected("Muon, auto", step_ms("ours-muon-auto"), 145, 165, "ms"),
-                     Expected("Muon, standard", step_ms("ours-muon"), 178, 196, "ms"),
-                     Expected("AdamW", step_ms("ours-adamw"), 106, 118, "ms"),
+    Step("right", 60, "every tile that ships, in launches for lists, to the bit",
+         (*PYTEST[:-1], "tests/kernels/gpu/test_grouped.py", "-k", "shipped"), needs=("pytest",), numbers=True,
+         timed=True),
+    Step("why-wrong", 100, "what of lists is wrong",
+         (*PYTEST[:-1], *PARALLEL, "tests/kernels/gpu/test_grouped.py"), needs=("pytest",), numbers=True, timed=True,
+         if_failed="right"),
+    Step("tests", 90, "everything else about the kernels",
+         (*PYTEST, *ON_GPU, *PARALLEL, "-k", "not sanitizer and not 32_bit and not shipped"),
+         needs=("pytest", "rich"), numbers=True, timed=True),
+    _lists("lists", "whole Newton–Schulz as a step has it, beside a product of the same minute"),
+    _one_billion("step-8k", 150, "8,192 tokens a step: Muon by defaults, and AdamW, in turns",
+                 ("ours-muon-auto", "ours-adamw"), "--steps", "8", expected=(
+                     Expected("Muon", step_ms("ours-muon-auto"), {"H100": (148, 156), "H200": (142, 152)}, "ms"),
+                     Expected("AdamW", step_ms("ours-adamw"), {"H100": (106, 118), "H200": (100, 108)}, "ms"),
                  )),
-    _one_billion("step-8k-plain", 110, "the same of plain torch.compile with its Muon, and with AdamW",
-                 ("plain-muon", "plain-adamw"), part=1, expected=(
-                     Expected("plain torch, Muon", step_ms("plain-muon"), 195, 215, "ms"),
-                 )),
-    Step("contention", 50, "what Newton–Schulz takes while collectives hold multiprocessors",
-         ("benchmarks/contention.py", "--json", "{out}/{name}.json"), 1, (
-             Expected("a list dealt in waves, 8 of 132 held", held_times("in waves", 8), 1.0, 1.12, "times"),
-             Expected("a list dealt in waves, 16 held", held_times("in waves", 16), 1.0, 1.2, "times"),
-             Expected("a list dealt in one wave, 16 held", held_times("list of 20", 16), 1.0, 2.0, "times"),
-         ), timed=True),
-    Step("nccl", 210, "ranks over NCCL on this GPU train as one does on the host; who is lost, or differs, is named",
-         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FEW_FILES, *NCCL), 2,
-         needs=("pytest", "rich", "transformers"), several=True,
-         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "COMPILE_MUON_TEST_BACKEND": "nccl", "OMP_NUM_THREADS": "1"},
-         numbers=True),
-    _one_billion("step-65k", 170, "65,536 tokens a step: what Muon costs where people train",
-                 ("ours-muon-auto", "ours-adamw"), "--micro-batches", "8", "--steps", "4", "--warmup", "1", part=2,
+    Step("contention", 30, "what Newton–Schulz takes while collectives hold multiprocessors",
+         ("benchmarks/contention.py", "--json", "{out}/{name}.json"), (
+             Expected("a list dealt in waves, 8 of 132 held", held_times("in waves", 8), _hopper(1, 1.2), "times"),
+             Expected("a list dealt in waves, 16 held", held_times("in waves", 16), _hopper(1, 1.2), "times"),
+             Expected("a list dealt in one wave, 16 held", held_times("list of 20", 16), _hopper(1, 2), "times"),
+         ), timed=True, after="right"),
+    _one_billion("step-65k", 150, "65,536 tokens a step: what Muon costs where people train",
+                 ("ours-muon-auto", "ours-adamw"), "--micro-batches", "8", "--steps", "4", "--warmup", "1",
                  preset="1b-65k", expected=(
-                     Expected("Muon / AdamW", price("ours-muon-auto", "ours-adamw"), 0.9, 1.1, ""),
+                     Expected("Muon / AdamW", price("ours-muon-auto", "ours-adamw"), _hopper(1, 1.06), ""),
                  )),
     Step("profile", 70, "where the step of 1 G parameters goes: ranges, and kernels by their time",
          ("benchmarks/profile_step.py", "--preset", "1b", "--json", "{out}/{name}.json", "--trace",
-          "{out}/{name}.trace.json"), 2, timed=True, rehearsed=_FEW_LAYERS),
-    _one_billion("memory-1b", 120, "peak memory beside the plan",
-                 ("ours-muon-auto", "ours-adamw", "plain-muon"), "--memory", "--steps", "1", part=2, expected=(
-                     Expected("peak with Muon", peak_gb("ours-muon-auto"), 18.8, 19.6, "GB"),
-                     Expected("peak with AdamW", peak_gb("ours-adamw"), 22.8, 23.7, "GB"),
+          "{out}/{name}.trace.json"), timed=True, rehearsed=_FEW_LAYERS, after="right"),
+    Step("replayed", 50, "whole steps in CUDA graphs on two ranks, whose host waits for numbers in each of 200",
+         (*TWO_RANKS, "benchmarks/replayed.py"), several=True, timed=True),
+    Step("nccl-first", 50, "two ranks train as one does on the host: replayed steps, stages 0, 1 and 3",
+         (*PYTEST[:3], "-rs", "-x", "-o", "cpu_limit=600", "tests/distributed/test_training.py", "-k",
+          "steps_that_are_replayed"),
+         needs=("pytest", "rich", "transformers"), several=True, environment=ON_NCCL, numbers=True, timed=True),
+    _one_billion("step-8k-graphs", 110, "a step in CUDA graphs beside one that is launched",
+                 ("ours-muon-auto", "ours-muon-graphs"), "--steps", "8"),
+    _one_billion("memory-1b", 90, "peak memory beside the plan, with CUDA graphs, too",
+                 ("ours-muon-auto", "ours-muon-graphs"), "--memory", "--steps", "1", expected=(
+                     Expected("peak with Muon", peak_gb("ours-muon-auto"), _hopper(18.8, 19.6), "GB"),
                  )),
-    Step("tests", 220, "everything else about the kernels",
-         (*PYTEST, *ON_GPU, *PARALLEL, "-k", "not sanitizer and not 32_bit"), 3,
-         needs=("pytest", "rich"), numbers=True),
-    Step("offsets", 120, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"), 3,
-         needs=("pytest", "rich"), numbers=True),
     # The caching allocator hides what is out of bounds within its blocks.
-    Step("sanitizer", 220, "no access out of bounds", (*PYTEST, "-k", "sanitizer"), 3,
+    Step("sanitizer", 220, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
          needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, numbers=True),
+    Step("nccl", 210, "ranks over NCCL on this GPU train as one does on the host; who is lost, or differs, is named",
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FEW_FILES, *NCCL),
+         needs=("pytest", "rich", "transformers"), several=True, environment=ON_NCCL, numbers=True),
+    Step("products", 80, "the kernels launch, are right, and win from some size on",
+         ("benchmarks/products.py", "--json", "{out}/{name}.json"), (
+             Expected("X Xᵀ at 8192, times as fast as torch", speed_up("X Xᵀ", 8192), _hopper(1.8, 2.2), ""),
+             Expected("aX + BX at 8192, times as fast as torch", speed_up("aX + BX", 8192), _hopper(0.98, 1.15), ""),
+         ), timed=True),
+    _one_billion("step-8k-plain", 110, "the same of plain torch.compile with its Muon, and with AdamW",
+                 ("plain-muon", "plain-adamw"), expected=(
+                     Expected("plain torch, Muon", step_ms("plain-muon"), {"H100": (195, 215)}, "ms"),
+                 )),
+    Step("offsets", 120, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"),
+         needs=("pytest", "rich"), numbers=True),
     _one_billion("step-8k-momenta", 130, "momenta in bfloat16 and in 8 bits beside float32, in turns",
-                 ("ours-muon-auto", "ours-muon-bfloat16", "ours-muon-8bit"), part=3),
-    _one_billion("step-8k-graphs", 100, "a step in CUDA graphs beside one that is launched",
-                 ("ours-muon-auto", "ours-muon-graphs"), part=3),
+                 ("ours-muon-auto", "ours-muon-bfloat16", "ours-muon-8bit")),
     Step("calibrate", 120, "what the planner needs of this machine: rates, the link to the host, the disk",
-         ("-m", "compile_muon", "calibrate", "--out", "{out}/{name}.json", "--disk", "{caches}"), 3, timed=True),
+         ("-m", "compile_muon", "calibrate", "--out", "{out}/{name}.json", "--disk", "{caches}"), timed=True),
     Step("tune", 270, "tiles and thresholds as measured in launches for lists; the checkout keeps its own",
          ("benchmarks/tune_tiles.py", "--lists", "--minutes", "4", "--write",
-          "{tuned}/compile_muon/kernels/gpu/tiles.json", "--json", "{out}/tiles.json"), 4,
+          "{tuned}/compile_muon/kernels/gpu/tiles.json", "--json", "{out}/tiles.json"),
          needs=("rich",), tuned=True, timed=True, rehearsed=("--minutes", "60", "--candidates", "3")),
-    _lists("lists-tuned", "what the tuned tiles are worth", 4, tuned=True),
-    _one_billion("step-8k-tuned", 110, "the step with them", ("ours-muon-auto", "ours-adamw"), part=4, tuned=True),
+    _lists("lists-tuned", "what the tuned tiles are worth", tuned=True),
+    _one_billion("step-8k-tuned", 110, "the step with them", ("ours-muon-auto", "ours-adamw"), tuned=True),
     Step("training", 480, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
          ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
           "tests/passes/sequence/test_partial_attention.py",

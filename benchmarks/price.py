@@ -6,7 +6,7 @@
 H100s in nodes of eight, `optimizer.type` "Muon" and `bf16`, defaults otherwise. 1 B is the preset "1b" of
 train_step.py, 8 B and 70 B are the shapes of Llama 3.1, all without activation checkpointing; so a step has
 micro-batches of 4,096 tokens, or 2,048 of 70 B. Stages are the lowest that fit with several. The measured point is
-`results/h100_step_1b_*.json`, of the kernels of that day.
+`results/h200_step_1b.json`, of one H200.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 from gpt import GPT, PRESETS
 from pictures import write_svg
 from plan_h100 import RESULTS
-from plan_h100 import measured as timed
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -132,10 +131,12 @@ def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, li
 
 
 def measured() -> dict[str, Any]:
-    """The point that has been timed: 1 B on one H100."""
-    (record, muon), (_, adamw) = timed("muon"), timed("adamw")
+    """The point that has been timed: 1 B on one H200."""
+    record = json.loads((RESULTS / "h200_step_1b.json").read_text())
+    seconds = {row["contender"]: row["step_s"] for row in record["rows"]}
     tokens = record["shape"]["batch"] * record["shape"]["context"]
-    return {"model": "1B", "gpus": 1, "tokens": tokens, "share": muon / adamw - 1}
+    share = seconds["ours-muon-auto"] / seconds["ours-adamw"] - 1
+    return {"model": "1B", "gpus": 1, "tokens": tokens, "share": share}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -170,7 +171,7 @@ def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: P
                 label=f"{row['gpus']} GPU" + "s" * (row["gpus"] > 1),
             )
         if model == point["model"]:
-            axes.plot([point["tokens"]], [100 * point["share"]], "k*", markersize=11, label="measured, 1 GPU")
+            axes.plot([point["tokens"]], [100 * point["share"]], "k*", markersize=11, label="measured, 1 H200")
         axes.set_xscale("log", base=2)
         axes.set_xticks(TOKENS, [f"{count // 1024}k" for count in TOKENS])
         axes.set_title(f"{model}, simulated")
@@ -196,7 +197,7 @@ def main() -> None:
     point = measured()
     options.json.write_text(json.dumps({"simulated": rows, "measured": point}, indent=1) + "\n")
     picture(rows, point, options.json.with_suffix(".svg"))
-    print(f"\n{table(rows)}\n\nmeasured: {point['share']:+.1%} at {point['tokens']:,} tokens on one H100")
+    print(f"\n{table(rows)}\n\nmeasured: {point['share']:+.1%} at {point['tokens']:,} tokens on one H200")
 
 
 if __name__ == "__main__":
