@@ -37,8 +37,9 @@ def parts() -> Any:
 
     # Another test of this process may have imported torchtitan before, whose modules then have the accelerator's.
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and hasattr(module, "device_module"):
-            module.device_type, module.device_module = device.device_type, device.device_module  # type: ignore[attr-defined]
+        for bound in ("device_type", "device_module"):
+            if name.startswith("torchtitan.") and hasattr(module, bound):
+                setattr(module, bound, getattr(device, bound))
     return titan_parts
 
 
