@@ -167,7 +167,7 @@ def sorted_as(rows: list[Any]) -> list[str]:
         ("train_step", "--preset tiny --links fast", "--links: 'fast' is no rate: give one as 1600mbit, or unlimited"),
         ("train_step", "--preset tiny --micro-batches 3", "does not divide a rank's 4 sequences"),
         ("simulator", "a b c --machine cpu h100", "--machine: 2 of them for 3 results; give one, or as many"),
-        ("gpu", "--only nonsense", "'nonsense' is unknown; expected some of: products"),
+        ("gpu", "--only nonsense", "'nonsense' is unknown; expected some of: right"),
     ],
 )
 def test_a_script_says_what_is_wrong(benchmark, monkeypatch, capsys, script, given, said) -> None:
