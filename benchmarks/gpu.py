@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 20  # for a step that is told to stop to write what it has
 #: of compilers, which parts share
 CACHES = ROOT / "build" / "parts" / "caches"
+_BAD = ("failed", "timed out")  # results of steps
 _PACKED = "caches.tar.xz"
 REHEARSED = 15  # times as long as on a GPU, where two cores stand in for it
 LOG_LINES = 12
@@ -183,9 +184,9 @@ class Driver:
     def _out_of_place(self, step: Step) -> str:
         """Why it is not its turn, by the steps before; empty if it is."""
         results = {outcome.name: outcome.result for outcome in self.outcomes}
-        if results.get(step.after, "ok") in ("failed", "timed out"):
+        if results.get(step.after) in _BAD:
             return f"{step.after} has {results[step.after]}"
-        if step.if_failed and results.get(step.if_failed) not in ("failed", "timed out"):
+        if step.if_failed and results.get(step.if_failed) not in _BAD:
             return f"{step.if_failed} has not failed"
         return ""
 
@@ -372,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def summarize(outcomes: Sequence[Outcome], planned: int, out: Path) -> int:
     """Say what failed and where its log is; the exit status, also 1 where not all of `planned` steps had their turn."""
-    bad = [outcome for outcome in outcomes if outcome.result in ("failed", "timed out")]
+    bad = [outcome for outcome in outcomes if outcome.result in _BAD]
     left_out = [outcome for outcome in outcomes if outcome.result in ("skipped", "dropped")]
     fine = len(outcomes) - len(bad) - len(left_out)
     print(f"\n{fine} of {planned} steps are ok; results: {os.path.relpath(out, ROOT)}")

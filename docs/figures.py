@@ -99,6 +99,14 @@ def h200(contender: str) -> dict[str, float]:
     return {row["contender"]: row for row in result("h200_step_1b")["rows"]}[contender]
 
 
+def timed(title: str, row: dict[str, float]) -> tuple[str, list[str]]:
+    """A line of a table: median and least step, tokens, the first step."""
+    steps_s = [f"{row[name]:.3f}" for name in ("step_s", "step_min_s")]
+    return f"| {title} | {{}}, {{}} | {{}} | {{}} |", [
+        *steps_s, f"{row['tokens_per_s']:,.0f}", f"{row['compile_cold_s']:.0f}"
+    ]  # fmt: skip
+
+
 def readme() -> Made:
     compiled = {row["stage"]: row for row in result("train_step_full_turns")["rows"] if row["contender"] == "ours-muon"}
     first = [f"{compiled[1][name]:.0f}" for name in ("compile_cold_s", "compile_warm_s")]
@@ -178,10 +186,7 @@ def benchmarks() -> Made:
         ("ours-muon-auto", "Muon by defaults (float16, gram form)"),
         ("ours-adamw", "AdamW for all"),
     ):
-        row = h200(contender)
-        took = [f"{row['step_s']:.3f}", f"{row['step_min_s']:.3f}"]
-        took += [f"{row['tokens_per_s']:,.0f}", f"{row['compile_cold_s']:.0f}"]
-        yield f"| {title} | {{}}, {{}} | {{}} | {{}} |", took
+        yield timed(title, h200(contender))
     muon, adamw = h200("ours-muon-auto")["step_s"], h200("ours-adamw")["step_s"]
     yield "**Muon costs {} ms a step here, {} times", [f"{1000 * (muon - adamw):.0f}", f"{muon / adamw:.2f}"]
     lists = {(row["method"], row["way"]): row for row in result("h200_lists")["rows"]}
@@ -201,10 +206,7 @@ def benchmarks() -> Made:
         ("plain-muon", "`torch.compile`, autocast, `torch.optim.Muon` and AdamW"),
         ("ours-adamw", "ours, AdamW for all (another run, of the same kind of GPU)"),
     ):
-        row = h100(contender)
-        took = [f"{row['step_s']:.3f}", f"{row['step_min_s']:.3f}"]
-        took += [f"{row['tokens_per_s']:,.0f}", f"{row['compile_cold_s']:.0f}"]
-        yield f"| {title} | {{}}, {{}} | {{}} | {{}} |", took
+        yield timed(title, h100(contender))
     products = {(row["size"], row["product"]): row for row in result("h100_products")["rows"]}
     for size in (1024, 2048, 4096, 8192):
         took = [products[size, kind][of] for kind in ("X Xᵀ", "bA + cA²", "aX + BX") for of in ("ms", "torch_ms")]
