@@ -208,7 +208,7 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         local=used["LOCAL"],
         shared=int(compiled.metadata.shared),
         barriers=len(re.findall(r"\bBAR\b", code)),
-        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s", code)),
+        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+[^.\s]", code)),  # without .byte lines of debug sections
         instructions=found,
     )
 

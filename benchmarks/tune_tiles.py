@@ -397,7 +397,7 @@ class Tuning:
         old = [*kinds, *(name for name in ("device", "cublas") if name not in measured)]
         note = f"; not measured: {', '.join(old)}" if old else ""
         device, cublas = (measured.get(name, before[name]) for name in ("device", "cublas"))
-        return {"source": source + note, "device": device, **tiles, "cublas": cublas}
+        return {"source": source + note, "measured": not kinds, "device": device, **tiles, "cublas": cublas}
 
 
 def _plain(tile: Tile) -> dict:

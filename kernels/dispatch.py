@@ -139,7 +139,8 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
     if backend == "quack" or device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
-    return gpu is not None and gpu.products_on(device) is not None
+    products = None if gpu is None else gpu.products_on(device)
+    return products is not None and (backend == "triton" or products.table.measured)
 
 
 def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -172,8 +173,8 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()) -> list[Tensor]:
     """Newton-Schulz of every matrix of a list.
 
-    On CPUs each matrix by itself on aten. On GPUs in half precision, on the architectures of ``gpu/tiles.json`` and
-    where that is expected to be faster: by Triton's kernels, all matrices of one form at once, whatever their shapes.
+    On CPUs each matrix by itself on aten. On GPUs in half precision, on architectures that ``gpu/tiles.json`` has
+    measurements of, and where that is expected to be faster: by Triton's kernels, all matrices of one form at once, whatever their shapes.
     Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1 CPUs are such a GPU.
     By quack's kernels what ``quack.json`` says was measured faster there; asked for by name, all that they can.
 

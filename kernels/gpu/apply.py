@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..momentum import Averages
-from .launch import Launch, coded, filled
+from .launch import Launch, addresses, coded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
@@ -38,6 +38,10 @@ def apply_kernel(
     found_inf,
     weight_decay: tl.float32,
     weight: tl.float32,
+    P: tl.constexpr,
+    U: tl.constexpr,
+    M: tl.constexpr,
+    G: tl.constexpr,
     COUNT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     FOUND_INF: tl.constexpr,
@@ -45,6 +49,8 @@ def apply_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """``ps`` to ``gs`` are :func:`launch.addresses` of elements of the types ``P`` to ``G``; ``elements``, of each, are
+    :func:`launch.coded`."""
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
@@ -60,10 +66,10 @@ def apply_kernel(
     first = program * 0
     count = first
     scale = scales[0]
-    p_at = ps[0].to(tl.int64)
-    u_at = us[0].to(tl.int64)
-    m_at = ms[0].to(tl.int64)
-    g_at = gs[0].to(tl.int64)
+    p_at = first
+    u_at = first
+    m_at = first
+    g_at = first
     begin = program * 0
     for tensor in tl.static_range(COUNT):
         here = (program * 0 + elements[tensor] - 3) // 2
@@ -72,15 +78,15 @@ def apply_kernel(
         first = tl.where(mine, begin, first)
         count = tl.where(mine, here, count)
         scale = tl.where(mine, scales[tensor], scale)
-        p_at = tl.where(mine, ps[tensor].to(tl.int64), p_at)
-        u_at = tl.where(mine, us[tensor].to(tl.int64), u_at)
-        m_at = tl.where(mine, ms[tensor].to(tl.int64), m_at)
-        g_at = tl.where(mine, gs[tensor].to(tl.int64), g_at)
+        p_at = tl.where(mine, ps[tensor], p_at)
+        u_at = tl.where(mine, us[tensor], u_at)
+        m_at = tl.where(mine, ms[tensor], m_at)
+        g_at = tl.where(mine, gs[tensor], g_at)
         begin += programs
-    p_at = p_at.to(ps[0].dtype)
-    u_at = u_at.to(us[0].dtype)
-    m_at = m_at.to(ms[0].dtype)
-    g_at = g_at.to(gs[0].dtype)
+    p_at = ((p_at >> 1) - 1).to(tl.pointer_type(P))
+    u_at = ((u_at >> 1) - 1).to(tl.pointer_type(U))
+    m_at = ((m_at >> 1) - 1).to(tl.pointer_type(M))
+    g_at = ((g_at >> 1) - 1).to(tl.pointer_type(G))
     if WIDE:
         p_at = tl.multiple_of(p_at, 16)
         u_at = tl.multiple_of(u_at, 16)
@@ -191,10 +197,12 @@ def launch(
     elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
     tensors = (params, updates, moved.momenta, moved.grads)
-    lists: list[Sequence[Any]] = [*tensors, [coded(n) for n in elements], [float(scale) for scale in scales]]
+    lists: list[Sequence[Any]] = [addresses(each, MOST) for each in tensors]
+    lists += [[coded(n) for n in elements], [float(scale) for scale in scales]]
     rates = (0.0, 0.0) if on_device == 3 else (weight_decay, moved.weight)
     arguments = (*(filled(each, MOST) for each in lists), lr if on_device else float(lr), found_inf, *rates)
-    settings = {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
+    settings: dict[str, Any] = {name: element_type(each[0]) for name, each in zip("PUMG", tensors, strict=True)}
+    settings |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
     settings |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
     settings["WIDE"] = all(is_wide(*each) for each in zip(*tensors, strict=True))
     return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, settings)

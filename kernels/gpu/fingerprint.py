@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, coded, filled
+from .launch import Launch, addresses, coded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "takes"]
@@ -69,6 +69,7 @@ def sums_kernel(
     sizes,
     columns,
     sums,
+    INTEGER: tl.constexpr,
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -79,16 +80,17 @@ def sums_kernel(
     BRAIN: tl.constexpr,
 ):
     """Adds to ``sums`` of each tensor those of its rows; in front of them, where there are ``SQUARES``, ``MOST`` places
-    for what squares each program has summed. ``sizes`` and ``columns`` are :func:`launch.coded`; what fills the lists
-    up to COUNT has no program."""
+    for what squares each program has summed. ``integers``, of the type INTEGER, and ``sums`` are
+    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`, and a tensor that fills the lists up
+    to COUNT has no program."""
     program = tl.program_id(0)
     # Which tensor this program is of: only this is done COUNT times over, or the kernel takes half a minute to compile.
     first = program * 0
     programs = first
     size = (first + sizes[0]) * 0
     width = (first + columns[0]) * 0 + 1
-    address = integers[0].to(tl.int64)
-    result = sums[0].to(tl.int64)
+    address = first.to(tl.int64)
+    result = address
     begin = program * 0
     for i in tl.static_range(COUNT):
         size_of = (program * 0 + sizes[i] - 3) // 2
@@ -99,11 +101,11 @@ def sums_kernel(
         programs = tl.where(mine, many, programs)
         size = tl.where(mine, size_of, size)
         width = tl.where(mine, width_of, width)
-        address = tl.where(mine, integers[i].to(tl.int64), address)
-        result = tl.where(mine, sums[i].to(tl.int64), result)
+        address = tl.where(mine, integers[i], address)
+        result = tl.where(mine, sums[i], result)
         begin += many
-    start = address.to(integers[0].dtype)
-    found = result.to(tl.pointer_type(tl.int64))
+    start = ((address >> 1) - 1).to(tl.pointer_type(INTEGER))
+    found = ((result >> 1) - 1).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(size, width)
     across = tl.cdiv(width, WIDTH)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -134,15 +136,15 @@ def mix_kernel(
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Adds to ``out``, [COUNT], F of the sums of rows; where there are ``PARTS`` in front of them, [COUNT] sums of
-    squares are of these."""
+    """Adds to ``out``, [COUNT], F of the sums of rows, given by :func:`launch.addresses`; where there are
+    ``PARTS`` in front of them, [COUNT] sums of squares are of these."""
     tensor = tl.program_id(0) // SPLIT
     size = (tensor + sizes[0]) * 0
-    address = sums[0].to(tl.int64)
+    address = sums[0]
     for i in tl.static_range(COUNT):
         size = tl.where(tensor == i, (sizes[i] - 3) // 2, size)
-        address = tl.where(tensor == i, sums[i].to(tl.int64), address)
-    start = address.to(tl.pointer_type(tl.int64))
+        address = tl.where(tensor == i, sums[i], address)
+    start = ((address >> 1) - 1).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for block in range(tl.program_id(0) % SPLIT, tl.cdiv(size, BLOCK), SPLIT):
         k = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -188,20 +190,24 @@ def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
 def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
-    # Zeros of all in one: fingerprints, then of each tensor its parts and rows. An odd beginning would have another
-    # kernel compiled, as Triton looks whether addresses are multiples of 16 bytes.
-    sizes = [(size + 1) // 2 * 2 for size in (len(xs), *(parts + own for own in rows))]
-    out, *sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    sizes = [len(xs), *(parts + own for own in rows)]
+    out, *sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)  # zeros of all in one
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
     settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SQUARES": parts > 0, "BRAIN": brain}
     for kind in {x.dtype for x, _ in xs}:
         own = [i for i, (x, _) in enumerate(xs) if x.dtype is kind]
         for start in range(0, len(own), MOST):
-            chunk = [(*xs[i], sums[i]) for i in own[start : start + MOST]]
-            programs = sum(min(MOST_PROGRAMS, _tiles_of(x.numel(), columns)) for x, columns, _ in chunk)
-            lists = zip(*((x, coded(x.numel()), coded(columns), result) for x, columns, result in chunk), strict=True)
-            Launch(sums_kernel, programs, out, tuple(filled(values, MOST) for values in lists), settings).run()
-    return out[: len(xs)], _mix(sums, rows, out, parts, golden, factor)
+            chunk = own[start : start + MOST]
+            programs = sum(min(MOST_PROGRAMS, _tiles_of(xs[i][0].numel(), xs[i][1])) for i in chunk)
+            arguments = (
+                addresses([xs[i][0] for i in chunk], MOST),
+                filled([coded(xs[i][0].numel()) for i in chunk], MOST),
+                filled([coded(xs[i][1]) for i in chunk], MOST),
+                addresses([sums[i] for i in chunk], MOST),
+            )
+            typed = settings | {"INTEGER": element_type(xs[own[0]][0])}
+            Launch(sums_kernel, programs, out, arguments, typed).run()
+    return out, _mix(sums, rows, out, parts, golden, factor)
 
 
 def _tiles_of(size: int, columns: int) -> int:
@@ -215,6 +221,6 @@ def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, 
     settings |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
     for start in range(0, len(sums), MOST):
         chunk = [coded(size) for size in sizes[start : start + MOST]]
-        arguments = (filled(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
+        arguments = (addresses(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
         Launch(mix_kernel, SPLIT * len(chunk), out, arguments, settings).run()
     return squares

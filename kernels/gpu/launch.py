@@ -12,11 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Launch", "coded", "filled", "noting", "where_it_runs"]
+__all__ = ["Launch", "addresses", "coded", "element_type", "filled", "noting", "where_it_runs"]
 
 T = TypeVar("T")
+
+#: the address of a tensor without memory, empty or on "meta": Triton compiles other kernels for numbers of 32 bits
+_ELSEWHERE = 1 << 40
 
 _noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
 
@@ -50,6 +54,20 @@ def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
 def coded(number: int) -> int:
     """``2 number + 3``, odd and not 1: Triton compiles for each pattern of ones and of multiples of 16 in a tuple."""
     return 2 * number + 3
+
+
+def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
+    """:func:`coded` addresses of tensors, the first one again up to ``count``; a kernel decodes by ``(n >> 1) - 1``.
+
+    Of tensors in a tuple Triton compiles for each pattern of those that begin at a multiple of 16 bytes.
+    """
+    own = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
+    return (*own, *own[:1] * (count - len(own)))
+
+
+def element_type(x: Tensor) -> tl.dtype:
+    """Triton's name of a dtype, for a kernel that is given :func:`addresses`."""
+    return getattr(tl, str(x.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ A program has whole rows of one tensor, so nothing is added up by atomics, and t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .apply import is_wide
 from .fingerprint import row_weights
-from .launch import Launch, coded, filled
+from .launch import Launch, addresses, coded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["Updates", "momentum_updates"]
@@ -67,6 +68,10 @@ def momentum_kernel(
     hypers,
     rows,
     columns,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    U: tl.constexpr,
     COUNT: tl.constexpr,
     NESTEROV: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -77,21 +82,22 @@ def momentum_kernel(
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """``rows`` and ``columns`` are :func:`launch.coded`; what fills the lists up to COUNT has no row. ``WIDE``: 16
-    bytes of all tensors may be read at once."""
+    """``gs`` to ``hypers`` are :func:`launch.addresses`, ``cs`` and ``ws`` of elements of the type ``W``; ``rows`` and
+    ``columns`` are :func:`launch.coded`, and a tensor that fills the lists up to COUNT has no row. ``WIDE``: 16 bytes
+    of all tensors may be read at once."""
     program = tl.program_id(0).to(tl.int64)
     # Which tensor this program is of: only this is done COUNT times over.
     first = program * 0
     count = first
     width = first + 1
-    g_at = gs[0].to(tl.int64)
-    c_at = cs[0].to(tl.int64)
-    m_at = ms[0].to(tl.int64)
-    u_at = us[0].to(tl.int64)
-    w_at = ws[0].to(tl.int64)
-    n_at = norms[0].to(tl.int64)
-    s_at = sums[0].to(tl.int64)
-    h_at = hypers[0].to(tl.int64)
+    g_at = first
+    c_at = first
+    m_at = first
+    u_at = first
+    w_at = first
+    n_at = first
+    s_at = first
+    h_at = first
     begin = program * 0
     for i in tl.static_range(COUNT):
         here = (program * 0 + rows[i] - 3) // 2
@@ -100,20 +106,20 @@ def momentum_kernel(
         first = tl.where(mine, begin, first)
         count = tl.where(mine, here, count)
         width = tl.where(mine, (program * 0 + columns[i] - 3) // 2, width)
-        g_at = tl.where(mine, gs[i].to(tl.int64), g_at)
-        c_at = tl.where(mine, cs[i].to(tl.int64), c_at)
-        m_at = tl.where(mine, ms[i].to(tl.int64), m_at)
-        u_at = tl.where(mine, us[i].to(tl.int64), u_at)
-        w_at = tl.where(mine, ws[i].to(tl.int64), w_at)
-        n_at = tl.where(mine, norms[i].to(tl.int64), n_at)
-        s_at = tl.where(mine, sums[i].to(tl.int64), s_at)
-        h_at = tl.where(mine, hypers[i].to(tl.int64), h_at)
+        g_at = tl.where(mine, gs[i], g_at)
+        c_at = tl.where(mine, cs[i], c_at)
+        m_at = tl.where(mine, ms[i], m_at)
+        u_at = tl.where(mine, us[i], u_at)
+        w_at = tl.where(mine, ws[i], w_at)
+        n_at = tl.where(mine, norms[i], n_at)
+        s_at = tl.where(mine, sums[i], s_at)
+        h_at = tl.where(mine, hypers[i], h_at)
         begin += programs
-    g_at = g_at.to(gs[0].dtype)
-    c_at = c_at.to(cs[0].dtype)
-    m_at = m_at.to(ms[0].dtype)
-    u_at = u_at.to(us[0].dtype)
-    w_at = w_at.to(ws[0].dtype)
+    g_at = ((g_at >> 1) - 1).to(tl.pointer_type(G))
+    c_at = ((c_at >> 1) - 1).to(tl.pointer_type(W))
+    m_at = ((m_at >> 1) - 1).to(tl.pointer_type(M))
+    u_at = ((u_at >> 1) - 1).to(tl.pointer_type(U))
+    w_at = ((w_at >> 1) - 1).to(tl.pointer_type(W))
     if WIDE:
         g_at = tl.multiple_of(g_at, 16)
         c_at = tl.multiple_of(c_at, 16)
@@ -121,7 +127,7 @@ def momentum_kernel(
         u_at = tl.multiple_of(u_at, 16)
         w_at = tl.multiple_of(w_at, 16)
         width = tl.multiple_of(width, 16)
-    toward = h_at.to(hypers[0].dtype)
+    toward = ((h_at >> 1) - 1).to(tl.pointer_type(tl.float32))
     to_grad = tl.load(toward)
     to_new = tl.load(toward + 1)
     row = (program - first) * ROWS + tl.arange(0, ROWS)
@@ -131,7 +137,7 @@ def momentum_kernel(
         column = begin_at + tl.arange(0, WIDTH)
         k = row[:, None] * width + column[None, :]
         inside = (row < count)[:, None] & (column < width)[None, :]
-        grad = tl.load(g_at + k, mask=inside, other=0).to(ws[0].dtype.element_ty)
+        grad = tl.load(g_at + k, mask=inside, other=0).to(W)
         if WIDEN:
             tl.store(w_at + k, grad, mask=inside)
         if CARRIED:
@@ -143,16 +149,16 @@ def momentum_kernel(
         update = new
         if NESTEROV:
             update = _lerp(near, new.to(tl.float32), to_new).to(momentum.dtype)
-        update = update.to(us[0].dtype.element_ty)
+        update = update.to(U)
         tl.store(u_at + k, update, mask=inside)
         squares += tl.sum(update.to(tl.float32) * update.to(tl.float32), axis=1)
-        if ws[0].dtype.element_ty == tl.float32:
+        if tl.float32 == W:
             bits = grad.to(tl.int32, bitcast=True)
         else:
             bits = grad.to(tl.int16, bitcast=True)
         total += tl.sum(bits.to(tl.int64) * row_weights(column, GOLDEN, FACTOR)[None, :], axis=1)
-    tl.store(n_at.to(norms[0].dtype) + row, tl.sqrt(squares), mask=row < count)
-    tl.store(s_at.to(sums[0].dtype) + row, total, mask=row < count)
+    tl.store(((n_at >> 1) - 1).to(tl.pointer_type(tl.float32)) + row, tl.sqrt(squares), mask=row < count)
+    tl.store(((s_at >> 1) - 1).to(tl.pointer_type(tl.int64)) + row, total, mask=row < count)
 
 
 def momentum_updates(
@@ -185,9 +191,11 @@ def momentum_updates(
         [x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32) for x in grads],
         [x.new_empty(x.numel() // x.shape[-1], dtype=torch.int64) for x in grads],
     )
-    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
+    types = (grads[0], made.wide[0], momenta[0], made.updates[0])
+    settings: dict[str, Any] = {name: element_type(x) for name, x in zip("GWMU", types, strict=True)}
+    settings |= {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
     settings |= {"NESTEROV": nesterov, "WIDEN": grads[0].dtype is not wide, "CARRIED": bool(carried)}
-    held = carried or grads
+    held = carried or made.wide
     lists = list(zip(grads, held, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
     each_wide = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:5]) for tensors in lists]
     for alike in (True, False):
@@ -196,8 +204,8 @@ def momentum_updates(
             chunk = [lists[i] for i in chosen[start : start + MOST]]
             counts = [tensors[5].numel() for tensors in chunk]
             widths = [coded(tensors[0].shape[-1]) for tensors in chunk]
-            columns: list[Sequence[object]] = [*zip(*chunk, strict=True), [coded(own) for own in counts], widths]
-            arguments = tuple(filled(column, MOST) for column in columns)
+            pointers = [addresses(column, MOST) for column in zip(*chunk, strict=True)]
+            arguments = (*pointers, filled([coded(own) for own in counts], MOST), filled(widths, MOST))
             programs = sum(ceildiv(own, ROWS) for own in counts)
             Launch(momentum_kernel, programs, chunk[0][0], arguments, settings | {"WIDE": alike}).run()
     return made

@@ -31,12 +31,14 @@ class Table:
 
     Args:
         source: what the numbers were taken on, when and how.
+        measured: whether tiles were timed on such a device; where they were not, "auto" leaves products to cuBLAS.
         device: what the model assumes.
         symmetric, product: tiles of either kernel, from the largest to the smallest.
         cublas: tiles of a product in cuBLAS, as far as the model needs them.
     """
 
     source: str
+    measured: bool
     device: Device
     symmetric: tuple[Tile, ...]
     product: tuple[Tile, ...]
@@ -69,13 +71,14 @@ class Table:
 
 @lru_cache(maxsize=1024)
 def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
-    """For each shape of a list, whether its matrices are expected to be done sooner by Triton than by cuBLAS.
+    """For each shape of a list, whether its matrices are expected to be done sooner by Triton than by cuBLAS; for none
+    where that is an estimate.
 
     Shapes of which a large batch would be are taken together, for they share launches, and each by itself where that
     does not pay.
     """
-    if not table.cublas:
-        return tuple(True for _ in shapes)
+    if not (table.measured and table.cublas):
+        return tuple(table.measured for _ in shapes)
     worthwhile = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
     if together and table.pays(together, processors):
@@ -92,7 +95,7 @@ def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], 
 
 _SMALL = Tile(rows=32, cols=32, depth=32, group=2, stages=1, warps=4, descriptors=True)
 # With TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels, for whoever debugs them.
-INTERPRETER = Table("Triton's interpreter", Device(), symmetric=(_SMALL,), product=(_SMALL,), cublas=())
+INTERPRETER = Table("Triton's interpreter", True, Device(), symmetric=(_SMALL,), product=(_SMALL,), cublas=())
 
 _KERNELS = ("symmetric", "product", "cublas")
 
@@ -104,6 +107,7 @@ def load_tables(path: Path = _FILE) -> Mapping[str, Table]:
     return {
         name: Table(
             source=entry["source"],
+            measured=entry["measured"],
             device=Device(**entry["device"]),
             **{kernel: tuple(Tile(**tile) for tile in entry[kernel]) for kernel in _KERNELS},
         )

@@ -251,7 +251,7 @@ def products(descriptors):
     # The interpreter multiplies by numpy, where a tile of half the width has other bits than one of two squares.
     tiles = (SQUARE if INTERPRETED else DOUBLE, SQUARE)
     symmetric, general = (replace(tile, descriptors=descriptors) for tile in tiles)
-    return Products(Table("tests", Device(), (symmetric,), (general,), ()), processors=3)
+    return Products(Table("tests", True, Device(), (symmetric,), (general,), ()), processors=3)
 
 
 def plan_of(method, device, name="jordan", dtype=torch.float16, steps=None):

@@ -16,7 +16,7 @@ if triton.knobs.runtime.interpret:
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from compile_muon.kernels.gpu import apply, fingerprint, newton_schulz, normalize  # noqa: E402
+from compile_muon.kernels.gpu import apply, fingerprint, momentum, newton_schulz, normalize  # noqa: E402
 from compile_muon.kernels.gpu.jobs import Job, NoDevice, compile_job, jobs_of  # noqa: E402
 from compile_muon.kernels.gpu.launch import noting  # noqa: E402
 from compile_muon.kernels.gpu.tiles import load_tables  # noqa: E402
@@ -57,6 +57,21 @@ def test_one_kernel_serves_lists_of_any_length(tmp_path: Path) -> None:
             params = [meta(size) for _ in range(count)]
             apply.apply_updates(params, params, lr=0.1, weight_decay=0.1, scales=[1.0] * count)
     assert [job.constants["WIDE"] for job in jobs_of(launches, TARGET, tmp_path)] == [True, False]
+
+
+def test_one_kernel_serves_all_that_begin_elsewhere_than_at_multiples_of_16_bytes(tmp_path: Path) -> None:
+    memory, words = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
+    formula = {"golden": 1, "factor": 1}
+    with noting(torch.device("cuda")) as launches:
+        for begins in ([0, 1], [1, 0], [3, 4, 5], [6]):
+            vectors, rows = [memory[i : i + 30] for i in begins], [memory[i : i + 30].view(5, 6) for i in begins]
+            apply.apply_updates(vectors, vectors, lr=0.1, weight_decay=0.1, scales=[1.0] * len(begins))
+            fingerprint.fingerprint([(x.view(torch.int32), 5) for x in vectors], **formula)
+            fingerprint.finish([words[i : i + 30] for i in begins], **formula)
+            dtypes = {"dtype": torch.bfloat16, "wide": torch.float32}
+            momentum.momentum_updates(rows, rows, vectors, nesterov=True, **dtypes, **formula)
+    names = [job.name for job in jobs_of(launches, TARGET, tmp_path)]
+    assert sorted(names) == ["apply_kernel", "mix_kernel", "momentum_kernel", "sums_kernel"]
 
 
 def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_normalization_spreads_what_is_not_finite_within_its_matrix(bad, device)
 @pytest.fixture
 def products(tile):
     tile = replace(SQUARE, descriptors=tile.descriptors)
-    return Products(Table("tests", Device(), (tile,), (tile,), ()), processors=1)
+    return Products(Table("tests", True, Device(), (tile,), (tile,), ()), processors=1)
 
 
 def matrix(*shape, device, seed=0):

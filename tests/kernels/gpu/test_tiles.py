@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from compile_muon.kernels import dispatch
 from compile_muon.kernels.gpu.model import HALF, Device, Tile, busiest, programs, seconds, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import INTERPRETER, load_tables, served
 
@@ -100,7 +103,7 @@ def test_tables_are_well_formed(name):
 
 @pytest.mark.parametrize("name", list(load_tables()))
 def test_cublas_keeps_what_leaves_multiprocessors_idle(name):
-    table = load_tables()[name]
+    table = replace(load_tables()[name], measured=True)
 
     def alone(*shape: int) -> bool:
         return served(table, (shape,), 132)[0]
@@ -112,3 +115,15 @@ def test_cublas_keeps_what_leaves_multiprocessors_idle(name):
     faster = replace(table, cublas=tuple(replace(tile, rate=100.0) for tile in table.cublas))
     assert served(faster, ((1, 8192, 8192), (64, 4096, 4096)), 132) == (False, False)
     assert served(INTERPRETER, ((1, 1, 1),), 1) == (True,)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_by_itself_only_measured_tiles_are_taken(measured, monkeypatch):
+    table = replace(load_tables()["sm_100"], measured=measured)
+    products = SimpleNamespace(table=table)
+    monkeypatch.setattr(dispatch, "triton_kernels", lambda: SimpleNamespace(products_on=lambda _: products))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert served(table, ((64, 4096, 14336), (1, 64, 64)), 132) == (measured, False)
+    assert dispatch.symmetric_kernels(torch.float16, "cuda", "auto") == measured
+    assert dispatch.symmetric_kernels(torch.float16, "cuda", "triton")
+    assert all(t.measured == ("never timed" not in t.source) for t in load_tables().values())
