@@ -75,9 +75,10 @@ train: $(VENV)/.train
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$$ranks \
 	    examples/train_gpt.py --config examples/config.json $(if $(DATA),--data "$(DATA)") $(TRAIN_ARGS)
 
-# A file stays with one process, which starts its ranks once. Half of the time ranks wait for each other.
+# A file stays with one process, which starts its ranks once. Half of the time ranks wait for each other. Byte code is
+# written, whatever the environment says: each of some hundred processes would compile the sources anew.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The default tier and the rest in one session. What `.ci/run` then leaves out of the full tier, it leaves out for what
 # has not changed since the commit that is noted here.

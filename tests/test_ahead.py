@@ -52,6 +52,7 @@ def test_tables_are_of_the_architectures_that_are_compiled_for():
     assert set(load_tables()) == set(ARCHITECTURES)
 
 
+@pytest.mark.full
 def test_one_launch_of_each_kind_compiles(reports):
     names = ("XXᵀ bfloat16 [2, 256, 512] 128×256×64", "QX grouped bfloat16 64×64×128", "divide bfloat16")
     report = reports("sm_90", HALVES[:1], *names)

@@ -282,7 +282,7 @@ def evaluates_alone() -> str:
 
 
 def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(ranks: Callable[[int], Ranks]) -> None:
-    first, _ = ranks(2).outcomes(evaluates_alone)
+    first, _ = ranks(2).outcomes(evaluates_alone, grace=0.5)
     assert first.value is None and first.failure is not None
     told = "PeerError: this rank changes over from training to evaluation, and at stage 3 weights are gathered"
     assert told in first.failure and "wait in step 2, an eager read (up)" in first.failure
@@ -504,7 +504,7 @@ def unfrozen_alone() -> None:
 
 def test_a_rank_that_unfreezes_alone_is_told(ranks: Callable[[int], Ranks]) -> None:
     with pytest.raises(RankError, match=r"PeerError: this rank trains what was frozen .*: unfreeze it on"):
-        ranks(2).run(unfrozen_alone)
+        ranks(2).run(unfrozen_alone, grace=0.5)
 
 
 # -------------------------------------------------------------------------------------------- numbers that loops print

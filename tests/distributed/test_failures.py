@@ -100,7 +100,7 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
         if step == 2 and dist.get_rank() == 1:
             if how == "dies":
                 os._exit(7)
-            time.sleep(12)
+            time.sleep(9)
         started = time.monotonic()
         try:
             loss(run, placed(batch(step, 0, 0))).backward()

@@ -142,4 +142,4 @@ def raise_on_rank_one() -> None:
 def test_an_exception_on_one_rank_is_reported_with_its_traceback() -> None:
     group = Ranks(2)
     with pytest.raises(AssertionError, match="(?s)rank 0: .*rank 1: .*raise_on_rank_one.*only here"):
-        group.run(raise_on_rank_one)
+        group.run(raise_on_rank_one, grace=0.5)

@@ -64,6 +64,7 @@ def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[in
         return Path(trainer.state.best_model_checkpoint).name, state_of(trainer.model), text.tolist()
 
 
+@pytest.mark.full
 def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     (best, held, text), (_, _, other) = ranks(2).run(train_to_the_best, folder=str(tmp_path))
     saved = load_file(tmp_path / best / "model.safetensors")

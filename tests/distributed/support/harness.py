@@ -62,6 +62,9 @@ _GRACE_SECONDS = 5.0
 _MOST_GROUPS = 40
 
 
+#: what every rank imports
+_PRELOADED = ("compile_muon.backend", "torch._inductor.compile_fx", "torch.testing")
+
 #: what the ranks of this process' tests have taken of a core; tests/conftest.py asks
 _taken = 0.0
 
@@ -273,7 +276,8 @@ class Ranks:
         way = "spawn" if torch.cuda.is_available() else "forkserver"
         context = multiprocessing.get_context(way)
         if way == "forkserver":
-            context.set_forkserver_preload(["compile_muon.backend", "torch._inductor.compile_fx", "torch.testing"])
+            tested = [name for name in ("pytest", "transformers", "lightning") if name in sys.modules]
+            context.set_forkserver_preload([*_PRELOADED, *tested])
         atexit.register(self.close)  # ahead of multiprocessing, which would wait for those that are stopped
         self._folder = tempfile.TemporaryDirectory(prefix="muon_zero_ranks_")
         store = os.path.join(self._folder.name, "store")  # a file: no port to be taken by someone else
