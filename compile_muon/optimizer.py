@@ -195,7 +195,7 @@ class MuonZero(Optimizer):
             step.recorded = Recorded()
         step.create_state()
         step.sync_momentum()
-        made.ledger.call_before_backward(step.sync_momentum)
+        made.ledger.call_before_backward(step.before_backward)
         refuse_shared(self)
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None

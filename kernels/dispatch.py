@@ -174,9 +174,10 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
     """Newton-Schulz of every matrix of a list.
 
     On CPUs each matrix by itself on aten. On GPUs in half precision, on architectures that ``gpu/tiles.json`` has
-    measurements of, and where that is expected to be faster: by Triton's kernels, all matrices of one form at once, whatever their shapes.
-    Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1 CPUs are such a GPU.
-    By quack's kernels what ``quack.json`` says was measured faster there; asked for by name, all that they can.
+    measurements of, and where that is expected to be faster: by Triton's kernels, all matrices of one form at once,
+    whatever their shapes. Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1
+    CPUs are such a GPU. By quack's kernels what ``quack.json`` says was measured faster there; asked for by name, all
+    that they can.
 
     Args:
         xs: tensors [..., m, n] on one device, unmodified.

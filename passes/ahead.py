@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kerne
 from compile_muon.passes.momentum import MOMENTUM_UPDATES, make_updates
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
 
-__all__ = ["kernels_ahead", "kernels_of"]
+__all__ = ["compile_launches", "kernels_ahead", "kernels_of"]
 
 #: seconds, after which the first launch is left to compile what is missing
 _PATIENCE = 300.0
@@ -33,9 +33,7 @@ _PATIENCE = 300.0
 @contextlib.contextmanager
 def kernels_ahead(gm: GraphModule) -> Iterator[None]:
     """Around the compilation of ``gm``: ends when the kernels that its operators launch are compiled, too."""
-    jobs = kernels_of(gm)
-    compile_job = importlib.import_module("compile_muon.kernels.gpu.jobs").compile_job if jobs else None
-    futures = in_compile_workers(compile_job, jobs)
+    futures = _compile(kernels_of(gm))
     yield
     wait(futures, timeout=_PATIENCE)  # what failed fails again where it is launched, and is told there
 
@@ -53,12 +51,33 @@ def kernels_of(gm: GraphModule) -> list[Any]:
     return list(jobs.values())
 
 
-def _jobs(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> list[Any]:
-    if triton_kernels() is None:
-        return []
+def compile_launches(device: torch.device, launches_of: Callable[[], Sequence[Any]]) -> None:
+    """Begin to compile the kernels of these ``kernels.gpu.launch.Launch``; nothing is waited for.
+
+    Args:
+        launches_of: is called where Triton's kernels run on ``device``.
+    """
+    if triton_kernels() is not None:
+        with without_modes():
+            _compile(_jobs_of(device, launches_of()))
+
+
+def _compile(jobs: Sequence[Any]) -> list[Future[Any]]:
+    compile_job = importlib.import_module("compile_muon.kernels.gpu.jobs").compile_job if jobs else None
+    return in_compile_workers(compile_job, jobs)
+
+
+def _jobs_of(device: torch.device, launches: Sequence[Any]) -> list[Any]:
     import triton
 
     from compile_muon.kernels.gpu.jobs import jobs_of
+
+    return jobs_of(launches, triton.runtime.driver.active.get_current_target(), triton_cache(device))
+
+
+def _jobs(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> list[Any]:
+    if triton_kernels() is None:
+        return []
     from compile_muon.kernels.gpu.launch import noting
 
     def on_meta(x: Tensor) -> Tensor:
@@ -66,7 +85,7 @@ def _jobs(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., 
 
     with noting(device) as launches, without_modes():
         runs(*tree_map_only(Tensor, on_meta, arguments))
-    return jobs_of(launches, triton.runtime.driver.active.get_current_target(), triton_cache(device))
+    return _jobs_of(device, launches)
 
 
 #: and what launches their kernels, of tensors on "meta"

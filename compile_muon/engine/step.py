@@ -25,6 +25,7 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step_agreement import Agreement
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import Trained
+from compile_muon.engine.writes_ahead import compile_writes
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.collectives import Traffic
 
@@ -41,6 +42,7 @@ class Step(Trained):
         norm: the same as the host knows it, NaN before.
         pending: checks and agreement that the host has not read yet, and names of the directions that were used.
         recorded: steps as CUDA graphs; None where there are none.
+        compiles_writes: at the next backward that has generated code.
     """
 
     fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
@@ -48,6 +50,15 @@ class Step(Trained):
     norm: float = float("nan")
     pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
     recorded: Recorded | None = None
+    compiles_writes: bool = True
+
+    def before_backward(self) -> None:
+        """Ahead of each backward graph; of the first one with generated code, which is compiled then, kernels of the
+        step are, too."""
+        self.sync_momentum()
+        if self.compiles_writes and self.ledger.options.codegen == "inductor":
+            self.compiles_writes = False
+            compile_writes(self)
 
     def run(self) -> bool:
         """One step on what ``.grad`` holds; returns whether it was not left out.

@@ -1,0 +1,79 @@
+"""The kernels that write weights in ``step()`` compile in Inductor's worker processes while it compiles backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compile_muon.engine.pieces import Matrices
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.trained import Trained
+from compile_muon.kernels import Averages, muon_apply
+from compile_muon.passes.ahead import compile_launches
+from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.methods import MatrixMethod
+
+if TYPE_CHECKING:
+    from compile_muon.kernels.gpu.launch import Launch
+
+__all__ = ["compile_writes", "launches_of_writes"]
+
+
+def compile_writes(trained: Trained) -> None:
+    """Begin to compile the kernels of :func:`launches_of_writes`; without workers the first launch does."""
+    if trained.device.type == "cuda":
+        compile_launches(trained.device, lambda: list(launches_of_writes(trained, trained.device)))
+
+
+def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launch]:
+    """A launch of each kernel that ``commit_weights`` may start, in ``launch.noting``.
+
+    Where a direction begins in memory depends on what exchanged it, so aligned shards have both kernels.
+
+    Args:
+        device: of the launches.
+    """
+    from compile_muon.kernels.gpu.launch import noting
+
+    for group in trained.optimizer.param_groups:
+        method = trained.method(group)
+        own = [trained.sharded_params[param] for param in group["params"]]
+        matrices = Matrices(method, group, {}, lambda rows, cols: 1.0) if isinstance(method, MatrixMethod) else None
+        if not own or matrices is None or not matrices.plain:
+            continue
+        moved = matrices.joint and trained.state_provider.all_resident
+        on_device = torch.empty(3, dtype=torch.float64, device="meta").unbind()  # as CUDA graphs have them
+        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:
+            with noting(device) as launches:
+                _write(own, *rates, moved=moved, later=trained.ledger.checks_later)
+            for launch in launches:
+                yield launch
+                yield replace(launch, constants=launch.constants | {"WIDE": False})
+
+
+def _write(
+    own: Sequence[ShardedParam],
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    weight: float | Tensor,
+    *,
+    moved: bool,
+    later: bool,
+) -> None:
+    """As ``commit_weights`` does on CUDA, on "meta"."""
+
+    def like(sharded: ShardedParam, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(sharded.local, dtype=dtype, device="meta")
+
+    weights = [like(a, decode_dtype(a.spec.state_dtype if a.spec.master else a.spec.dtype)) for a in own]
+    directions = [like(a, decode_dtype(a.spec.muon_settings.dtype)) for a in own]
+    momenta = [like(a, a.momentum.dtype) for a in own] if moved else []
+    averages = Averages(momenta, [like(a, decode_dtype(a.spec.dtype)) for a in own], weight) if moved else None
+    muon_apply(
+        weights, directions, lr=lr, weight_decay=weight_decay, scale=1.0, averages=averages,
+        found_inf=torch.empty((), device="meta") if later else None,
+    )  # fmt: skip
