@@ -24,7 +24,7 @@ from compile_muon.engine.dtensors import edits_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.resident import keep_fresh
 from compile_muon.engine.sharded_param import ShardedParam, receiving, sharded_param_of
-from compile_muon.engine.speculation import Speculation
+from compile_muon.engine.speculation import Speculation, memory_of
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import (
     LOWERING_PASSES,
@@ -257,7 +257,9 @@ class BackwardGraph:
         for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
-            sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches))
+            output = self.grads[index].output
+            gradient = None if output is None else memory_of(results[output])
+            sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches, gradient))
         for ledger, number in Counter([sharded_params[index].ledger for index in extras.directions]).items():
             ledger.count(speculated=number)
         if sharded_params:

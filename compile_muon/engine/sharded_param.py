@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from compile_muon.agreement.status import TRAINING
 from compile_muon.engine.dtensor_parameter import raw_gradient
 from compile_muon.engine.dtensors import contiguous_stride, edits_of, like_parameter, local_tensor
-from compile_muon.engine.speculation import Speculations
+from compile_muon.engine.speculation import Speculations, memory_of
 from compile_muon.engine.sums import UnreducedSums
 from compile_muon.engine.visits import Visits
 from compile_muon.passes.eager_traffic import traffic_of_reduction
@@ -277,18 +277,29 @@ class ShardedParam:
         self._watched = True
         reference = weakref.ref(self)
 
-        def arriving(_: Tensor) -> None:
+        def arriving(grad: Tensor) -> None:
             if sharded := reference():
-                sharded.begin_backward(current_backward())
+                if sharded.spec.layout.accumulates:  # of others no sum is kept that an edit would spoil
+                    sharded.begin_backward(current_backward())
+                sharded.compare(grad)
 
         def delivered(_: Tensor) -> None:
             if sharded := reference():
+                if len(sharded.param._backward_hooks or ()) > 1:  # one behind ours may have returned another gradient
+                    sharded.compare(sharded.grad)
                 sharded.keep_gradient()
                 sharded.sums.deliver(current_backward(), sharded.grad)
 
-        if self.spec.layout.accumulates:  # of others no sum is kept that an edit would spoil
+        if self.spec.layout.accumulates or later:
             self.param.register_hook(arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
+
+    def compare(self, grad: Tensor | None) -> None:
+        """Discard a direction unless ``grad``, which autograd adds to ``.grad``, is the very gradient that its graph
+        returned: other visits of the backward, a penalty, a hook or another backward make another one."""
+        made = self.speculations.current
+        if made is not None and (grad is None or made.gradient != memory_of(local_tensor(grad))):
+            self.ledger.discarded([self], "edited")
 
     def keep_gradient(self) -> None:
         """Move a gradient to which more will be added out of a CUDA graph, which writes the next one to its place. It

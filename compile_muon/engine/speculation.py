@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Speculation", "Speculations"]
+from compile_muon.engine.dtensors import edits_of, has_memory
+
+__all__ = ["Speculation", "Speculations", "memory_of"]
 
 #: steps in a row that threw a matrix's direction away until ``update="auto"`` makes none for it any more
 PATIENCE = 3
@@ -28,6 +30,7 @@ class Speculation(NamedTuple):
         edits: of the momentum until then.
         rates: momentum and all else that it was made with (:attr:`.ShardedParam.rates`).
         fetches: of the momentum until then, where it is not resident.
+        gradient: :func:`memory_of` the gradient that the graph returned.
     """
 
     direction: Tensor
@@ -35,6 +38,12 @@ class Speculation(NamedTuple):
     edits: int
     rates: tuple[float, ...]
     fetches: int = 0
+    gradient: tuple[int, int] | None = None
+
+
+def memory_of(gradient: Tensor) -> tuple[int, int]:
+    """Where a plain tensor is, and how often it has been edited: autograd adds gradients up elsewhere, or in place."""
+    return gradient.data_ptr() if has_memory(gradient) else 0, edits_of(gradient)
 
 
 @dataclass

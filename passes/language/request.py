@@ -36,11 +36,13 @@ class ReducedGrad:
         state_index: position of its state tensor among the graph's inputs.
         speculates: whether SPECULATE may be asked for: it is a Muon matrix, and all the graph does with its averaged
             gradient is return it.
+        output: position of that gradient among the graph's outputs; None unless it ``speculates``.
     """
 
     spec: ParamSpec
     state_index: int
     speculates: bool
+    output: int | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
         # What anything else reads is a gradient that the model computes with: step() orthogonalizes it.
         muon = reduction.spec.muon
         speculates = muon is not None and muon.speculates and set(reduction.node.users) == {output}
-        found.append(ReducedGrad(reduction.spec, positions[reduction.state], speculates))
+        returned = output.args[0].index(reduction.node) if speculates else None
+        found.append(ReducedGrad(reduction.spec, positions[reduction.state], speculates, returned))
     return tuple(found)
 
 
