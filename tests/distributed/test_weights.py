@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks
 from support.reference import full, world_and_rank
@@ -284,6 +286,66 @@ def test_sizes_are_those_of_hugging_face() -> None:
     for wrong in (0, -1, True, "5GiB", "GB", "five", 1.5):
         with pytest.raises(ConfigError, match="max_shard_size"):
             parse_size(wrong)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ what other classes write beside weights
+
+
+class Sized(nn.Module, PyTorchModelHubMixin):
+    """Of the Hub: its folder has the constructor's arguments."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Encoder(nn.Sequential):
+    """As sentence-transformers': a folder of modules, of which the first is Transformers' and saves itself."""
+
+    def save_pretrained(self, path: str, safe_serialization: bool = True) -> None:
+        self[0].save_pretrained(path, safe_serialization=safe_serialization)
+        save_file(self[1].state_dict(), Path(path) / "pooling.safetensors")
+        (Path(path) / "modules.json").write_text(json.dumps([type(module).__name__ for module in self]))
+
+
+def save_otherwise(folder: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Whole weights of both, on rank 0; and what an error on the first rank is on this one."""
+    sized, encoder = Sized(6), Encoder(gpt(), nn.Linear(8, 2))
+    weights = []
+    for model, name in ((sized, "sized"), (encoder, "encoder")):
+        compile_muon.MuonZero(model, stage=stage)
+        model.save_pretrained(f"{folder}/{name}")
+        weights.append(compile_muon.full_state_dict(model))
+    message = ""
+    try:
+        sized.save_pretrained(f"{folder}/sized/config.json")
+    except CheckpointError as error:
+        message = str(error)
+    except OSError:  # a single rank's own
+        pass
+    return weights[0], weights[1], message
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_a_class_with_a_layout_of_its_own_writes_it(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    found = ranks(world).run(save_otherwise, folder=str(tmp_path), stage=stage)
+    sized, encoder, _ = found[0]
+    loaded = Sized.from_pretrained(tmp_path / "sized")
+    assert loaded.up.out_features == 6 and all(torch.equal(sized[n], x) for n, x in loaded.state_dict().items())
+    assert json.loads((tmp_path / "encoder" / "modules.json").read_text()) == ["GPT2LMHeadModel", "Linear"]
+    inner = GPT2LMHeadModel.from_pretrained(tmp_path / "encoder").state_dict()
+    pooling = load_file(tmp_path / "encoder" / "pooling.safetensors")
+    assert all(torch.equal(encoder[f"0.{name}"], x) for name, x in inner.items())
+    assert all(torch.equal(encoder[f"1.{name}"], x) for name, x in pooling.items())
+    if world > 1:
+        assert all(re.search("weights were not saved: rank 0: .*Error", message) for _, _, message in found)
 
 
 # ---------------------------------------------------------------------------------- one rank, for itself
