@@ -8,16 +8,18 @@ that it is old (:func:`compile_muon.engine.dtensors.edits_of`).
 Before torch 2.13 a DTensor's operators never come to a subclass (:data:`_UNSEEN`). There what ``.data`` gives is of a
 class that hears of torch's functions instead, and edits by ``torch._foreach_*`` of parameters themselves do not count.
 
-What is computed of a sharded parameter is of this class, too, and so is its gradient. So the gradient of
-``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects, and a number of which
-this rank has a part, as of ``param.grad.norm()``, is not read for the whole.
+What is computed of a sharded parameter is of this class, too, and so is its gradient, in hooks as well. So the gradient
+of ``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects, a number of which
+this rank has a part, as of ``param.grad.norm()``, is not read for the whole, and a write to a slice that is a copy, as
+of rows that other ranks hold, is refused.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -29,8 +31,10 @@ from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
 from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, meets_plain_tensor
 
-__all__ = ["ShardedParameter", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
+__all__ = ["ShardedParameter", "carry_hooks", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
 
+#: whether a user's hook of a gradient runs
+_in_hook: ContextVar[bool] = ContextVar("in_hook", default=False)
 
 _GRAD: Any = torch.Tensor.grad
 #: ``param.grad`` as autograd keeps it. Every step asks some ten times a parameter, so no frame of Python is between.
@@ -46,12 +50,14 @@ class ShardedParameter(DTensor):
         origin: the parameter's name, and what was told of its model; of a copy and a view, too.
         averaging: placements of the gradients that ranks have of the whole, and the divisor of their sum; of what is
             computed of a parameter, too.
+        copy_of: the name of a tensor of which this would be a view, were it not cut, and is a copy.
     """
 
     uncounted_edits: int = 0
     origin: tuple[str, set[str]] | None = None
     averaging: tuple[Sequence[Placement], int] | None = None
     shown: weakref.ref[ShardedParameter] | None = None
+    copy_of: str | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,16 +69,23 @@ class ShardedParameter(DTensor):
             # PyTorch (2.14, 2.15) copies a matrix with fewer rows than ranks here, and edits of the copy are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
         if func._schema.is_mutable:
-            _count_edits(func, args, kwargs)
+            _note_edits(func, args, kwargs)
         change = _as_plain if _is_gradient(given) else _as_dtensor
         try:
             results = func(*tree_map(change, args), **tree_map(change, kwargs))
         except RuntimeError as error:
-            if not meets_plain_tensor(error):
-                raise
             name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
-            raise meets_plain(name, func.__name__) from error
-        return tree_map(lambda result: _derived(result, given), results)
+            if meets_plain_tensor(error):
+                raise meets_plain(name, func.__name__) from error
+            if isinstance(error, NotImplementedError):
+                raise UnsupportedModelError(f"{name}: {func.__name__} is not done with shards; {_WHOLE}") from error
+            raise
+        views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        return tree_map(lambda result: _derived(result, given, views=views), results)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As every tensor's; the hook is given a gradient as ``param.grad`` is."""
+        return super().register_hook(_OfGradient(hook, self.origin))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole, as a plain tensor; collective.
@@ -92,8 +105,7 @@ class ShardedParameter(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, or None."""
-        grad: Any = raw_gradient(self)
-        return _of_class(grad) if type(grad) is DTensor else grad
+        return cast("Tensor | None", _as_gradient(raw_gradient(self), self.origin))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -141,6 +153,44 @@ class ShardedParameter(DTensor):
         return plain.__reduce_ex__(protocol)
 
 
+class _OfGradient:
+    """A user's hook of a parameter's gradient.
+
+    Args:
+        origin: of the parameter.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], origin: tuple[str, set[str]] | None) -> None:
+        self.hook, self.origin = hook, origin
+
+    def __call__(self, grad: Any) -> Tensor | None:
+        token = _in_hook.set(True)
+        try:
+            return self.hook(_as_gradient(grad, self.origin))
+        finally:
+            _in_hook.reset(token)
+
+
+def carry_hooks(before: Tensor, after: Tensor) -> None:
+    """Hooks of a parameter and its gradient, set before sharding, are those of what stands for it; handles stay good."""
+    hooks: MutableMapping[int, Any] | None = before._backward_hooks
+    if hooks:
+        if isinstance(after, ShardedParameter):
+            hooks.update({key: _OfGradient(hook, after.origin) for key, hook in hooks.items()})
+        after._backward_hooks = hooks
+    accumulated: Any = getattr(before, "_post_accumulate_grad_hooks", None)
+    if accumulated:
+        cast("Any", after)._post_accumulate_grad_hooks = accumulated
+
+
+def _as_gradient(grad: Any, origin: tuple[str, set[str]] | None) -> Any:
+    if type(grad) is not DTensor:
+        return grad
+    found = _of_class(grad)
+    found.origin = None if origin is None else (f"gradient of {origin[0]}", origin[1])
+    return found
+
+
 class _Divided(torch.autograd.Function):
     """The same, whose gradient is divided."""
 
@@ -168,6 +218,11 @@ def meets_plain(names: str, where: str) -> UnsupportedModelError:
     )
 
 
+#: what to do instead of an operator that shards have not
+_WHOLE = (
+    "edit the whole of it, e.g. multiply by a mask of its shape, distribute_tensor(mask, x.device_mesh, x.placements), "
+    "or edit weights inside `with compile_muon.full_parameters(model, write=True)`"
+)
 #: through which Python reads values
 _READING = ["item", "tolist", "numpy", "__array__", "__format__"]
 _READING += ["__float__", "__int__", "__bool__", "__complex__", "__index__"]
@@ -305,21 +360,34 @@ def _memory(tensor: DTensor) -> int:
     return tensor._local_tensor.untyped_storage()._cdata
 
 
-def _count_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Note what an operator is about to edit, in the parameters whose memory that is."""
+def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Note what an operator is about to edit, in the parameters whose memory that is.
+
+    Raises:
+        UnsupportedModelError: it would edit a copy, and not what that is a part of.
+    """
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         for value in tree_leaves(given.get(argument.name)):
             if type(value) is ShardedParameter:
+                if value.copy_of is not None:
+                    raise UnsupportedModelError(
+                        f"{value.copy_of}: {func.__name__} edits a slice or view of it that crosses the ranks' shards "
+                        f"and is a copy: nothing of it would change; {_WHOLE}"
+                    )
                 param = value if value.shown is None else value.shown()
                 if param is not None and _memory(param) == _memory(value):  # not of a copy of a view
                     param.uncounted_edits += 1
 
 
-def _derived(result: Any, given: Sequence[Any]) -> Any:
-    """A result of an operator on ``given``, as what it is."""
+def _derived(result: Any, given: Sequence[Any], *, views: bool) -> Any:
+    """A result of an operator on ``given``, as what it is.
+
+    Args:
+        views: of plain tensors it would be a view of one of these.
+    """
     if type(result) is not DTensor:
         return result
     memory = _memory(result)
@@ -330,4 +398,9 @@ def _derived(result: Any, given: Sequence[Any]) -> Any:
     known = [v for v in given if type(v) is ShardedParameter]
     found.origin = next((v.origin for v in known if v.origin and (v is source or v.shape == found.shape)), None)
     found.averaging = next((v.averaging for v in known if v.averaging), None)
+    # Autograd adds gradients up in what views give it.
+    if views and known and (current_backward() < 0 or _in_hook.get()):
+        copied = known[0].copy_of if source is None else source.copy_of
+        name = known[0].origin[0] if known[0].origin else "a sharded tensor"
+        found.copy_of = copied or (name if source is None else None)
     return found

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 #: What a DTensor keeps among the attributes of its own, and what a ``ShardedParameter`` does.
-_OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown", "origin", "averaging"})
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown", "origin", "averaging", "copy_of"})
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -291,7 +291,7 @@ class ShardedParam:
                 sharded.sums.deliver(current_backward(), sharded.grad)
 
         if self.spec.layout.accumulates or later:
-            self.param.register_hook(arriving)
+            Tensor.register_hook(self.param, arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
 
     def compare(self, grad: Tensor | None) -> None:

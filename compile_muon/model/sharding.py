@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
-from compile_muon.engine.dtensor_parameter import ShardedParameter, sharded_parameter
+from compile_muon.engine.dtensor_parameter import ShardedParameter, carry_hooks, sharded_parameter
 from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_tensor, user_attributes
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.other_holders import make_stale
@@ -201,6 +201,8 @@ def shard_model(
             name, new, spec, momentum, hypers[name], resident, ledger, group, roles[name].placed,
             owners=owners.get(name, ()),
         )  # fmt: skip
+        if new is not param:
+            carry_hooks(param, new)
     install_readers(model, sharded_params)
     _drop_gradients(sharded_params)
     make_stale({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})
