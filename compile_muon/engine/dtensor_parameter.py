@@ -172,7 +172,7 @@ class _OfGradient:
 
 
 def carry_hooks(before: Tensor, after: Tensor) -> None:
-    """Hooks of a parameter and its gradient, set before sharding, are those of what stands for it; handles stay good."""
+    """Hooks that were set before sharding are those of what stands for the parameter now; their handles stay good."""
     hooks: MutableMapping[int, Any] | None = before._backward_hooks
     if hooks:
         if isinstance(after, ShardedParameter):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -110,13 +111,17 @@ class View:
         ((4, 2, 5), (2, 2, 5))
         """
         parts = [size] if split is None else list(split)
-        counts = list(heads) if isinstance(heads, Sequence) else [heads or 1] * len(parts)
-        if dim not in (0, 1):
+        counts = list(heads) if isinstance(heads, Sequence) else [1 if heads is None else heads] * len(parts)
+        for name, numbers in {"split": parts, "heads": counts, "groups": [groups]}.items():
+            for number in numbers:
+                if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+                    raise ValueError(f"{name} = {number!r}: must be a positive integer")
+        if isinstance(dim, bool) or dim not in (0, 1):
             raise ValueError(f"dim = {dim}: must be 0 for rows or 1 for columns")
-        if sum(parts) != size or min(parts) < 1:
+        if sum(parts) != size:
             raise ValueError(f"split = {parts}: adds up to {sum(parts)}, not to the {size} there are")
-        if len(counts) != len(parts) or min(counts) < 1:
-            raise ValueError(f"heads = {counts}: are not one positive number for each of {len(parts)} parts")
+        if len(counts) != len(parts):
+            raise ValueError(f"heads = {counts}: are not one number for each of {len(parts)} parts")
         blocks, start = [], 0
         for part, count in zip(parts, counts, strict=True):
             if part % count or part % groups:

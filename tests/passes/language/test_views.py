@@ -83,9 +83,13 @@ def test_the_matrices_with_most_work() -> None:
     [
         ({"split": [6, 5]}, "adds up to 11, not to the 12"),
         ({"heads": 5}, "12 rows are no whole number for each of 5 heads"),
-        ({"split": [6, 6], "heads": [2]}, "not one positive number for each of 2 parts"),
+        ({"split": [6, 6], "heads": [2]}, "not one number for each of 2 parts"),
         ({"split": [6, 6], "groups": 4}, "6 rows are no whole number for each of 4 groups"),
         ({"heads": 2, "dim": 2}, "must be 0 for rows or 1 for columns"),
+        ({"heads": 2, "dim": True}, "dim = True: must be 0"),
+        *(({"heads": n}, f"heads = {n!r}: must be a positive") for n in (0, -1, False, True, 2.0, "x")),
+        *(({"split": [6, n]}, f"split = {n!r}: must be a positive") for n in (0, True, 6.0)),
+        *(({"groups": n}, f"groups = {n!r}: must be a positive") for n in (0, True, 2.0)),
     ],
 )
 def test_what_does_not_fit(said: dict[str, Any], problem: str) -> None:
