@@ -281,7 +281,10 @@ class MuonZero(Optimizer):
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
         engine, step = self.engine, self.engine.step
-        return summarize(engine.params, engine.assignments, self.config, engine.mesh, step.outside, step.launched)
+        decayed = {n for group in self.param_groups if group["weight_decay"] for n in group["param_names"]}
+        return summarize(
+            engine.params, engine.assignments, self.config, engine.mesh, decayed, step.outside, step.launched
+        )
 
     def __repr__(self) -> str:
         rates = ("algorithm", "lr", "weight_decay", "momentum", "betas")

@@ -6,7 +6,7 @@ import io
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ class Row:
 
     Args:
         name, shape, algorithm, reason: as assigned.
-        decays: whether its weight decay is that of the configuration, and not 0.
+        decays: whether the weight decay of its parameter group is not 0.
         exchange: strategy of the update of matrices, "-" otherwise.
         bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
             (formula).
@@ -160,7 +160,7 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in found.items()}
 
 
-def _row(sharded: ShardedParam, assignment: Assignment, config: Config) -> Row:
+def _row(sharded: ShardedParam, assignment: Assignment, *, decays: bool) -> Row:
     muon = sharded.spec.muon
     work = 0.0
     if muon is not None:
@@ -171,7 +171,7 @@ def _row(sharded: ShardedParam, assignment: Assignment, config: Config) -> Row:
         shape=sharded.spec.layout.whole,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
-        decays=assignment.decays(vectors=config.adamw.decay_vectors),
+        decays=decays,
         exchange="-" if muon is None else muon.exchange,
         bytes_sent=_exchange_bytes(sharded.spec),
         multiply_adds=work,
@@ -183,18 +183,20 @@ def summarize(
     assignments: dict[str, Assignment],
     config: Config,
     mesh: Mesh | None,
+    decayed: Collection[str],
     outside: str | None = None,
     launched: str | None = None,
 ) -> Summary:
     """Collect the rows of a sharded model.
 
     Args:
+        decayed: names of parameters whose group has a weight decay.
         outside: why no step is recorded as a CUDA graph.
         launched: phases of methods whose steps are not, where others are.
     """
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
-        rows=tuple(_row(sharded, assignments[sharded.name], config) for sharded in sharded_params),
+        rows=tuple(_row(a, assignments[a.name], decays=a.name in decayed) for a in sharded_params),
         stage=config.zero.stage,
         world_size=1 if mesh is None else mesh.size,
         update="step" if config.zero.update == "step" else "backward",

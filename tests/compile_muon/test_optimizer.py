@@ -242,6 +242,16 @@ class Marked(nn.Module):
 
 
 @pytest.mark.parametrize("vectors", [False, True])
+def test_a_summary_says_what_decays_as_groups_do():
+    groups = [{"params": "hidden.*", "weight_decay": 0.5}, {"params": "head.*", "weight_decay": 0.0}]
+    optimizer = MuonZero(Marked(), groups=groups, weight_decay=0.1, adamw_weight_decay=0.1)
+    decays = {row.name: row.decays for row in optimizer.summary().rows}
+    assert decays == {name: g["weight_decay"] > 0 for g in optimizer.param_groups for name in g["param_names"]}
+    assert decays["hidden.bias"] and not decays["head.weight"]
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # as loops set it
+    assert not any(r.decays for r in optimizer.summary().rows if r.name in optimizer.param_groups[0]["param_names"])
+
+
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_vectors_do_not_decay_unless_they_are_told_to(vectors, algorithm):
     config = config_from_kwargs(adamw_decay_vectors=vectors, adamw_weight_decay=0.5)
