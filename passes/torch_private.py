@@ -55,6 +55,7 @@ __all__ = [
     "is_flex_attention",
     "is_from_local",
     "lacks_compiler",
+    "lacks_sharding",
     "mark_for_backward",
     "never_a_frame",
     "order_saved_values",
@@ -580,6 +581,11 @@ def compiled_autograd_active() -> bool:
         getattr(compiled_autograd, "compiled_autograd_enabled", False)
         or getattr(torch._dynamo.config, "compiled_autograd", False)
     )
+
+
+def lacks_sharding(error: RuntimeError) -> bool:
+    """Whether an operator has no way to compute with these DTensors."""
+    return isinstance(error, NotImplementedError) or any(x in str(error) for x in ("DTensor", "Sharding propagation"))
 
 
 def meets_plain_tensor(error: RuntimeError) -> bool:

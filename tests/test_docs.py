@@ -326,6 +326,9 @@ def kernels() -> dict[str, Any]:
     return {"x": x, "grad": x, "momentum": torch.zeros_like(x), "params": params, "updates": [params[0].clone()]}
 
 
+#: pages that train with a trainer, whose Python takes longest
+TRAINERS = ("transformers", "accelerate", "lightning")
+
 #: page to what is there before its first block
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": loop,
@@ -388,7 +391,9 @@ def test_every_page_with_python_has_its_stand_ins():
     assert {block.page for block in of("python") if block.runs} == STAND_INS.keys()
 
 
-@pytest.mark.parametrize("page", STAND_INS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (Path(page).stem in TRAINERS)) for page in STAND_INS]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_python_of_the_page_runs(page: str, place: Path) -> None:
     if page in OPTIONAL:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
-from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, meets_plain_tensor
+from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, lacks_sharding, meets_plain_tensor
 
 __all__ = ["ShardedParameter", "carry_hooks", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
 
@@ -68,6 +68,8 @@ class ShardedParameter(DTensor):
         if func is torch.ops.aten.t.default and args[0].ndim == 2:
             # PyTorch (2.14, 2.15) copies a matrix with fewer rows than ranks here, and edits of the copy are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
+        if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # of `x[:2] = 0`, which DTensor has not
+            func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
         if func._schema.is_mutable:
             _note_edits(func, args, kwargs)
         change = _as_plain if _is_gradient(given) else _as_dtensor
@@ -77,7 +79,7 @@ class ShardedParameter(DTensor):
             name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
             if meets_plain_tensor(error):
                 raise meets_plain(name, func.__name__) from error
-            if isinstance(error, NotImplementedError):
+            if lacks_sharding(error):
                 raise UnsupportedModelError(f"{name}: {func.__name__} is not done with shards; {_WHOLE}") from error
             raise
         views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
@@ -177,7 +179,7 @@ def carry_hooks(before: Tensor, after: Tensor) -> None:
     if hooks:
         if isinstance(after, ShardedParameter):
             hooks.update({key: _OfGradient(hook, after.origin) for key, hook in hooks.items()})
-        after._backward_hooks = hooks
+        after._backward_hooks, before._backward_hooks = hooks, None
     accumulated: Any = getattr(before, "_post_accumulate_grad_hooks", None)
     if accumulated:
         cast("Any", after)._post_accumulate_grad_hooks = accumulated

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compile_muon.agreement.status import TRAINING
-from compile_muon.engine.dtensor_parameter import raw_gradient
+from compile_muon.engine.dtensor_parameter import part_of, raw_gradient
 from compile_muon.engine.dtensors import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.engine.speculation import Speculations, memory_of
 from compile_muon.engine.sums import UnreducedSums
@@ -155,7 +155,8 @@ class ShardedParam:
     def _hold_momentum(self) -> None:
         """Be found by :attr:`momentum`, and have the tensor that users see of it."""
         own = self.spec.muon is None or self.spec.muon.resident_momentum
-        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if own else self.momentum
+        seen = part_of(self.param, "momentum_buffer", like_parameter(self.param, self.momentum.detach()))
+        self.momentum_buffer = seen if own else self.momentum
         hold(self.momentum, self)
 
     @property

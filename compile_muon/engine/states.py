@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from compile_muon.engine.dtensor_parameter import part_of
 from compile_muon.engine.dtensors import contiguous_stride
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes.exchange.owned import owned, state_shape
@@ -65,4 +66,4 @@ def new_state(sharded: ShardedParam, state: State) -> Tensor:
         view = sharded.spec.muon_settings.view
         own = row_state_shape(sharded.spec, own, view.count if view is not None and view.dim == 1 else 1)
     zeros = local.new_zeros(own, dtype=decode_dtype(sharded.spec.state_dtype))  # in plans, fake
-    return as_state(sharded, zeros, state.each)
+    return part_of(sharded.param, state.name, as_state(sharded, zeros, state.each))

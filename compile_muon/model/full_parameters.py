@@ -228,7 +228,9 @@ def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
         # Master values, not what the model computes with.
         specs = [sharded.spec for sharded in bucket]
         wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
-        found |= {id(sharded): whole for sharded, whole in zip(bucket, wholes, strict=True)}
+        # safetensors takes no part of a bucket.
+        alone = [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in wholes]
+        found |= {id(sharded): whole for sharded, whole in zip(bucket, alone, strict=True)}
     return found
 
 

@@ -241,7 +241,6 @@ class Marked(nn.Module):
         self.head = nn.Linear(6, 8)
 
 
-@pytest.mark.parametrize("vectors", [False, True])
 def test_a_summary_says_what_decays_as_groups_do():
     groups = [{"params": "hidden.*", "weight_decay": 0.5}, {"params": "head.*", "weight_decay": 0.0}]
     optimizer = MuonZero(Marked(), groups=groups, weight_decay=0.1, adamw_weight_decay=0.1)
@@ -252,6 +251,7 @@ def test_a_summary_says_what_decays_as_groups_do():
     assert not any(r.decays for r in optimizer.summary().rows if r.name in optimizer.param_groups[0]["param_names"])
 
 
+@pytest.mark.parametrize("vectors", [False, True])
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_vectors_do_not_decay_unless_they_are_told_to(vectors, algorithm):
     config = config_from_kwargs(adamw_decay_vectors=vectors, adamw_weight_decay=0.5)

@@ -184,8 +184,7 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
     ("world", "stage", "way"),
     [
         (1, 2, "merge_adapters"),
-        (2, 3, "by hand"),
-        *(pytest.param(2, 3, way, marks=pytest.mark.full) for way in ("block", "merge_adapters")),
+        *(pytest.param(2, 3, way, marks=pytest.mark.full) for way in ("by hand", "block", "merge_adapters")),
     ],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(

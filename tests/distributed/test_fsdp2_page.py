@@ -122,6 +122,7 @@ def test_both_columns_train_alike(ranks: Callable[[int], Ranks]) -> None:
         assert found[3] == pytest.approx(before[3], rel=1e-5)
 
 
+@pytest.mark.full
 def test_the_page_as_it_stands_trains_with_muon(ranks: Callable[[int], Ranks]) -> None:
     for logged, *_ in ranks(2).run(run, blocks=columns()[1], stage=None):
         assert logged[-1][0] < logged[0][0]

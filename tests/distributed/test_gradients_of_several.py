@@ -96,10 +96,12 @@ LOOPS: dict[Callable[[Net, int], None], tuple[bool, bool]] = {
 }
 
 
-def trained(stage: int, checks: str) -> dict[str, tuple[list[Tensor], bool]]:
+def trained(stage: int, checks: str, loops: list[str]) -> dict[str, tuple[list[Tensor], bool]]:
     """By loop: weights after all steps, and whether a direction of backward was used."""
     found: dict[str, tuple[list[Tensor], bool]] = {}
     for loop, (drops, _) in LOOPS.items():
+        if loop.__name__ not in loops:
+            continue
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Net()
@@ -117,12 +119,21 @@ def trained(stage: int, checks: str) -> dict[str, tuple[list[Tensor], bool]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage", "loops"),
+    [
+        (1, 1, [two_forwards, a_block_thrice, another_backward]),
+        (2, 3, [visits_that_differ, hooks_that_replace]),
+        *(pytest.param(world, stage, list(LOOPS), marks=pytest.mark.full) for world, stage in ((1, 1), (2, 1), (2, 3))),
+    ],
+)
 def test_next_step_is_in_step_whoever_else_made_a_gradient(
-    ranks: Callable[[int], Ranks], world: int, stage: int
+    ranks: Callable[[int], Ranks], world: int, stage: int, loops: list[Callable[[Net, int], None]]
 ) -> None:
-    results = [ranks(world).run(trained, stage=stage, checks=checks)[0] for checks in ("in_step", "next_step")]
-    for loop, (_, uses) in LOOPS.items():
+    given = {"stage": stage, "loops": [loop.__name__ for loop in loops]}
+    results = [ranks(world).run(trained, checks=checks, **given)[0] for checks in ("in_step", "next_step")]
+    for loop in loops:
+        uses = LOOPS[loop][1]
         (expected, _), (weights, used) = (result[loop.__name__] for result in results)
         assert all(map(torch.equal, weights, expected)), loop.__name__
         assert used or not uses, loop.__name__

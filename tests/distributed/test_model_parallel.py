@@ -42,7 +42,7 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
     ("kind", "sizes", "settings"),
     [
         ("mixture", {"expert": 2}, {"stage": 1, "update": "step", "count": 8, "marked": True}),
-        ("mixture", {"expert": 2, "tensor": 2}, {"stage": 3, "update": "step"}),
+        pytest.param("mixture", {"expert": 2, "tensor": 2}, {"stage": 3, "update": "step"}, marks=pytest.mark.full),
         pytest.param("sliced", {"tensor": 2}, {"stage": 3, "codegen": "inductor"}, marks=pytest.mark.full),
     ],
     ids=str,

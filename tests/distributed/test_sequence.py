@@ -332,10 +332,11 @@ def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any]
     ("kind", "compiled", "each"),
     [
         ("Qwen3VL", False, [[32, 32], [24, 24]]),  # the largest image to one rank, the others to the other
-        pytest.param("Qwen2VL", True, None, marks=pytest.mark.full),
-        pytest.param("Llava", False, [[2, 2], [2, 2]], marks=pytest.mark.full),
+        ("Qwen2VL", True, None),
+        ("Llava", False, [[2, 2], [2, 2]]),
     ],
 )
+@pytest.mark.full
 def test_whole_images_are_dealt_out_and_cross_borders(ranks, kind, compiled, each) -> None:  # type: ignore[no-untyped-def]
     found = ranks(2).run(trained_on_images, kind=kind, compiled=compiled)
     assert [problems for problems, _ in found] == [{}, {}]
@@ -396,7 +397,7 @@ def checked(*, counts: bool, compiled: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("counts", "compiled"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("counts", "compiled"), [pytest.param(False, True, marks=pytest.mark.full), (True, False)])
 def test_a_check_tells_blocks_that_count_positions_by_themselves(ranks, counts, compiled) -> None:  # type: ignore[no-untyped-def]
     for said in ranks(2).run(checked, counts=counts, compiled=compiled):
         assert ("changes what Masked computes" in said) == counts

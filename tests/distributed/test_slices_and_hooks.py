@@ -105,6 +105,11 @@ def test_an_edit_of_a_part_lands_or_is_refused_by_name(ranks: Callable[[int], Ra
         assert not found, "\n".join(found)
 
 
+def tripled(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(3)
+
+
 def hooked(stage: int) -> dict[str, Any]:
     model, seen = net(), dict[str, Any]()
 
@@ -124,7 +129,7 @@ def hooked(stage: int) -> dict[str, Any]:
 
     before = model[0].weight.register_hook(lambda grad: 2 * grad)
     removed = model[0].weight.register_hook(lambda grad: 1000 * grad)
-    model[2].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(3))
+    model[2].weight.register_post_accumulate_grad_hook(tripled)
     compile_muon.MuonZero(model, stage=stage, ns_dtype="float32")
     removed.remove()
     model[2].weight.register_hook(reads)

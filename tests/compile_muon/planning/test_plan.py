@@ -476,7 +476,7 @@ def test_gradients_and_weights_travel_to_a_host_that_computes_adamw_in_place_of_
     assert timed.offload_waits["step"] == pytest.approx(7 * weights / 1e3, rel=0.05)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), "nvme"])
 def test_a_plan_plays_what_its_config_offloads(device: str, one_trace: Trace) -> None:
     found = played(one_trace, {"disk_bandwidth": 1e8}, device=device, nvme_path="/tmp")
     assert 0 < sum(found.offload_waits.values()) == pytest.approx(found.exposed["offload"])
