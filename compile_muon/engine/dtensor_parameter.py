@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -175,7 +175,7 @@ class _OfGradient:
 
 def carry_hooks(before: Tensor, after: Tensor) -> None:
     """Hooks that were set before sharding are those of what stands for the parameter now; their handles stay good."""
-    hooks: MutableMapping[int, Any] | None = before._backward_hooks
+    hooks: dict[int, Any] | None = before._backward_hooks
     if hooks:
         if isinstance(after, ShardedParameter):
             hooks.update({key: _OfGradient(hook, after.origin) for key, hook in hooks.items()})

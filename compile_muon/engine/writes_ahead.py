@@ -46,8 +46,8 @@ def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launc
         if not own or matrices is None or not matrices.plain:
             continue
         moved = matrices.joint and trained.state_provider.all_resident
-        on_device = torch.empty(3, dtype=torch.float64, device="meta").unbind()  # as CUDA graphs have them
-        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:
+        on_device: tuple[float | Tensor, ...] = torch.empty(3, dtype=torch.float64, device="meta").unbind()
+        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:  # CUDA graphs'
             with noting(device) as launches:
                 _write(own, *rates, moved=moved, later=trained.ledger.checks_later)
             for launch in launches:

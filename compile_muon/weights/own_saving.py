@@ -54,7 +54,8 @@ def save_by_class(model: nn.Module, folder: str | os.PathLike) -> None:
 def _has_same_layout(module: nn.Module) -> bool:
     """Whether the class saves by a method that compile_muon's stands for, and not by one of its own."""
     known = [getattr(sys.modules.get(library), name, None) for library, name in _SAME_LAYOUT]
-    return type(module).save_pretrained in [cls.save_pretrained for cls in known if cls is not None]
+    own: Any = type(module)
+    return own.save_pretrained in [cls.save_pretrained for cls in known if cls is not None]
 
 
 def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
