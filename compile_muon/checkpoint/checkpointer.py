@@ -295,7 +295,10 @@ class Checkpointer:
     def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
         """The newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
-        views = ranks.gather(self.steps())
+        asked, views = zip(*ranks.gather((step, self.steps())), strict=True)
+        if len(set(asked)) > 1:
+            said = by_rank([str(each) for each in asked])
+            raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
         present = views[0]
         blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:
@@ -313,6 +316,11 @@ class Checkpointer:
                 with ranks.together("damaged checkpoint"):
                     manifest = Manifest.read(place)
                 assert manifest is not None
+                if found := ranks.compare({"manifest": manifest.digest}):
+                    raise CheckpointError(
+                        f"{place}: ranks see different checkpoints of step {candidate} ({by_rank(found['manifest'])}): "
+                        f"nothing was loaded; {_SHARE}, and wait until all of them see what was saved last"
+                    )
                 with ranks.together("damaged checkpoint"):
                     if manifest.step != candidate:
                         raise DamagedError(f"{place}: holds the checkpoint of step {manifest.step}")

@@ -18,6 +18,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from compile_muon.checkpoint.writer import Writer
 from compile_muon.errors import CheckpointError
 from compile_muon.files.disk import open_plain, sync_folder
 
@@ -42,6 +43,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(os.path.abspath(path))
+        self._writer = Writer(self.path)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending; none where there is no such folder."""
@@ -67,9 +69,11 @@ class Folder:
             The name of a file in it, which nothing left over from another run has; it says that the folder is ours as
             long as there is no manifest.
         Raises:
-            CheckpointError: something that no checkpointer wrote is in the way; it stays.
+            CheckpointError: something that no checkpointer wrote is in the way, and stays; or another process writes
+                into the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        self._writer.hold()
         for entry in list(self.path.iterdir()):
             if _LEFTOVER.fullmatch(entry.name) and _is_ours(entry):
                 _erase(entry)

@@ -74,6 +74,11 @@ class Manifest:
     aliases: dict[str, str]
     files: dict[str, FileFacts] = field(default_factory=dict)
 
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ where any of it does."""
+        return _digest_of(asdict(self))[:16]
+
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, onto the disk."""
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}

@@ -248,6 +248,23 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: Callable[[int], 
         assert untouched and loaded
 
 
+def load_unlike_steps(folder: str) -> tuple[str, bool]:
+    run = Run(2)
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        run.train(1)
+        checkpointer.save(step, run.model, run.optimizer)
+    before = run.state()
+    step = 1 + dist.get_rank()
+    return error_of(checkpointer.load, run.model, run.optimizer, step=step), same(before, run.state())
+
+
+def test_ranks_that_load_different_steps_are_told(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for message, untouched in ranks(2).run(load_unlike_steps, folder=str(tmp_path)):
+        assert "step = 1 on rank 0, 2 on rank 1: nothing was loaded; load the same step on every rank" in message
+        assert untouched
+
+
 def load_with_a_broken_scheduler(folder: str) -> tuple[str, bool]:
     run = Run(2, seed=4)
     run.train(1)

@@ -1,0 +1,67 @@
+"""One process writes into a folder at a time, and one that dies leaves it to the next."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import compile_muon
+from compile_muon import Checkpointer, CheckpointError
+from compile_muon.checkpoint.writer import LOCK
+
+HOLDER = """
+import fcntl, os, sys, time
+file = os.open(sys.argv[1], os.O_RDONLY if os.path.isdir(sys.argv[1]) else os.O_RDWR | os.O_CREAT)
+fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+if not os.path.isdir(sys.argv[1]):
+    os.write(file, b'{"process": %d, "host": "there", "since": "2026"}' % os.getpid())
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("locks", ["of folders", "of files"])
+def test_a_second_process_is_refused_until_the_first_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: str
+) -> None:
+    flock = fcntl.flock
+
+    def of_files(file: int, how: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(9, "as NFS says")
+        flock(file, how)
+
+    def hold(seconds: float) -> subprocess.Popen[str]:
+        command: list[Any] = [sys.executable, "-c", HOLDER, place, seconds]
+        return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    place = tmp_path
+    if locks == "of files":
+        monkeypatch.setattr(fcntl, "flock", of_files)
+        place = tmp_path / LOCK
+    model = nn.Linear(3, 2)
+    optimizer = compile_muon.MuonZero(model)
+    holder = hold(300)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    checkpointer = Checkpointer(tmp_path)
+    expected = rf"folder = .*process {holder.pid} on .*, since 20.*, writes there; end that run, or save into another"
+    with pytest.raises(CheckpointError, match=expected):
+        checkpointer.save(3, model, optimizer)
+    assert checkpointer.steps() == []
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    checkpointer.save(3, model, optimizer)
+    Checkpointer(tmp_path).save(4, model, optimizer)  # the same process
+    assert "BlockingIOError" in hold(0).communicate()[1]
+    checkpointer.save(5, model, optimizer)
+    assert checkpointer.steps() == [3, 4, 5]
+    del checkpointer
+    assert not (tmp_path / LOCK).exists() and hold(0).communicate()[0] == "held\n"
