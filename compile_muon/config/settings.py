@@ -51,6 +51,8 @@ __all__ = [
     "ALGORITHMS",
     "ARGUMENTS",
     "NO_MUON",
+    "PARTS",
+    "SETTINGS",
     "VIEWS",
     "AdamWConfig",
     "CompileConfig",
@@ -64,6 +66,8 @@ __all__ = [
     "ZeroConfig",
     "config_from_kwargs",
 ]
+
+C = TypeVar("C", bound=Checked)
 
 ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
@@ -475,29 +479,40 @@ class Config(Checked):
             yield config_error("ZeroConfig.update", self.zero.update, problem, 'use update="auto" or "step"')
 
 
-# -------------------------------------------------------------------------- MuonZero's keyword arguments
+# -------------------------------------------------------------------------- settings by name
 
 VIEWS = ("muon_views", "per_head_muon", "split_fused")
-#: MuonZero keyword argument -> (dataclass, field): the one table Python and JSON settings go through.
+#: MuonZero keyword argument -> (dataclass, field)
 ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     prefix + f.name: (owner, f.name)
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
     if (owner, f.name) != (MuonConfig, "ns")
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
+#: the same of the sections that only a config has: ``compile.enabled``
+PARTS: dict[str, tuple[type[Checked], str]] = {
+    f"{section}.{f.name}": (owner, f.name)
+    for section, owner in (
+        ("compile", CompileConfig),
+        ("mesh", MeshConfig),
+        ("expert_parallel", ExpertParallelConfig),
+        ("sequence_parallel", SequenceParallelConfig),
+    )
+    for f in fields(owner)
+}
+#: the one table Python and JSON settings go through
+SETTINGS = ARGUMENTS | PARTS
 
-#: and those that no config can say
+#: arguments of MuonZero that no config can say
 _OBJECTS = ("mesh", "norm_group", "weights", "init", "extensions")
-
-C = TypeVar("C", bound=Checked)
 
 
 class Given:
-    """Arguments of ``MuonZero`` as one source gives them, each under the name it has there.
+    """Settings as one source gives them, each under the name it has there.
 
     Attributes:
-        values: argument -> canonical value, of those that were right.
-        names: argument -> the name the user knows it by.
+        values: setting -> canonical value, of those that were right.
+        names: setting -> the name the user knows it by.
         mistakes: what was wrong so far.
         hints: paths of a config's keys that have no effect here.
         remarks: other warnings.
@@ -510,40 +525,50 @@ class Given:
         self.hints: list[str] = []
         self.remarks: list[str] = []
 
-    def put(self, argument: str, value: object, name: str) -> None:
-        """Check a setting and keep it; a second value for one argument must agree with the first."""
-        owner, field = ARGUMENTS[argument]
+    def put(self, setting: str, value: object, name: str) -> None:
+        """Check a setting and keep it; a second value for one setting must agree with the first."""
+        owner, field = SETTINGS[setting]
         with self.mistakes.collected():
             canonical = owner.checked(field, value, name)
-            known = self.values.setdefault(argument, canonical)
-            first = self.names.setdefault(argument, name)
+            known = self.values.setdefault(setting, canonical)
+            first = self.names.setdefault(setting, name)
             if known != canonical:
                 raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
 
-    def best(self, **rest: Any) -> Config:
+    def best(self, *, mesh: bool = False, **rest: Any) -> Config:
         """The ``Config`` of what was put, without what contradicts the rest of it, which is one more mistake.
 
         Args:
-            rest: fields of it that are no arguments of ``MuonZero``.
+            mesh: whether the source says something of a mesh.
+            rest: fields of it that are no settings of their own.
         """
-        paths = {f"{owner.__name__}.{field}": argument for argument, (owner, field) in ARGUMENTS.items()}
+        settings = {f"{owner.__name__}.{field}": setting for setting, (owner, field) in SETTINGS.items()}
         while True:
             try:
-                muon = self._build(MuonConfig, ns=self._build(NSConfig))
-                adamw, zero = self._build(AdamWConfig), self._build(ZeroConfig)
-                return self._build(Config, muon=muon, adamw=adamw, zero=zero, **rest)
+                if mesh:
+                    rest["mesh"] = self._build(MeshConfig)
+                return self._build(
+                    Config,
+                    muon=self._build(MuonConfig, ns=self._build(NSConfig)),
+                    adamw=self._build(AdamWConfig),
+                    zero=self._build(ZeroConfig),
+                    compile=self._build(CompileConfig),
+                    expert_parallel=self._build(ExpertParallelConfig),
+                    sequence_parallel=self._build(SequenceParallelConfig),
+                    **rest,
+                )
             except ConfigError as error:
                 before = len(self.values)
                 for each in error.errors:
-                    argument = paths.get(each.field, each.field)
-                    self.mistakes.add(each.renamed(self.names.get(argument, argument)))
-                    self.values.pop(argument, None)
+                    setting = settings.get(each.field, each.field)
+                    self.mistakes.add(each.renamed(self.names.get(setting, setting)))
+                    self.values.pop(setting, None)
                 if len(self.values) == before:  # it lies in `rest`
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
-        own = {field: argument for argument, (owner, field) in ARGUMENTS.items() if owner is kind}
-        return kind(**{f: self.values[a] for f, a in own.items() if a in self.values}, **rest)
+        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
+        return kind(**own, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:

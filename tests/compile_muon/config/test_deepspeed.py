@@ -31,8 +31,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import read_all
-from compile_muon.config.foreign import FOREIGN, refusal
-from compile_muon.config.sections import SECTIONS
+from compile_muon.config.vocabulary import FOREIGN, SECTIONS, refusal
 from compile_muon.errors import ConfigError
 from compile_muon.integrations.common import filled
 

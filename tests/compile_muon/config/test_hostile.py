@@ -18,9 +18,8 @@ from torch import nn
 from compile_muon import MuonZero, errors, initialize
 from compile_muon.config import CompileConfig, Config, ZeroConfig, load_config
 from compile_muon.config.elsewhere import OF_GROUPS, OF_OPTIMIZERS
-from compile_muon.config.foreign import FOREIGN
-from compile_muon.config.sections import SECTIONS
 from compile_muon.config.settings import ARGUMENTS
+from compile_muon.config.vocabulary import FOREIGN, SECTIONS
 from compile_muon.errors import ConfigError, MuonZeroError, MuonZeroWarning, UnsupportedModelError
 
 HUGE = 10**400
