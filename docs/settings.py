@@ -32,7 +32,7 @@ from compile_muon.config import (
     ZeroConfig,
 )
 from compile_muon.config.checked import Checked
-from compile_muon.config.groups import values_of_rate
+from compile_muon.config.groups import setting_of
 from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.config.vocabulary import KEYS
 from compile_muon.passes.methods import METHODS
@@ -160,7 +160,7 @@ def rates_of_methods(page: str) -> list[Row]:
     for method in METHODS:
         for rate in method.rates:
             if rate.meaning:
-                row = rate.name, as_json(rate.default), values_of_rate(rate), markdown(rate.meaning, page, {})
+                row = rate.name, as_json(rate.default), setting_of(rate)["values"](), markdown(rate.meaning, page, {})
                 found.setdefault(row, []).append(f'`"{method.name}"`')
     few = 4  # a row of more is one of nearly all
     return [

@@ -17,7 +17,7 @@ from compile_muon.config.checked import Checked
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
-from compile_muon.config.settings import SETTINGS, Config, MeshConfig
+from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig
 from compile_muon.config.vocabulary import KEYS, SECTIONS
 from compile_muon.errors import ConfigError, config_error
 
@@ -48,20 +48,20 @@ def run(path: Path) -> int:
         The exit code: 0, or 1 where something is left to do, or 2 where there is nothing to read.
     """
     try:
-        reading = read_all(path)
+        config, given = read_all(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    written = _written(reading.config)
-    for wrong in reading.errors:
+    written, errors = _written(config), given.mistakes.found
+    for wrong in errors:
         if wrong.field == "optimizer.type" or (wrong.field in FILLED and wrong.shown == repr("auto")):
-            _keep(written, reading.source, wrong.field)
-    if reading.errors:
-        print("left to do:", *reading.errors, sep="\n  ", file=sys.stderr)
-    for remark in reading.remarks:
+            _keep(written, given.source, wrong.field)
+    if errors:
+        print("left to do:", *errors, sep="\n  ", file=sys.stderr)
+    for remark in given.remarks:
         print(remark, file=sys.stderr)
     print(json.dumps(written, indent=2))
-    return 1 if reading.errors else 0
+    return 1 if errors else 0
 
 
 def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
@@ -75,7 +75,7 @@ def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> Non
 def _written(config: Config) -> dict[str, Any]:
     if callable(config.muon_params):
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
-    parts = {type(part): part for part in (config, config.muon.ns, config.mesh or MeshConfig())}
+    parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
     parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
     given = {
         setting: value

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,10 +43,10 @@ from compile_muon.config.settings import (
 )
 from compile_muon.config.sources import as_mapping
 from compile_muon.config.vocabulary import KEYS, is_off, parameters, read_keys
-from compile_muon.errors import ConfigError, config_error, printable, raise_all, shown, warn_user
+from compile_muon.errors import config_error, printable, shown, warn_user
 from compile_muon.passes.methods import MatrixMethod, method_names
 
-__all__ = ["Reading", "load_config", "read_all"]
+__all__ = ["load_config", "read_all"]
 
 _HINTS_SHOWN = 100
 _PARAMS = "optimizer.params"
@@ -56,24 +56,6 @@ _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 #: Settings nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = {name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)}
 _MUON_ONLY |= {"muon_params", "method", *VIEWS}
-
-
-class Reading(NamedTuple):
-    """What there is in a config.
-
-    Attributes:
-        source: the keys and values as they were given.
-        config: all that could be taken over.
-        hints: paths of the keys that have no effect here.
-        remarks: what may be meant otherwise.
-        errors: about the rest.
-    """
-
-    source: Mapping[str, Any]
-    config: Config
-    hints: list[str]
-    remarks: list[str]
-    errors: list[ConfigError]
 
 
 def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Config:
@@ -95,21 +77,21 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     """
     if isinstance(source, Config):
         return source
-    reading = read_all(source)
-    raise_all(reading.errors)
-    for remark in reading.remarks:
+    config, given = read_all(source)
+    given.mistakes.raise_all()
+    for remark in given.remarks:
         warn_user(remark)
-    return reading.config
+    return config
 
 
-def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
-    """:func:`load_config` of the settings that are right, with a list of those that are not.
+def read_all(source: str | os.PathLike | Mapping[str, Any]) -> tuple[Config, Given]:
+    """:func:`load_config` of the settings that are right, and what is wrong with the rest.
 
     Raises:
         ConfigError: there is nothing to read: the file is missing or not JSON, or the whole is not an object.
     """
     given = Given()
-    values = as_mapping(source, given.mistakes)
+    given.source = values = as_mapping(source, given.mistakes)
     keys = read_keys(given, values)
     params = {path.removeprefix(f"{_PARAMS}."): value for path, value in keys.items() if path.startswith(_PARAMS)}
     algorithm = _read_algorithm(given, keys.get("optimizer.type", "Muon"), values.get("optimizer"))
@@ -126,10 +108,11 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         _remark_on_defaults(given, sizes, algorithm, "optimizer" in values)
     scheduler = _read_scheduler(given, keys, algorithm)
     config = given.best(mesh="mesh" in values, algorithm=algorithm, scheduler=scheduler)
-    more = f" and {len(given.hints) - _HINTS_SHOWN} more" if len(given.hints) > _HINTS_SHOWN else ""
-    listed = ", ".join(hint[:_HINTS_SHOWN] for hint in given.hints[:_HINTS_SHOWN])
-    remarks = [printable(f"no effect here: {listed}{more}")] if given.hints else []
-    return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
+    if given.hints:
+        more = f" and {len(given.hints) - _HINTS_SHOWN} more" if len(given.hints) > _HINTS_SHOWN else ""
+        listed = ", ".join(hint[:_HINTS_SHOWN] for hint in given.hints[:_HINTS_SHOWN])
+        given.remarks.insert(0, printable(f"no effect here: {listed}{more}"))
+    return config, given
 
 
 def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
@@ -282,26 +265,21 @@ def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> Sc
     params = {}
     for key, value in said.items():
         with given.mistakes.collected():
-            params[key] = _read_param(kind, key, value, algorithm)
+            if key not in parameters(kind):
+                remedy = f"remove it: there are {', '.join(parameters(kind))}"
+                raise config_error(at + key, value, f"is not a parameter of {kind.__name__}", remedy)
+            if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
+                if len(value) != 1:
+                    problem = "is a list, and AdamW trains everything here"
+                    raise config_error(at + key, value, problem, "write one number")
+                value = value[0]
+            params[key] = value
     if kind.rate_key in params or kind.rate_key not in said:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
                 _put_rates(given, rates, at + kind.rate_key, algorithm, written=kind.rate_key in said)
     return kind.read(params, given.mistakes, "scheduler.params")
-
-
-def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:
-    """One value of ``scheduler.params``; a list of one, for DeepSpeed's one group under "AdamW", is what is in it."""
-    path = f"scheduler.params.{key}"
-    if key not in parameters(kind):
-        remedy = f"remove it: there are {', '.join(parameters(kind))}"
-        raise config_error(path, value, f"is not a parameter of {kind.__name__}", remedy)
-    if algorithm != "adamw" or not isinstance(value, (list, tuple)):
-        return value
-    if len(value) != 1:
-        raise config_error(path, value, "is a list, and AdamW trains everything here", "write one number")
-    return value[0]
 
 
 def _put_rates(given: Given, value: object, path: str, algorithm: str, *, written: bool) -> None:

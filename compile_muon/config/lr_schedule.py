@@ -33,7 +33,6 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "check_rates",
-    "check_stepped",
 ]
 
 Rates = float | tuple[float, float]
@@ -102,29 +101,12 @@ class ScheduleConfig(Checked):
         shares: list[Callable[[int], float]] = []
         lowest: Rates = getattr(self, self.low_key, 0.0)
         for group in optimizer.param_groups:
-            own, muon = (
-                float(group.get("initial_lr", group["lr"])),
-                group.get("algorithm") in method_names(MatrixMethod),
-            )
-            low = lowest[0 if muon else 1] if isinstance(lowest, tuple) else lowest
+            half = 0 if group.get("algorithm") in method_names(MatrixMethod) else 1
+            own = float(group.get("initial_lr", group["lr"]))
+            low = lowest[half] if isinstance(lowest, tuple) else lowest
             # Unlike a lambda it can be pickled, and in a state it is an empty dict.
             shares.append(partial(_share, self, own, low))
         return LambdaLR(optimizer, shares)
-
-
-def check_stepped(scheduler: LRScheduler, since: int | None) -> None:
-    """DeepSpeed's engine steps the schedule of its configuration behind each step of the optimizer; a loop must.
-
-    Args:
-        since: where it was in the last step.
-    Raises:
-        ConfigError: it did not.
-    """
-    if scheduler.last_epoch == since:
-        raise config_error(
-            "scheduler", scheduler.last_epoch, "was not stepped since the last optimizer.step()",
-            "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
-        )  # fmt: skip
 
 
 def _share(schedule: ScheduleConfig, own: float, low: float, step: int) -> float:

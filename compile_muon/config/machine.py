@@ -18,7 +18,6 @@ from compile_muon.config.checks import (
     check_integer,
     check_mapping,
     check_real,
-    check_share,
     taken,
     takes,
 )
@@ -36,6 +35,7 @@ Reader = Callable[[str, object], Any]
 C = TypeVar("C", bound=Costs)
 
 _positive = partial(check_real, positive=True)
+_share = partial(check_real, positive=True, most=1.0)
 _count = partial(check_integer, low=1)
 _natural = partial(check_integer, low=0)
 
@@ -202,14 +202,14 @@ _LINK: dict[str, Reader] = {
     "within": partial(_or_none, _count),
     "bandwidth": _positive,
     "latency": check_real,
-    "fraction": check_share,
+    "fraction": _share,
     "bandwidths": _table,
 }
 _PROTOCOL: dict[str, Reader] = {
     "name": _text,
     "start_seconds": check_real,
     "latencies": partial(_list, check_real),
-    "fraction": check_share,
+    "fraction": _share,
     "tree": check_boolean,
 }
 _KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, check_real, check_real))
@@ -222,7 +222,7 @@ READERS: dict[str, Reader] = {
     "name": _text,
     "device": partial(_one_of, ("cuda", "cpu")),
     "memory_bytes": _count,
-    "attention_fraction": partial(_or_none, check_share),
+    "attention_fraction": partial(_or_none, _share),
     "attention_rates": _tables,
     "function_seconds": check_real,
     "host_seconds": lambda path, value: _fields(f"{path}.", value, _HOST),
@@ -240,9 +240,9 @@ READERS: dict[str, Reader] = {
     "kernel_seconds": _positive,
     "rates": partial(_filled, _tables),
     "links": _links,
-    "memory_fraction": check_share,
+    "memory_fraction": _share,
     "product_starts": partial(_by_dtype, _positive),
-    "rate_fractions": partial(_table, entry=check_share),
+    "rate_fractions": partial(_table, entry=_share),
     "bandwidths": _table,
     "start_seconds": check_real,
     "protocols": partial(_list, partial(_record, Protocol, _PROTOCOL)),

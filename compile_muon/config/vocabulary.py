@@ -214,7 +214,9 @@ def is_off(value: object, off: tuple[object, ...] = _OFF, heeded: tuple[str, ...
 
 def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | None:
     """The error about a key that is nearly one of ``heeded`` and asks for something."""
-    for key, entry in value.items() if isinstance(value, Mapping) and heeded else ():
+    if not isinstance(value, Mapping) or not heeded:
+        return None
+    for key, entry in value.items():
         if not isinstance(key, str):
             continue
         meant = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)

@@ -141,10 +141,10 @@ def test_values_are_canonical(given, canonical, tmp_path):
 #: What is said beyond the range.
 HINTS = [
     (NSConfig, "coefficients", "jordn", "did you mean 'jordan'"),
-    (NSConfig, "coefficients", (1.0, NAN, 2.0), "finite"),
+    (NSConfig, "coefficients", (1.0, NAN, 2.0), "triple of finite"),
     (NSConfig, "coefficients", [(1, 2, 3)] * 100, "100 triples; give at most 99"),
-    (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "mixes"),
-    (NSConfig, "coefficients", [(1, 2)] * 5, "takes 3"),
+    (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "triple of finite"),
+    (NSConfig, "coefficients", [(1, 2)] * 5, "triple of finite"),
     (NSConfig, "method", "gramm", "did you mean 'gram'"),
     (MuonConfig, "lr", "auto", "Hugging Face"),
     (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
@@ -505,7 +505,7 @@ def test_adamw_takes_lr_decay_betas_and_eps_and_keeps_the_engine(prefix):
     ("text", "field", "word"),
     [
         ("{", "config", "line 1"),
-        ("\udcff\udcfe\0", "config", "not JSON"),
+        ("\udcff\udcfe\0", "config", "cannot be read"),
         ("[]", "config", "object"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping", "twice"),
         ('{"gradient_clipping": NaN}', "gradient_clipping", "finite"),

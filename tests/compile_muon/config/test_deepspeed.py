@@ -173,7 +173,7 @@ def test_sample_is_refused_with_all_its_problems_at_once(name):
 def test_all_that_is_auto_and_read_is_filled_in_by_a_trainer(name):
     stand_ins = {"optimizer.params.betas": [0.9, 0.99], "bf16.enabled": True}
     automatic = {tuple(path.split(".")): stand_ins.get(path, 1) for path in FILLED}
-    errors = read_all(filled(SAMPLES[name], automatic, defaults={})).errors
+    errors = read_all(filled(SAMPLES[name], automatic, defaults={}))[1].mistakes.found
     assert {error.field for error in errors} == set(REFUSED.get(name, "").split()) - set(FILLED)
 
 
@@ -365,13 +365,13 @@ def left_to_do(printed: str) -> list[str]:
 def test_command_prints_what_it_can_and_lists_what_is_left(capsys, name):
     assert main(["convert", str(SAMPLES[name])]) == 1
     printed = capsys.readouterr()
-    reading = read_all(SAMPLES[name])
-    assert left_to_do(printed.err) == [str(error) for error in reading.errors]
-    assert not reading.hints or f"no effect here: {', '.join(reading.hints)}" in printed.err.splitlines()
+    given = read_all(SAMPLES[name])[1]
+    assert left_to_do(printed.err) == [str(error) for error in given.mistakes.found]
+    assert not given.hints or f"no effect here: {', '.join(given.hints)}" in printed.err.splitlines()
     # What stays is what is left to do as well: "auto" that a trainer fills in, and an optimizer that is none of ours.
-    stays = [error for error in reading.errors if error.shown == "'auto'" or error.field == "optimizer.type"]
-    again = read_all(json.loads(printed.out))
-    assert sorted(map(str, again.errors)) == sorted(map(str, stays))
+    stays = [error for error in given.mistakes.found if error.shown == "'auto'" or error.field == "optimizer.type"]
+    again = read_all(json.loads(printed.out))[1]
+    assert sorted(map(str, again.mistakes.found)) == sorted(map(str, stays))
     assert not again.hints
 
 
