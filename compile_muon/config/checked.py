@@ -87,7 +87,7 @@ class Checked:
             mistakes.add(error)
         mistakes.raise_all()
 
-    def wrong(self, name: str, problem: str, remedy: str) -> ConfigError:
+    def contradiction(self, name: str, problem: str, remedy: str) -> ConfigError:
         """The error about a field."""
         return config_error(f"{type(self).__name__}.{name}", getattr(self, name), problem, remedy)
 

@@ -64,7 +64,7 @@ class OffloadConfig(Checked):
         """A file needs a folder."""
         if self.device == "nvme" and self.nvme_path is None:
             problem = "is a file, and nvme_path says of no folder"
-            yield self.wrong("device", problem, 'give "nvme_path", or use "cpu"')
+            yield self.contradiction("device", problem, 'give "nvme_path", or use "cpu"')
 
 
 @takes('"cpu", or fields of OffloadConfig')

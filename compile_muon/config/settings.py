@@ -152,7 +152,7 @@ class NSConfig(Checked):
             length, problem = len(self.coefficients) if triples else None, "has {} triples for {} steps"
         if length is not None and self.steps not in (None, length):
             problem, remedy = problem.format(length, self.steps), f"set ns_steps={length}, or leave ns_steps out"
-            yield self.wrong("coefficients", problem, remedy)
+            yield self.contradiction("coefficients", problem, remedy)
 
 
 @dataclass(frozen=True)
@@ -281,13 +281,13 @@ class ZeroConfig(Checked):
         """A comparison of what does not exist."""
         if self.check_replicas is not None and self.stage == 3:
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
-            yield self.wrong("check_replicas", problem, "leave it out, or use stage 2")
+            yield self.contradiction("check_replicas", problem, "leave it out, or use stage 2")
         if self.offload_param and self.stage != 3:
             problem = f"is of weights that are gathered for each use, and at stage {self.stage} they are resident"
-            yield self.wrong("offload_param", problem, "use stage 3, or leave it out")
+            yield self.contradiction("offload_param", problem, "use stage 3, or leave it out")
         if self.offload_param and self.shard_state_over == "all":
             problem = 'is of what gathers start from, and shard_state_over = "all" keeps copies of that on the device'
-            yield self.wrong("offload_param", problem, 'use shard_state_over = "shard", or leave it out')
+            yield self.contradiction("offload_param", problem, 'use shard_state_over = "shard", or leave it out')
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class MeshConfig(Checked):
         """Only one axis can be the rest."""
         rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
         if len(rest) > 1:
-            yield self.wrong(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
+            yield self.contradiction(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
 
 
 @dataclass(frozen=True)
@@ -362,13 +362,13 @@ class SequenceParallelConfig(Checked):
     def contradictions(self) -> Iterator[ConfigError]:
         """Blocks that nothing is cut in."""
         if self.size == 1 and self.blocks is not None:
-            yield self.wrong("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
+            yield self.contradiction("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
         if self.inputs == "sharded" and self.joined:
             problem = "would be all positions, where ranks are given, and have labels of, their own"
-            yield self.wrong("joined", problem, "leave it out")
+            yield self.contradiction("joined", problem, "leave it out")
         if self.inputs == "sharded" and self.attention != "heads":
             problem = "gives ranks two pieces of a sequence, and loaders cut it into one for each"
-            yield self.wrong("attention", problem, 'use inputs="whole"')
+            yield self.contradiction("attention", problem, 'use inputs="whole"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,19 +445,21 @@ class Config(Checked):
         """Settings that nothing would read, or that exclude each other."""
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
-            yield self.compile.wrong("cuda_graphs", problem, "leave one of them out")
+            yield self.compile.contradiction("cuda_graphs", problem, "leave one of them out")
         shared = self.sequence_parallel
         if shared.size > 1 and self.muon.qk_clip is not None and (shared.attention != "heads" or shared.blocks):
             problem = "notes logits where ranks exchange heads of Transformers' attention"
             remedy = 'leave one of the two out, or sequence_parallel.blocks, and use "attention": "heads"'
-            yield self.muon.wrong("qk_clip", problem, remedy)
+            yield self.muon.contradiction("qk_clip", problem, remedy)
         if self.algorithm == "muon":
             return
         for name in ("muon", "muon_params", "method"):
             if getattr(self, name) != getattr(Config, name):
-                yield self.wrong(name, NO_MUON, 'leave it out, or set algorithm="muon"')
+                yield self.contradiction(name, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
-            yield self.zero.wrong("update", f"{NO_MUON}, and AdamW updates in step()", 'use update="auto" or "step"')
+            yield self.zero.contradiction(
+                "update", f"{NO_MUON}, and AdamW updates in step()", 'use update="auto" or "step"'
+            )
 
 
 # -------------------------------------------------------------------------- settings by name
@@ -565,14 +567,13 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     """
     given = Given()
     for name, value in kwargs.items():
+        problem = "is not an argument of MuonZero"
         if name in ARGUMENTS:
             given.put(name, value, name)
+        elif name in OF_OPTIMIZERS:
+            given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
         else:
-            problem = "is not an argument of MuonZero"
-            if name in OF_OPTIMIZERS:
-                given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
-            else:
-                given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
+            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
     config = given.best()
     given.mistakes.raise_all()
     return config

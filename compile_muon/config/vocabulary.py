@@ -19,7 +19,7 @@ from compile_muon.config.settings import ARGUMENTS, PARTS, Given
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.methods import rates_of_methods
 
-__all__ = ["FOREIGN", "KEYS", "OWN_RATES", "SECTIONS", "full_name", "is_off", "parameters", "read_keys", "refusal"]
+__all__ = ["FOREIGN", "KEYS", "SECTIONS", "full_name", "is_off", "parameters", "read_keys", "refusal"]
 
 _MOST_UNKNOWN = 20  # unknown keys of a section that errors name one by one
 
@@ -28,13 +28,6 @@ def full_name(section: str, key: str) -> str:
     """The path of a key, as errors give it."""
     return f"{section}.{key}" if section else key
 
-
-#: Rates of methods that are no arguments of MuonZero; each is a key of its own.
-OWN_RATES = tuple(
-    name
-    for name, rate in rates_of_methods().items()
-    if rate.default is not None and name not in ARGUMENTS and name not in ("betas", "eps")
-)
 
 #: Key -> setting, in the order in which they are read; `convert` writes a setting at its first key. The keys `lr` and
 #: `weight_decay` of optimizer.params set both halves where they are read.
@@ -49,7 +42,11 @@ KEYS: dict[str, str] = {
     "optimizer.params.betas": "adamw_betas",
     "optimizer.params.eps": "adamw_eps",
     **{f"optimizer.params.{name}": name for name in ARGUMENTS if name not in ("groups", "rates")},
-    **{f"optimizer.params.{name}": "rates" for name in OWN_RATES},
+    **{
+        f"optimizer.params.{name}": "rates"
+        for name, rate in rates_of_methods().items()
+        if rate.default is not None and name not in (*ARGUMENTS, "betas", "eps")
+    },
     "compile.deepcompile": "compile.enabled",
     "communication_data_type": "reduce_dtype",
     "sequence_parallel_size": "sequence_parallel.size",
@@ -64,7 +61,7 @@ def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
 
 def _sections() -> dict[str, tuple[str, ...]]:
     apart = (
-        "optimizer.type optimizer.params bf16.enabled bfloat16.enabled fp16.enabled scheduler.type scheduler.params "
+        "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled fp16.enabled "
     )
     apart += "zero_optimization.save_muon_momentum_buffer_in_memory"
     schedules = [f"scheduler.params.{key}" for kind in SCHEDULES.values() for key in parameters(kind)]
@@ -190,14 +187,10 @@ _HEEDED: dict[str, tuple[str, ...]] = {"tensor_parallel": _SIZES} | {
     )
 }
 
-_REMEDIES = {full_name(section, key): remedy for section, keys, remedy in REFUSED for key in keys.split()}
-#: Section -> DeepSpeed's keys there that nothing here reads.
-FOREIGN: dict[str, tuple[str, ...]] = {
-    place: (
-        *IGNORED.get(place, "").split(),
-        *(key for section, keys, _ in REFUSED if section == place for key in keys.split()),
-    )
-    for place in SECTIONS
+#: Path of each key of DeepSpeed's that nothing here reads -> the remedy where it asks for something, or None.
+FOREIGN: dict[str, str | None] = {
+    **{full_name(section, key): None for section, keys in IGNORED.items() for key in keys.split()},
+    **{full_name(section, key): remedy for section, keys, remedy in REFUSED for key in keys.split()},
 }
 
 
@@ -228,23 +221,19 @@ def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | No
     return None
 
 
-def refusal(section: str, key: str, value: object) -> ConfigError | None:
+def refusal(path: str, value: object) -> ConfigError | None:
     """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
 
-    >>> str(refusal("zero_optimization", "zenflow", True)).partition(";")[0]
+    >>> str(refusal("zero_optimization.zenflow", True)).partition(";")[0]
     'zero_optimization.zenflow = True: is a setting of DeepSpeed that is not honoured here'
-    >>> refusal("zero_optimization", "zenflow", False)
+    >>> refusal("zero_optimization.zenflow", False)
     """
-    path = full_name(section, key)
-    if path not in _REMEDIES:
-        return None
-    heeded = _HEEDED.get(path, ())
+    remedy, heeded = FOREIGN[path], _HEEDED.get(path, ())
     if slip := _slip(value, heeded, path):
         return slip
-    if is_off(value, _OFF_AT.get(path, _OFF), heeded):
+    if remedy is None or is_off(value, _OFF_AT.get(path, _OFF), heeded):
         return None
-    problem = "is a setting of DeepSpeed that is not honoured here"
-    return config_error(path, value, problem, f"remove it: {_REMEDIES[path]}")
+    return config_error(path, value, "is a setting of DeepSpeed that is not honoured here", f"remove it: {remedy}")
 
 
 # --------------------------------------------------------------------------------------------------- reading by it
@@ -280,9 +269,9 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
             found |= read_keys(given, entry, path) if path in SECTIONS else {path: entry}
         elif key_name(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
             given.hints.append(path)
-        elif key not in FOREIGN[section]:
+        elif path not in FOREIGN:
             unknown.append(key)
-        elif error := refusal(section, key, entry):
+        elif error := refusal(path, entry):
             given.mistakes.add(error)
         else:
             given.hints.append(path)
@@ -308,11 +297,10 @@ def _nearest_key(section: str, key: object) -> str:
     """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere; or ""."""
     if not isinstance(key, str):
         return ""
-    names = {place: (*own, *FOREIGN[place]) for place, own in SECTIONS.items()}
-    for place in SECTIONS:
-        if place != section and key in names[place] and key != "enabled":
-            return f"did you mean {full_name(place, key)}?"
-    if near := nearest(key, names[section]):
+    paths = [*(full_name(place, name) for place, own in SECTIONS.items() for name in own), *FOREIGN]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    if key in names and key != "enabled":
+        return f"did you mean {names[key]}?"
+    if near := nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
         return f"did you mean {full_name(section, near)}?"
-    paths = {name: full_name(place, name) for place in SECTIONS for name in names[place]}
-    return f"did you mean {paths[near]}?" if (near := nearest(key, paths, cutoff=0.75)) else ""
+    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else ""
