@@ -32,7 +32,6 @@ from compile_muon.config import (
     config_from_kwargs,
 )
 from compile_muon.config.groups import GroupConfig, named_groups
-from compile_muon.config.lr_schedule import check_stepped
 from compile_muon.engine import Engine, Extension
 from compile_muon.engine.dtensor_parameter import part_of
 from compile_muon.engine.dtensors import ordinary_tensors
@@ -324,8 +323,12 @@ class MuonZero(Optimizer):
         range_ = self.engine.ledger.range("step", payload=status.step)
         with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
             self.check()
-            if self.scheduler is not None:
-                check_stepped(self.scheduler, self._scheduled)
+            if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
+                # DeepSpeed's engine steps the schedule of its configuration behind each step; here the loop must.
+                raise config_error(
+                    "scheduler", self.scheduler.last_epoch, "was not stepped since the last optimizer.step()",
+                    "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
+                )  # fmt: skip
             self._unfreeze()
             for before in self.engine.hooks.before_step:
                 before()

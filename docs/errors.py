@@ -109,7 +109,7 @@ def sources() -> dict[str, str]:
 def _kind(call: ast.Call) -> str:
     """The class of what a call makes; "" if it is none of them."""
     name = _name(call.func)
-    if name == "config_error":
+    if name in ("config_error", "contradiction"):
         return "ConfigError"
     if name in ("warn_user", "warn", "warning"):
         return WARNING
@@ -138,7 +138,9 @@ class _Reader:
         self._under_way: set[str] = set()
 
     def said(self, call: ast.Call) -> list[str]:
-        """Of an exception, or of `config_error(field, value, problem, remedy)`."""
+        """Of an exception, `config_error(field, value, problem, remedy)` or `contradiction(name, problem, remedy)`."""
+        if _name(call.func) == "contradiction":
+            return self.joined(call.args, f" = {GAP}: ", "; ")
         if _name(call.func) != "config_error":
             texts = (self.texts(arg) for arg in call.args)  # an OSError begins with a number
             return next((found for found in texts if any(map(_words, found))), [])

@@ -32,9 +32,9 @@ from compile_muon.config import (
     ZeroConfig,
 )
 from compile_muon.config.checked import Checked
-from compile_muon.config.groups import values_of_rate
+from compile_muon.config.groups import setting_of
 from compile_muon.config.lr_schedule import SCHEDULES
-from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
+from compile_muon.config.vocabulary import KEYS
 from compile_muon.passes.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,26 +127,13 @@ def arguments(page: str, *kinds: type[Checked], more: tuple[str, ...] = ()) -> l
     return found
 
 
-#: keys of a config that are arguments under another name, or in another place than optimizer.params
-PLACES = {
-    **{f"optimizer.params.{key}": argument for key, argument in PARAM_ALIASES.items()},
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.groups": "groups",
-    **{
-        f"zero_optimization.{key}": argument
-        for key in SECTIONS["zero_optimization"]
-        if (argument := {"offload_optimizer": "offload"}.get(key, key)) in ARGUMENTS
-    },
-    **{key: key for key in AT_THE_TOP},
-}
-
-
 def places() -> list[Row]:
-    """Keys of a config that are arguments, whose rows have the values."""
+    """Keys of a config that are arguments under another name, or in another place than optimizer.params."""
     found = []
-    for key, argument in PLACES.items():
-        owner, field = ARGUMENTS[argument]
-        found.append((key, as_json(owner.__dataclass_fields__[field].default), "", f"`{argument}`"))
+    for key, argument in KEYS.items():
+        if argument in ARGUMENTS and argument != "rates" and key != f"optimizer.params.{argument}":
+            owner, field = ARGUMENTS[argument]
+            found.append((key, as_json(owner.__dataclass_fields__[field].default), "", f"`{argument}`"))
     return found
 
 
@@ -173,7 +160,7 @@ def rates_of_methods(page: str) -> list[Row]:
     for method in METHODS:
         for rate in method.rates:
             if rate.meaning:
-                row = rate.name, as_json(rate.default), values_of_rate(rate), markdown(rate.meaning, page, {})
+                row = rate.name, as_json(rate.default), setting_of(rate)["values"](), markdown(rate.meaning, page, {})
                 found.setdefault(row, []).append(f'`"{method.name}"`')
     few = 4  # a row of more is one of nearly all
     return [

@@ -2,7 +2,7 @@
 
 The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
 them), ``elsewhere``, ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``,
-``sources``, ``foreign``, ``sections``, ``deepspeed``, ``convert``.
+``sources``, ``vocabulary``, ``deepspeed``, ``convert``.
 """
 
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -39,13 +40,16 @@ class Mistakes:
         raise_all(self.found)
 
 
-def setting(default: object, check: Callable[..., Any], *, none: bool = False, **limits: object) -> Any:
+def setting(
+    default: object, check: Callable[..., Any], *, none: bool = False, also: object = None, **limits: object
+) -> Any:
     """A field of a :class:`Checked` dataclass.
 
     Args:
         default: as in ``dataclasses.field``; None without ``none`` for a setting that has to be given.
         check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
         none: whether None is a value as well.
+        also: one more value.
 
     What it means stands in the docstring of the dataclass; ``docs/settings.py`` makes tables of both.
     """
@@ -53,10 +57,13 @@ def setting(default: object, check: Callable[..., Any], *, none: bool = False, *
     def accept(path: str, value: object) -> Any:
         if value is None and default is None and not none:
             raise config_error(path, value, "is missing", "write the number")
-        return None if none and value is None else check(path, value, **limits)
+        if (value is None and none) or (also is not None and type(value) is type(also) and value == also):
+            return value
+        return check(path, value, **limits)
 
     def values() -> str:
-        return taken(check, **limits) + (", or None" if none and default is not None else "")
+        more = "" if also is None else f"{json.dumps(also)}, or "
+        return more + taken(check, **limits) + (", or None" if none and default is not None else "")
 
     return field(default=default, metadata={"check": accept, "values": values, "needed": default is None and not none})
 
@@ -79,6 +86,10 @@ class Checked:
         for error in self.contradictions():
             mistakes.add(error)
         mistakes.raise_all()
+
+    def contradiction(self, name: str, problem: str, remedy: str) -> ConfigError:
+        """The error about a field."""
+        return config_error(f"{type(self).__name__}.{name}", getattr(self, name), problem, remedy)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """What is wrong between fields that are each right."""

@@ -32,7 +32,6 @@ __all__ = [
     "check_ranges",
     "check_rate",
     "check_real",
-    "check_share",
     "integers",
     "key_name",
     "nearest",
@@ -83,10 +82,14 @@ def taken(check: Callable[..., Any], **limits: Any) -> str:
     return values if isinstance(values, str) else values(**limits)
 
 
+def _interval(positive: bool, below: float, most: float) -> str:
+    return f"{'(' if positive else '['}0, {f'{most:g}]' if most < below else f'{below:g})'}"
+
+
 def _numbers(positive: bool = False, below: float = math.inf, most: float = math.inf) -> str:
     if below == most:
         return f"a number {'above' if positive else 'from'} 0"
-    return f"a number in {'(' if positive else '['}0, {f'{most:g}]' if most < below else f'{below:g})'}"
+    return f"a number in {_interval(positive, below, most)}"
 
 
 def integers(low: int, high: int | None = None) -> str:
@@ -121,16 +124,9 @@ def check_real(
     if not math.isfinite(number):
         raise config_error(field, value, "is not finite", "give a finite number")
     if number < 0 or (positive and number == 0) or number >= below or number > most:
-        end = f"{most:g}]" if most < below else f"{below:g})"
-        interval = f"{'(' if positive else '['}0, {end}"
+        interval = _interval(positive, below, most)
         raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
     return number
-
-
-@takes("a number in (0, 1]")
-def check_share(field: str, value: object) -> float:
-    """A float in (0, 1]."""
-    return check_real(field, value, positive=True, most=1.0)
 
 
 @takes("a number from 0, or a tensor of one")
@@ -164,7 +160,7 @@ def check_pair(field: str, value: object) -> tuple[float, float]:
 @takes(integers)
 def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
     _refuse_auto(field, value, "write the number")
-    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    span = integers(low, high)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
     number = int(value)

@@ -16,12 +16,14 @@ from compile_muon.config.checks import (
     check_real,
     unknown_name,
 )
-from compile_muon.errors import shown
+from compile_muon.errors import shown, warn_user
 from compile_muon.passes import PassOptions
 
 __all__ = ["CompileOptions", "FrameOptions", "read_options"]
 
 _MB = 2**20
+#: Names that were options once, and still are no mistakes.
+_FORMER = ("exchange_mb",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,6 @@ class CompileOptions(Checked):
         nvtx: ranges for profilers (docs/how-to/profiling.md), NVTX and torch.profiler.
         bucket_mb: size limit of fused collectives, in MiB, of which two may be in memory; below it the cost model
             chooses (docs/reference/machines.md#what-it-decides).
-        exchange_mb: MiB that exchanges of Muon under way may hold on a rank.
         cuda_graphs: record forward and backward as CUDA graphs and replay them, with ``checks`` "next_step" also
             ``step()`` (docs/reference/host-time.md#the-whole-step-as-a-cuda-graph). Costs a copy of the resident
             weights in each forward at stages 1 and 2.
@@ -47,7 +48,6 @@ class CompileOptions(Checked):
     dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
     nvtx: bool = setting(PassOptions.nvtx, check_ranges)
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
-    exchange_mb: float = setting(PassOptions.exchange_bytes / _MB, check_real, positive=True)
     cuda_graphs: bool = setting(False, check_boolean)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
 
@@ -87,11 +87,12 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
     for name, value in (options or {}).items():
         if name in names:
             known[name] = value
+        elif name in _FORMER:
+            warn_user(f"no effect here: options[{name!r}]")
         else:
             mistakes.add(unknown_name(f"options[{shown(name)}]", value, name, names, "is an unknown option"))
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()
-    for name in ("bucket", "exchange"):
-        if f"{name}_mb" in values:
-            values[f"{name}_bytes"] = int(values.pop(f"{name}_mb") * _MB)
+    if "bucket_mb" in values:
+        values["bucket_bytes"] = int(values.pop("bucket_mb") * _MB)
     return FrameOptions(**values)

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,11 @@ from compile_muon.config.checked import Checked
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
-from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
-from compile_muon.config.settings import ARGUMENTS, Config
+from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig
+from compile_muon.config.vocabulary import KEYS, SECTIONS
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = ["convert", "run"]
-
-#: MuonZero's arguments that have another name, or another place, in a config.
-_IN_PARAMS = {argument: key for key, argument in PARAM_ALIASES.items()}
-_ORDER = ("lr", "muon_lr", "adam_lr", *(_IN_PARAMS.get(argument, argument) for argument in ARGUMENTS))
 
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:
@@ -52,20 +48,20 @@ def run(path: Path) -> int:
         The exit code: 0, or 1 where something is left to do, or 2 where there is nothing to read.
     """
     try:
-        reading = read_all(path)
+        config, given = read_all(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    written = _written(reading.config)
-    for wrong in reading.errors:
+    written, errors = _written(config), given.mistakes.found
+    for wrong in errors:
         if wrong.field == "optimizer.type" or (wrong.field in FILLED and wrong.shown == repr("auto")):
-            _keep(written, reading.source, wrong.field)
-    if reading.errors:
-        print("left to do:", *reading.errors, sep="\n  ", file=sys.stderr)
-    for remark in reading.remarks:
+            _keep(written, given.source, wrong.field)
+    if errors:
+        print("left to do:", *errors, sep="\n  ", file=sys.stderr)
+    for remark in given.remarks:
         print(remark, file=sys.stderr)
     print(json.dumps(written, indent=2))
-    return 1 if reading.errors else 0
+    return 1 if errors else 0
 
 
 def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
@@ -77,46 +73,48 @@ def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> Non
 
 
 def _written(config: Config) -> dict[str, Any]:
-    owners = (config, config.muon, config.muon.ns, config.adamw, config.zero)
-    parts: dict[type[Checked], Checked] = {type(owner): owner for owner in owners}
-    given = {
-        argument: getattr(parts[owner], name)
-        for argument, (owner, name) in ARGUMENTS.items()
-        if getattr(parts[owner], name) != owner.__dataclass_fields__[name].default
-    }
     if callable(config.muon_params):
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
-    top = {key: given.pop(key) for key in AT_THE_TOP if key in given}
-    zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
-    if (offload := given.pop("offload", None)) is not None:
-        zero["offload_optimizer"] = {**_changed(offload), "device": offload.device}
-    if "offload_param" in zero:
-        zero["offload_param"] = {"device": zero["offload_param"]}
-    bf16 = given.get("param_dtype") is torch.bfloat16
-    if bf16:
+    parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
+    parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
+    given = {
+        setting: value
+        for setting, (owner, name) in SETTINGS.items()
+        if (value := getattr(parts[owner], name)) != owner.__dataclass_fields__[name].default
+        or (owner is MeshConfig and config.mesh is not None)
+    }
+    keys = _schedule(config, given)
+    kind = "AdamW" if config.algorithm == "adamw" else given.pop("method", None)
+    if kind is not None:
+        keys["optimizer.type"] = kind
+    if given.get("param_dtype") is torch.bfloat16:
         del given["param_dtype"]
-    scheduler = _scheduler(config, given)
-    if views := given.pop("muon_views", ()):
-        given["muon_views"] = {pattern: dict(view) for pattern, view in views}
-    rates, groups, method = given.pop("rates", ()), given.pop("groups", ()), given.pop("method", None)
-    optimizer = {
-        "type": "AdamW" if config.algorithm == "adamw" else method,
-        "params": _params(config, given) | _plain(dict(rates)),
-        "groups": [_group(group) for group in groups],
-    }
-    sections = {
-        "compile": _compile(_plain(_changed(config.compile))),
-        "optimizer": _filled(optimizer),
-        "scheduler": scheduler,
-        "zero_optimization": zero,
-    }
-    last = {
-        "bf16": {"enabled": True} if bf16 else {},
-        "mesh": {} if config.mesh is None else asdict(config.mesh),
-        "expert_parallel": _changed(config.expert_parallel),
-        "sequence_parallel": _changed(config.sequence_parallel),
-    }
-    return _filled(sections) | top | _filled(last)
+        keys["bf16.enabled"] = True
+    paths = _paths(config, given)
+    for setting, value in given.items():
+        if setting == "rates":
+            keys |= {f"optimizer.params.{name}": _plain(rate) for name, rate in value}
+        else:
+            keys[paths[setting]] = _AS_KEYS.get(setting, _plain)(value)
+    if any(path.startswith("compile.") for path in keys):
+        keys.setdefault("compile.enabled", False)
+    return _nested(keys)
+
+
+def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections, in the order in which they are known; of "compile" true where it is only enabled."""
+    found: dict[str, Any] = {}
+    for path in sorted(keys, key=lambda path: SECTIONS[""].index(path.partition(".")[0])):
+        *sections, key = path.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = keys[path]
+    compiled = found.get("compile", {})
+    if compiled.get("enabled"):  # as an object means
+        del compiled["enabled"]
+        found["compile"] = compiled or True
+    return found
 
 
 def _changed(record: Checked) -> dict[str, Any]:
@@ -131,27 +129,24 @@ def _group(group: GroupConfig) -> dict[str, Any]:
     return {"name": group.name, "params": list(group.params), **method, **_plain(dict(group.rates))}
 
 
-def _filled(sections: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in sections.items() if value}
+def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
+    """Setting -> its key. The keys ``lr`` and ``weight_decay`` are of both halves, but nobody expects ``lr`` to be.
 
-
-def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """optimizer.params; ``weight_decay`` there is of both halves, ``lr`` too, but nobody expects it."""
-    both, decay = {}, config.adamw.weight_decay
+    Args:
+        given: of one decay of both halves one setting stays, of two that differ both.
+    """
+    paths = {setting: path for path, setting in reversed(KEYS.items())}
     if config.algorithm == "adamw":
-        both = {key: given.pop(f"adamw_{key}") for key in ("lr", "weight_decay") if f"adamw_{key}" in given}
-    elif {"weight_decay", "adamw_weight_decay"} & given.keys():
-        if config.muon.weight_decay == decay:
-            both["weight_decay"] = decay
-            given = {key: value for key, value in given.items() if not key.endswith("weight_decay")}
-        elif "weight_decay" in given:  # has no name of Muon's alone
-            given["adamw_weight_decay"] = decay
-    named = both | {_IN_PARAMS.get(argument, argument): _plain(value) for argument, value in given.items()}
-    return {key: named[key] for key in sorted(named, key=_ORDER.index)}
+        return paths | {f"adamw_{key}": f"optimizer.params.{key}" for key in ("lr", "weight_decay")}
+    if config.muon.weight_decay == config.adamw.weight_decay:
+        given.pop("adamw_weight_decay", None)
+    elif "weight_decay" in given:  # has no name of Muon's alone
+        given["adamw_weight_decay"] = config.adamw.weight_decay
+    return paths
 
 
-def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """The section; rates for which DeepSpeed has a default there move to it from ``given``."""
+def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the schedule; rates for which DeepSpeed has a default there move to it from ``given``."""
     schedule = config.scheduler
     if schedule is None:
         return {}
@@ -162,15 +157,7 @@ def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
         muon, adamw = config.muon.lr, config.adamw.lr
         one = config.algorithm == "adamw" or muon == adamw
         params = {schedule.rate_key: adamw if one else [muon, adamw], **params}
-    return {"type": type(schedule).__name__, "params": params}
-
-
-def _compile(options: dict[str, Any]) -> Any:
-    """false, true, or an object where there is more to say."""
-    enabled = options.pop("enabled", False)
-    if not options:
-        return enabled
-    return options if enabled else {"enabled": False, **options}
+    return {"scheduler.type": type(schedule).__name__, "scheduler.params": params}
 
 
 def _plain(value: Any) -> Any:
@@ -182,3 +169,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
+
+
+#: Settings that a config says otherwise than Python does.
+_AS_KEYS: dict[str, Callable[[Any], Any]] = {
+    "offload": lambda offload: {**_changed(offload), "device": offload.device},
+    "offload_param": lambda device: {"device": device},
+    "groups": lambda groups: [_group(group) for group in groups],
+    "muon_views": lambda views: {pattern: _plain(dict(view)) for pattern, view in views},
+}

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_muon.config.checked import Mistakes
+from compile_muon.config.checked import Mistakes, setting
 from compile_muon.config.checks import (
     check_boolean,
     check_choice,
@@ -36,9 +36,8 @@ __all__ = [
     "check_method",
     "check_views",
     "check_own_rates",
-    "checked_rate",
     "named_groups",
-    "values_of_rate",
+    "setting_of",
 ]
 
 _GROUP = '{"lr": 0.01}'
@@ -81,33 +80,16 @@ def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
     return check_choice(field, value, method_names(kind))
 
 
-def _check_of(rate: Rate) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What checks a rate, and with which limits."""
-    if isinstance(rate.default, bool):
-        return check_boolean, {}
+def setting_of(rate: Rate) -> Mapping[str, Any]:
+    """What :func:`setting` says of a rate: "check", of a path and a value, and "values", which makes words."""
     if rate.whole:
-        return check_integer, {"low": int(rate.positive)}
-    if rate.name == "betas":
-        return check_pair, {}
-    if rate.name == "lr":
-        return check_rate, {}
-    return check_real, {"positive": rate.positive, "below": rate.below, "most": rate.most}
-
-
-def checked_rate(rate: Rate, value: object, path: str) -> Any:
-    """The canonical value.
-
-    Raises:
-        ConfigError: it is of another kind, or out of range.
-    """
-    check, limits = _check_of(rate)
-    return check(path, value, **limits)
-
-
-def values_of_rate(rate: Rate) -> str:
-    """Which values a rate takes, in words."""
-    check, limits = _check_of(rate)
-    return taken(check, **limits)
+        return setting(rate.default, check_integer, low=int(rate.positive)).metadata
+    check = {"lr": check_rate, "betas": check_pair}.get(rate.name)
+    if isinstance(rate.default, bool):
+        check = check_boolean
+    if check is not None:
+        return setting(rate.default, check).metadata
+    return setting(rate.default, check_real, positive=rate.positive, below=rate.below, most=rate.most).metadata
 
 
 @takes("rates by name")
@@ -131,7 +113,7 @@ def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]
                 if isinstance(name, str) and name in OF_GROUPS:
                     raise config_error(path, value, problem, OF_GROUPS[name])
                 raise unknown_name(path, value, name, known, problem)
-            found.append((name, checked_rate(known[name], value, f"{field}.{name}")))
+            found.append((name, setting_of(known[name])["check"](f"{field}.{name}", value)))
     mistakes.raise_all()
     return tuple(found)
 
@@ -213,20 +195,15 @@ def named_groups(groups: object, model: nn.Module) -> object:
     found: list[Any] = []
     for number, group in enumerate(groups):
         params = group.get("params") if isinstance(group, Mapping) else None
-        if params is None or isinstance(params, str) or callable(params) and not isinstance(params, Tensor):
+        listed = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
+        tensors: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
+        if isinstance(params, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
             found.append(group)
-            continue
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            found.append(group)
-            continue
-        if unknown := [tensor for tensor in tensors if id(tensor) not in names]:
-            shape = list(unknown[0].shape)
+        elif unknown := [list(tensor.shape) for tensor in tensors if id(tensor) not in names]:
             raise config_error(
-                f"groups[{number}].params", shape, "is the shape of a tensor that is no parameter of the model",
+                f"groups[{number}].params", unknown[0], "is the shape of a tensor that is no parameter of the model",
                 "give model.parameters() as they are when the optimizer is made",
             )  # fmt: skip
-        if patterns := tuple(glob.escape(names[id(tensor)]) for tensor in tensors):
+        elif patterns := tuple(glob.escape(names[id(tensor)]) for tensor in tensors):
             found.append({**group, "params": patterns, "complete": True})
     return found

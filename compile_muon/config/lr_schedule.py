@@ -33,7 +33,6 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "check_rates",
-    "check_stepped",
 ]
 
 Rates = float | tuple[float, float]
@@ -73,18 +72,20 @@ class ScheduleConfig(Checked):
     Attributes:
         rate_key: both halves' rates (docs/reference/configuration.md#rates-in-a-schedule).
         rate_default: what DeepSpeed takes where it is absent, or None for the rates of the optimizer.
+        low_key: both halves' lowest rates.
     """
 
     rate_key: ClassVar[str] = ""  # of a schedule that takes the optimizer's rates alone
+    low_key: ClassVar[str] = ""
     rate_default: ClassVar[float | None] = None
 
-    def rate(self, step: int, own: float, muon: bool) -> float:
+    def rate(self, step: int, own: float, low: float) -> float:
         """The rate of a half in one step of the optimizer.
 
         Args:
             step: steps of the optimizer before this one.
             own: the rate that the half has without a schedule.
-            muon: whether it is Muon's half, where the two have different settings.
+            low: what :attr:`low_key` says for the half.
         """
         raise NotImplementedError
 
@@ -98,40 +99,24 @@ class ScheduleConfig(Checked):
         may go on with a larger ``total_num_steps``.
         """
         shares: list[Callable[[int], float]] = []
+        lowest: Rates = getattr(self, self.low_key, 0.0)
         for group in optimizer.param_groups:
+            half = 0 if group.get("algorithm") in method_names(MatrixMethod) else 1
             own = float(group.get("initial_lr", group["lr"]))
+            low = lowest[half] if isinstance(lowest, tuple) else lowest
             # Unlike a lambda it can be pickled, and in a state it is an empty dict.
-            shares.append(partial(_share, self, own, group.get("algorithm") in method_names(MatrixMethod)))
+            shares.append(partial(_share, self, own, low))
         return LambdaLR(optimizer, shares)
 
 
-def check_stepped(scheduler: LRScheduler, since: int | None) -> None:
-    """DeepSpeed's engine steps the schedule of its configuration behind each step of the optimizer; a loop must.
-
-    Args:
-        since: where it was in the last step.
-    Raises:
-        ConfigError: it did not.
-    """
-    if scheduler.last_epoch == since:
-        raise config_error(
-            "scheduler", scheduler.last_epoch, "was not stepped since the last optimizer.step()",
-            "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
-        )  # fmt: skip
-
-
-def _share(schedule: ScheduleConfig, own: float, muon: bool, step: int) -> float:
-    return schedule.rate(step, own, muon) / own if own else 0.0
-
-
-def _low(rates: Rates, muon: bool) -> float:
-    return rates[0 if muon else 1] if isinstance(rates, tuple) else rates
+def _share(schedule: ScheduleConfig, own: float, low: float, step: int) -> float:
+    return schedule.rate(step, own, low) / own if own else 0.0
 
 
 def _warmup(iteration: int, steps: int, kind: str) -> float:
-    """How much of the way up is done before the end of it, from 0 to 1."""
-    if iteration < 0:
-        return 0.0
+    """How much of the way up is done, from 0 to 1."""
+    if iteration < 0 or iteration >= steps:
+        return float(iteration > 0)
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
 
 
@@ -146,20 +131,18 @@ class WarmupLR(ScheduleConfig):
     """
 
     rate_key: ClassVar[str] = "warmup_max_lr"
+    low_key: ClassVar[str] = "warmup_min_lr"
 
     warmup_min_lr: Rates = setting(0.0, check_rates)
     warmup_num_steps: int = setting(1000, _check_count, low=1)
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
-    def rate(self, step: int, own: float, muon: bool) -> float:
+    def rate(self, step: int, own: float, low: float) -> float:
         """As in the base class."""
-        iteration, steps, low = step - 1, max(2, self.warmup_num_steps), _low(self.warmup_min_lr, muon)
-        up = iteration < steps
-        height = _warmup(iteration, steps, self.warmup_type) if up else self._height_after(iteration, steps)
-        return low + (own - low) * height
+        return low + (own - low) * self._height(step - 1, max(2, self.warmup_num_steps))
 
-    def _height_after(self, iteration: int, steps: int) -> float:
-        return 1.0
+    def _height(self, iteration: int, steps: int) -> float:
+        return _warmup(iteration, steps, self.warmup_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +157,9 @@ class WarmupDecayLR(WarmupLR):
 
     total_num_steps: int = setting(None, _check_count, low=1)
 
-    def _height_after(self, iteration: int, steps: int) -> float:
+    def _height(self, iteration: int, steps: int) -> float:
+        if iteration < steps:
+            return super()._height(iteration, steps)
         return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - steps))
 
 
@@ -196,17 +181,17 @@ class WarmupCosineLR(ScheduleConfig):
     cos_min_ratio: float = setting(0.0001, check_real)
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
-    def rate(self, step: int, own: float, muon: bool) -> float:
+    def rate(self, step: int, own: float, low: float) -> float:
         """As in the base class."""
         iteration, steps = step - 1, max(2, self.warmup_num_steps)
         if iteration < 0:
             return 0.0
         if iteration < steps:
-            low, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
+            least, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
         else:
             done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
-            low, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
-        return own * (low + (1 - low) * height)
+            least, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
+        return own * (least + (1 - least) * height)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +210,7 @@ class OneCycle(ScheduleConfig):
     """
 
     rate_key: ClassVar[str] = "cycle_max_lr"
+    low_key: ClassVar[str] = "cycle_min_lr"
 
     cycle_min_lr: Rates = setting(None, check_rates)
     cycle_first_step_size: int = setting(2000, _check_count, low=1)
@@ -235,9 +221,9 @@ class OneCycle(ScheduleConfig):
     decay_step_size: int = setting(0, _check_count, low=0)
     cycle_momentum: bool = setting(True, _check_momentum)
 
-    def rate(self, step: int, own: float, muon: bool) -> float:
+    def rate(self, step: int, own: float, low: float) -> float:
         """As in the base class."""
-        first, low = self.cycle_first_step_size, _low(self.cycle_min_lr, muon)
+        first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
         if step - 1 < first + second:
             return low + (own - low) * self._height(step % (first + second), first, second)
@@ -246,12 +232,10 @@ class OneCycle(ScheduleConfig):
 
     def _height(self, place: int, first: int, second: int) -> float:
         """Between 0 and 1, at a place in the cycle."""
-        if place <= first:
-            done, size, stairs = place, first, self.cycle_first_stair_count
-        else:
-            down = self.cycle_second_stair_count
+        done, size, stairs = place, first, self.cycle_first_stair_count
+        if place > first:
             done, size = first + second - place, second
-            stairs = self.cycle_first_stair_count if down is None else down
+            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         # The product first: a rounded share could lie just under its stair.
         return math.floor(done * stairs / size) / stairs if stairs else done / size
 
@@ -273,7 +257,7 @@ class LRRangeTest(ScheduleConfig):
     lr_range_test_step_rate: float = setting(1.0, check_real)
     lr_range_test_staircase: bool = setting(False, check_boolean)
 
-    def rate(self, step: int, own: float, muon: bool) -> float:
+    def rate(self, step: int, own: float, low: float) -> float:
         """As in the base class."""
         intervals = step / self.lr_range_test_step_size
         grown = math.floor(intervals) if self.lr_range_test_staircase else intervals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from compile_muon.config.checks import (
     check_integer,
     check_mapping,
     check_real,
-    check_share,
     taken,
     takes,
 )
@@ -32,12 +31,13 @@ _FOLDER = Path(__file__).parent / "machines"
 #: fields that a file must have, though :class:`Costs` has defaults for them
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 
-_DEVICES = ("cuda", "cpu")
-#: what the host does of a step
-_HOST = ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz")
-
 Reader = Callable[[str, object], Any]
 C = TypeVar("C", bound=Costs)
+
+_positive = partial(check_real, positive=True)
+_share = partial(check_real, positive=True, most=1.0)
+_count = partial(check_integer, low=1)
+_natural = partial(check_integer, low=0)
 
 
 def known_machines() -> list[str]:
@@ -45,35 +45,30 @@ def known_machines() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
-def _read_record(name_or_path: str | os.PathLike, field: str) -> object:
-    """What the file of a machine holds: by name, or one that `python -m compile_muon calibrate` wrote.
+def load_as(kind: type[C], name_or_path: str | os.PathLike, field: str) -> C:
+    """A machine by its name, or from a JSON file, which `python -m compile_muon calibrate` wrote, say.
 
     A name is what has neither a folder nor a suffix.
 
     Args:
+        kind: as in :func:`read_machine`.
         field: how the user calls the setting.
     Raises:
-        ConfigError: no such machine or file, or a file that is not JSON.
+        ConfigError: no such machine or file, a file that is not JSON, or what :func:`read_machine` finds in it.
     """
     given = os.fspath(name_or_path)
     path = Path(given)
     if path.name == given and not path.suffix:
         path = _FOLDER / f"{given}.json"
+    measure = "`python -m compile_muon calibrate --out FILE`"
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except FileNotFoundError:
-        remedy = (
-            f"use {', '.join(known_machines())}, or a file that `python -m compile_muon calibrate --out FILE` wrote"
-        )
+        remedy = f"use {', '.join(known_machines())}, or a file that {measure} wrote"
         raise config_error(field, given, "is neither a known machine nor a file", remedy) from None
     except (OSError, ValueError) as error:  # a folder, bytes that are not text, text that is not JSON
-        problem = f"cannot be read: {error}"
-        raise config_error(field, given, problem, "measure again: `python -m compile_muon calibrate`") from None
-
-
-def load_as(kind: type[C], name_or_path: str | os.PathLike, field: str) -> C:
-    """A machine by its name, or from a JSON file; arguments and errors as of :func:`read_machine` and of its file."""
-    return read_machine(kind, _read_record(name_or_path, field), f"{field} {os.fspath(name_or_path)}")
+        raise config_error(field, given, f"cannot be read: {error}", f"measure again: {measure}") from None
+    return read_machine(kind, record, f"{field} {given}")
 
 
 def load_costs(name_or_path: str | os.PathLike, field: str = "machine") -> Costs:
@@ -105,9 +100,8 @@ def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
         ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
     """
     own = {field.name for field in fields(kind)}
-    readers = {name: reader for name, reader in READERS.items() if name in own}
-    passed_over = [name for name in READERS if name not in own]
-    found = _fields(f"{where}: ", record, readers, (*_REQUIRED, *_without_default(kind)), passed_over)
+    readers = {name: reader if name in own else None for name, reader in READERS.items()}
+    found = _fields(f"{where}: ", record, readers, (*_REQUIRED, *_without_default(kind)))
     for number, protocol in enumerate(found.get("protocols", ())):
         if len(protocol.latencies) != len(found["links"]):
             problem = f"has {len(protocol.latencies)} of them for {len(found['links'])} links"
@@ -120,35 +114,80 @@ def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
 
 
 def _fields(
-    prefix: str,
-    record: object,
-    readers: Mapping[str, Reader],
-    required: Collection[str] = (),
-    passed_over: Collection[str] = (),
-    problem: str = "is not a field",
+    prefix: str, record: object, readers: Mapping[str, Reader | None], required: Collection[str] = ()
 ) -> dict[str, Any]:
+    """The fields of a record, of which one without a reader is passed over."""
     given = check_mapping(prefix.rstrip(":. "), record)
-    known = [*readers, *passed_over]
     for name, value in given.items():
-        if name not in known:
-            raise config_error(f"{prefix}{name}", value, problem, f"use some of {', '.join(known)}")
+        if name not in readers:
+            raise config_error(f"{prefix}{name}", value, "is not a field", f"use some of {', '.join(readers)}")
     for name in required:
         if name not in given:
             raise config_error(f"{prefix}{name}", None, "is missing", "add it")
-    return {name: readers[name](f"{prefix}{name}", value) for name, value in given.items() if name in readers}
+    return {name: reader(f"{prefix}{name}", value) for name, value in given.items() if (reader := readers[name])}
 
 
 def _without_default(kind: type) -> list[str]:
     return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
 
-def _or_none(reader: Reader) -> Reader:
-    return lambda path, value: None if value is None else reader(path, value)
+def _record(kind: type, readers: Mapping[str, Reader], path: str, value: object) -> Any:
+    return kind(**_fields(f"{path}.", value, readers, _without_default(kind)))
 
 
-def _sequence(path: str, value: object) -> Sequence[Any]:
+def _or_none(reader: Reader, path: str, value: object) -> Any:
+    return None if value is None else reader(path, value)
+
+
+def _list(entry: Reader, path: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise config_error(path, value, f"must be a list, not {type(value).__name__}", "write [...]")
+    return tuple(entry(f"{path}[{row}]", each) for row, each in enumerate(value))
+
+
+def _pair(first: Reader, second: Reader, path: str, value: object) -> tuple[float, float]:
+    pair = _list(lambda at, each: each, path, value)
+    if len(pair) != 2:
+        raise config_error(path, value, "is not a pair", "write two numbers")
+    return first(f"{path}[0]", pair[0]), second(f"{path}[1]", pair[1])
+
+
+def _table(path: str, value: object, entry: Reader = _positive) -> Table:
+    table = _list(partial(_pair, _positive, entry), path, value)
+    for row, ((low, _), (high, _)) in enumerate(zip(table, table[1:], strict=False)):
+        if low >= high:
+            raise config_error(f"{path}[{row + 1}]", high, f"comes after {low:g}", "sort by the first numbers")
+    return table
+
+
+def _filled(reader: Reader, path: str, value: object) -> Any:
+    found = reader(path, value)
+    if not found:
+        raise config_error(path, value, "is empty", "give one at least, or leave it out")
+    return found
+
+
+def _by_dtype(entry: Reader, path: str, value: object) -> dict[str, Any]:
+    for name in (given := check_mapping(path, value)):
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise config_error(f"{path}.{name}", name, "is not a dtype of torch", 'use names like "bfloat16"')
+    return {name: entry(f"{path}.{name}", each) for name, each in given.items()}
+
+
+def _links(path: str, value: object) -> tuple[Link, ...]:
+    found = _list(partial(_record, Link, _LINK), path, value)
+    for row, (inner, link) in enumerate(zip(found, found[1:], strict=False), 1):
+        if inner.within is None or (link.within is not None and link.within % inner.within):
+            problem = "does not hold whole blocks of the link before"
+            raise config_error(f"{path}[{row}].within", link.within, problem, "sort them")
+    if not found or found[-1].within is not None:
+        raise config_error(path, value, "has no link of all ranks", 'give the last one "within": null')
+    return found
+
+
+def _one_of(allowed: Collection[str], path: str, value: object) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise config_error(path, value, "is none that is known", f"use one of {', '.join(map(repr, allowed))}")
     return value
 
 
@@ -158,153 +197,56 @@ def _text(path: str, value: object) -> str:
     return value
 
 
-_positive = partial(check_real, positive=True)
-_count = partial(check_integer, low=1)
-_natural = partial(check_integer, low=0)
-
-
-def _pair(path: str, value: object, entry: Reader = _positive) -> tuple[float, float]:
-    pair = _sequence(path, value)
-    if len(pair) != 2:
-        raise config_error(path, value, "is not a pair", "write two numbers")
-    return entry(f"{path}[0]", pair[0]), entry(f"{path}[1]", pair[1])
-
-
-def _table(path: str, value: object) -> Table:
-    table = tuple(_pair(f"{path}[{row}]", pair) for row, pair in enumerate(_sequence(path, value)))
-    for row, ((low, _), (high, _)) in enumerate(zip(table, table[1:], strict=False)):
-        if low >= high:
-            raise config_error(f"{path}[{row + 1}]", high, f"comes after {low:g}", "sort by the first numbers")
-    return table
-
-
-def _fractions(path: str, value: object) -> Table:
-    table = _table(path, value)
-    for row, (_, part) in enumerate(table):
-        check_share(f"{path}[{row}][1]", part)
-    return table
-
-
-def _tables(path: str, value: object) -> dict[str, Table]:
-    """By dtype."""
-    found = {}
-    for dtype, table in check_mapping(path, value).items():
-        found[_dtype(path, dtype)] = _table(f"{path}.{dtype}", table)
-        if not found[dtype]:
-            raise config_error(f"{path}.{dtype}", table, "is empty", "give at least one pair, or leave it out")
-    return found
-
-
-def _rates(path: str, value: object) -> dict[str, Table]:
-    found = _tables(path, value)
-    if not found:
-        raise config_error(path, value, "is empty", "give the rate of one dtype at least")
-    return found
-
-
-def _starts(path: str, value: object) -> dict[str, float]:
-    return {_dtype(path, dtype): _positive(f"{path}.{dtype}", x) for dtype, x in check_mapping(path, value).items()}
-
-
-def _dtype(path: str, name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise config_error(f"{path}.{name}", name, "is not a dtype of torch", 'use names like "bfloat16"')
-    return name
-
-
-def _links(path: str, value: object) -> tuple[Link, ...]:
-    found: list[Link] = []
-    for row, record in enumerate(_sequence(path, value)):
-        at = f"{path}[{row}]"
-        link = Link(**_fields(f"{at}.", record, _LINK, _without_default(Link)))
-        if found and (found[-1].within is None or (link.within is not None and link.within % found[-1].within)):
-            problem = "does not hold whole blocks of the link before"
-            raise config_error(f"{at}.within", link.within, problem, "sort them")
-        found.append(link)
-    if not found or found[-1].within is not None:
-        raise config_error(path, value, "has no link of all ranks", 'give the last one "within": null')
-    return tuple(found)
-
-
-def _protocols(path: str, value: object) -> tuple[Protocol, ...]:
-    return tuple(
-        Protocol(**_fields(f"{path}[{row}].", record, _PROTOCOL, _without_default(Protocol)))
-        for row, record in enumerate(_sequence(path, value))
-    )
-
-
-def _latencies(path: str, value: object) -> tuple[float, ...]:
-    return tuple(check_real(f"{path}[{level}]", latency) for level, latency in enumerate(_sequence(path, value)))
-
-
-def _kinds(path: str, value: object) -> dict[str, tuple[float, float]]:
-    readers = dict.fromkeys(COLLECTIVES, partial(_pair, entry=check_real))
-    return _fields(f"{path}.", value, readers, problem="is not a kind of collective")
-
-
-def _host(path: str, value: object) -> dict[str, float]:
-    return _fields(f"{path}.", value, dict.fromkeys(_HOST, check_real), problem="is nothing that is known")
-
-
-def _device(path: str, value: object) -> str:
-    if value not in _DEVICES:
-        raise config_error(path, value, "is not a device", f"use one of {', '.join(map(repr, _DEVICES))}")
-    return str(value)
-
-
-def _architecture(path: str, value: object) -> str:
-    if value != "" and value not in load_tables():
-        remedy = f"use one of {', '.join(load_tables())}, or leave it out"
-        raise config_error(path, value, "is none that kernels/gpu/tiles.json has", remedy)
-    return str(value)
-
-
-def _sources(path: str, value: object) -> dict[str, str]:
-    return {name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()}
-
-
+_tables = partial(_by_dtype, partial(_filled, _table))
 _LINK: dict[str, Reader] = {
-    "within": _or_none(_count),
+    "within": partial(_or_none, _count),
     "bandwidth": _positive,
     "latency": check_real,
-    "fraction": check_share,
+    "fraction": _share,
     "bandwidths": _table,
 }
 _PROTOCOL: dict[str, Reader] = {
     "name": _text,
     "start_seconds": check_real,
-    "latencies": _latencies,
-    "fraction": check_share,
+    "latencies": partial(_list, check_real),
+    "fraction": _share,
     "tree": check_boolean,
 }
+_KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, check_real, check_real))
+#: what the host does of a step
+_HOST: dict[str, Reader] = dict.fromkeys(
+    ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz"), check_real
+)
 #: of the planner's fields, and of those of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
-    "device": _device,
+    "device": partial(_one_of, ("cuda", "cpu")),
     "memory_bytes": _count,
-    "attention_fraction": _or_none(check_share),
+    "attention_fraction": partial(_or_none, _share),
     "attention_rates": _tables,
     "function_seconds": check_real,
-    "host_seconds": _host,
+    "host_seconds": lambda path, value: _fields(f"{path}.", value, _HOST),
     "late_seconds": check_real,
     "host_bandwidth": check_real,
     "host_memory_bandwidth": check_real,
     "disk_bandwidth": check_real,
-    "architecture": _architecture,
+    "architecture": lambda path, value: _one_of(("", *load_tables()), path, value),
     "processors": _natural,
     "collective_processors": _natural,
-    "sources": _sources,
+    "sources": lambda path, value: {
+        name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()
+    },
     "memory_bandwidth": _positive,
     "kernel_seconds": _positive,
-    "rates": _rates,
+    "rates": partial(_filled, _tables),
     "links": _links,
-    "memory_fraction": check_share,
-    "product_starts": _starts,
-    "rate_fractions": _fractions,
+    "memory_fraction": _share,
+    "product_starts": partial(_by_dtype, _positive),
+    "rate_fractions": partial(_table, entry=_share),
     "bandwidths": _table,
     "start_seconds": check_real,
-    "protocols": _protocols,
-    "collectives": _kinds,
+    "protocols": partial(_list, partial(_record, Protocol, _PROTOCOL)),
+    "collectives": lambda path, value: _fields(f"{path}.", value, _KINDS),
     "cores": _natural,
     "fill_entries": _natural,
 }

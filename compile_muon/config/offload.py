@@ -14,12 +14,12 @@ from compile_muon.config.checks import (
     check_folder,
     check_integer,
     check_mapping,
-    check_share,
+    check_real,
     key_name,
     takes,
     unknown_name,
 )
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.errors import ConfigError
 
 __all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
 
@@ -55,7 +55,7 @@ class OffloadConfig(Checked):
     pin_memory: bool = setting(True, check_boolean)
     buffer_count: int = setting(4, check_integer, low=2)
     buffer_bytes: int = setting(64 << 20, check_integer, low=1)
-    ratio: float = setting(1.0, check_share)
+    ratio: float = setting(1.0, check_real, positive=True, most=1.0)
     momentum: bool = setting(True, check_boolean)
     masters: bool = setting(False, check_boolean)
     adamw_on: str = setting("device", check_choice, allowed=("device", "cpu"))
@@ -64,7 +64,7 @@ class OffloadConfig(Checked):
         """A file needs a folder."""
         if self.device == "nvme" and self.nvme_path is None:
             problem = "is a file, and nvme_path says of no folder"
-            yield config_error("OffloadConfig.device", "nvme", problem, 'give "nvme_path", or use "cpu"')
+            yield self.contradiction("device", problem, 'give "nvme_path", or use "cpu"')
 
 
 @takes('"cpu", or fields of OffloadConfig')

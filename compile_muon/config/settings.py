@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ __all__ = [
     "ALGORITHMS",
     "ARGUMENTS",
     "NO_MUON",
+    "PARTS",
+    "SETTINGS",
     "VIEWS",
     "AdamWConfig",
     "CompileConfig",
@@ -65,6 +67,8 @@ __all__ = [
     "config_from_kwargs",
 ]
 
+C = TypeVar("C", bound=Checked)
+
 ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
@@ -77,31 +81,22 @@ def _check_coefficients(field: str, value: object) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
         return check_choice(field, value, COEFFICIENTS)
-    shape = "use a known name, one triple (a, b, c), or one triple per step"
+    remedy = "use a known name, one triple (a, b, c), or one triple per step"
     if not isinstance(value, Sequence) or not value:
-        raise config_error(field, value, "is neither a name nor a sequence of coefficients", shape)
-    if all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in value):
-        return _triple(field, value, shape)
-    if not all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
-        raise config_error(field, value, "mixes numbers with other things", shape)
+        raise config_error(field, value, "is neither a name nor a sequence of coefficients", remedy)
     if len(value) > MAX_STEPS:
         raise config_error(field, value, f"has {len(value)} triples", f"give at most {MAX_STEPS}, one per step")
-    return tuple(_triple(field, row, shape) for row in value)
+    one = any(isinstance(x, numbers.Real) for x in value)
+    triples = []
+    for row in [value] if one else value:
+        if not isinstance(row, Sequence) or len(row) != 3 or not all(map(_is_coefficient, row)):
+            raise config_error(field, row, "is no triple of finite numbers, as Newton-Schulz takes", remedy)
+        triples.append(tuple(float(x) for x in row))
+    return triples[0] if one else tuple(triples)
 
 
-def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]:
-    if len(row) != 3:
-        raise config_error(field, row, f"has {len(row)} coefficients where Newton-Schulz takes 3", shape)
-    for x in row:
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not -_FLOATS <= x <= _FLOATS:
-            raise config_error(field, row, "holds something that is not a finite number", shape)
-    a, b, c = (float(x) for x in row)
-    return a, b, c
-
-
-@takes('"auto", or an integer from 0')
-def _check_limit(field: str, value: object) -> int | str:
-    return "auto" if value == "auto" else check_integer(field, value, low=0)
+def _is_coefficient(x: object) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and -_FLOATS <= x <= _FLOATS
 
 
 def matches_adamw(adjust_lr: object) -> bool:
@@ -145,7 +140,7 @@ class NSConfig(Checked):
     dtype: str = setting("auto", check_dtype_name, extra=("auto",))
     eps: float = setting(1e-7, check_real)
     backend: str = setting("auto", check_choice, allowed=BACKENDS)
-    memory_limit: int | str = setting("auto", _check_limit)
+    memory_limit: int | str = setting("auto", check_integer, also="auto", low=0)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A schedule that is only right as a whole, and a number of steps that it does not have."""
@@ -157,7 +152,7 @@ class NSConfig(Checked):
             length, problem = len(self.coefficients) if triples else None, "has {} triples for {} steps"
         if length is not None and self.steps not in (None, length):
             problem, remedy = problem.format(length, self.steps), f"set ns_steps={length}, or leave ns_steps out"
-            yield config_error("NSConfig.coefficients", self.coefficients, problem, remedy)
+            yield self.contradiction("coefficients", problem, remedy)
 
 
 @dataclass(frozen=True)
@@ -286,20 +281,13 @@ class ZeroConfig(Checked):
         """A comparison of what does not exist."""
         if self.check_replicas is not None and self.stage == 3:
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
-            remedy = "leave it out, or use stage 2"
-            yield config_error("ZeroConfig.check_replicas", self.check_replicas, problem, remedy)
+            yield self.contradiction("check_replicas", problem, "leave it out, or use stage 2")
         if self.offload_param and self.stage != 3:
             problem = f"is of weights that are gathered for each use, and at stage {self.stage} they are resident"
-            yield config_error("ZeroConfig.offload_param", self.offload_param, problem, "use stage 3, or leave it out")
+            yield self.contradiction("offload_param", problem, "use stage 3, or leave it out")
         if self.offload_param and self.shard_state_over == "all":
             problem = 'is of what gathers start from, and shard_state_over = "all" keeps copies of that on the device'
-            remedy = 'use shard_state_over = "shard", or leave it out'
-            yield config_error("ZeroConfig.offload_param", self.offload_param, problem, remedy)
-
-
-@takes("-1, or an integer from 1")
-def _check_axis(field: str, value: object) -> int:
-    return -1 if value == -1 and not isinstance(value, bool) else check_integer(field, value, low=1)
+            yield self.contradiction("offload_param", problem, 'use shard_state_over = "shard", or leave it out')
 
 
 @dataclass(frozen=True)
@@ -312,16 +300,15 @@ class MeshConfig(Checked):
         tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cut them, and the same batch.
     """
 
-    replicate: int = setting(1, _check_axis)
-    shard: int = setting(-1, _check_axis)
-    tensor: int = setting(1, _check_axis)
+    replicate: int = setting(1, check_integer, also=-1, low=1)
+    shard: int = setting(-1, check_integer, also=-1, low=1)
+    tensor: int = setting(1, check_integer, also=-1, low=1)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Only one axis can be the rest."""
         rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
         if len(rest) > 1:
-            problem = f"and {rest[1]} are both the rest"
-            yield config_error(f"MeshConfig.{rest[0]}", -1, problem, "give the size of one")
+            yield self.contradiction(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
 
 
 @dataclass(frozen=True)
@@ -375,14 +362,13 @@ class SequenceParallelConfig(Checked):
     def contradictions(self) -> Iterator[ConfigError]:
         """Blocks that nothing is cut in."""
         if self.size == 1 and self.blocks is not None:
-            problem = "says what to cut, and size is 1"
-            yield config_error("SequenceParallelConfig.blocks", self.blocks, problem, "give a size, or leave it out")
+            yield self.contradiction("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
         if self.inputs == "sharded" and self.joined:
             problem = "would be all positions, where ranks are given, and have labels of, their own"
-            yield config_error("SequenceParallelConfig.joined", True, problem, "leave it out")
+            yield self.contradiction("joined", problem, "leave it out")
         if self.inputs == "sharded" and self.attention != "heads":
             problem = "gives ranks two pieces of a sequence, and loaders cut it into one for each"
-            yield config_error("SequenceParallelConfig.attention", self.attention, problem, 'use inputs="whole"')
+            yield self.contradiction("attention", problem, 'use inputs="whole"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,48 +445,61 @@ class Config(Checked):
         """Settings that nothing would read, or that exclude each other."""
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
-            yield config_error("compile.cuda_graphs", True, problem, "leave one of them out")
+            yield self.compile.contradiction("cuda_graphs", problem, "leave one of them out")
         shared = self.sequence_parallel
         if shared.size > 1 and self.muon.qk_clip is not None and (shared.attention != "heads" or shared.blocks):
             problem = "notes logits where ranks exchange heads of Transformers' attention"
             remedy = 'leave one of the two out, or sequence_parallel.blocks, and use "attention": "heads"'
-            yield config_error("MuonConfig.qk_clip", self.muon.qk_clip, problem, remedy)
+            yield self.muon.contradiction("qk_clip", problem, remedy)
         if self.algorithm == "muon":
             return
         for name in ("muon", "muon_params", "method"):
-            if (value := getattr(self, name)) != getattr(Config, name):
-                yield config_error(f"Config.{name}", value, NO_MUON, 'leave it out, or set algorithm="muon"')
+            if getattr(self, name) != getattr(Config, name):
+                yield self.contradiction(name, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
-            problem = f"{NO_MUON}, and AdamW updates in step()"
-            yield config_error("ZeroConfig.update", self.zero.update, problem, 'use update="auto" or "step"')
+            yield self.zero.contradiction(
+                "update", f"{NO_MUON}, and AdamW updates in step()", 'use update="auto" or "step"'
+            )
 
 
-# -------------------------------------------------------------------------- MuonZero's keyword arguments
+# -------------------------------------------------------------------------- settings by name
 
 VIEWS = ("muon_views", "per_head_muon", "split_fused")
-#: MuonZero keyword argument -> (dataclass, field): the one table Python and JSON settings go through.
+#: MuonZero keyword argument -> (dataclass, field)
 ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     prefix + f.name: (owner, f.name)
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
     if (owner, f.name) != (MuonConfig, "ns")
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
+#: the same of the sections that only a config has: ``compile.enabled``
+PARTS: dict[str, tuple[type[Checked], str]] = {
+    f"{section}.{f.name}": (owner, f.name)
+    for section, owner in (
+        ("compile", CompileConfig),
+        ("mesh", MeshConfig),
+        ("expert_parallel", ExpertParallelConfig),
+        ("sequence_parallel", SequenceParallelConfig),
+    )
+    for f in fields(owner)
+}
+#: the one table Python and JSON settings go through
+SETTINGS = ARGUMENTS | PARTS
 
-#: and those that no config can say
+#: arguments of MuonZero that no config can say
 _OBJECTS = ("mesh", "norm_group", "weights", "init", "extensions")
-
-C = TypeVar("C", bound=Checked)
 
 
 class Given:
-    """Arguments of ``MuonZero`` as one source gives them, each under the name it has there.
+    """Settings as one source gives them, each under the name it has there.
 
     Attributes:
-        values: argument -> canonical value, of those that were right.
-        names: argument -> the name the user knows it by.
+        values: setting -> canonical value, of those that were right.
+        names: setting -> the name the user knows it by.
         mistakes: what was wrong so far.
         hints: paths of a config's keys that have no effect here.
-        remarks: other warnings.
+        remarks: warnings.
+        source: the keys and values of a config as they were given.
     """
 
     def __init__(self) -> None:
@@ -509,41 +508,52 @@ class Given:
         self.mistakes = Mistakes()
         self.hints: list[str] = []
         self.remarks: list[str] = []
+        self.source: Mapping[str, Any] = {}
 
-    def put(self, argument: str, value: object, name: str) -> None:
-        """Check a setting and keep it; a second value for one argument must agree with the first."""
-        owner, field = ARGUMENTS[argument]
+    def put(self, setting: str, value: object, name: str) -> None:
+        """Check a setting and keep it; a second value for one setting must agree with the first."""
+        owner, field = SETTINGS[setting]
         with self.mistakes.collected():
             canonical = owner.checked(field, value, name)
-            known = self.values.setdefault(argument, canonical)
-            first = self.names.setdefault(argument, name)
+            known = self.values.setdefault(setting, canonical)
+            first = self.names.setdefault(setting, name)
             if known != canonical:
                 raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
 
-    def best(self, **rest: Any) -> Config:
+    def best(self, *, mesh: bool = False, **rest: Any) -> Config:
         """The ``Config`` of what was put, without what contradicts the rest of it, which is one more mistake.
 
         Args:
-            rest: fields of it that are no arguments of ``MuonZero``.
+            mesh: whether the source says something of a mesh.
+            rest: fields of it that are no settings of their own.
         """
-        paths = {f"{owner.__name__}.{field}": argument for argument, (owner, field) in ARGUMENTS.items()}
+        settings = {f"{owner.__name__}.{field}": setting for setting, (owner, field) in SETTINGS.items()}
         while True:
             try:
-                muon = self._build(MuonConfig, ns=self._build(NSConfig))
-                adamw, zero = self._build(AdamWConfig), self._build(ZeroConfig)
-                return self._build(Config, muon=muon, adamw=adamw, zero=zero, **rest)
+                if mesh:
+                    rest["mesh"] = self._build(MeshConfig)
+                return self._build(
+                    Config,
+                    muon=self._build(MuonConfig, ns=self._build(NSConfig)),
+                    adamw=self._build(AdamWConfig),
+                    zero=self._build(ZeroConfig),
+                    compile=self._build(CompileConfig),
+                    expert_parallel=self._build(ExpertParallelConfig),
+                    sequence_parallel=self._build(SequenceParallelConfig),
+                    **rest,
+                )
             except ConfigError as error:
                 before = len(self.values)
                 for each in error.errors:
-                    argument = paths.get(each.field, each.field)
-                    self.mistakes.add(each.renamed(self.names.get(argument, argument)))
-                    self.values.pop(argument, None)
+                    setting = settings.get(each.field, each.field)
+                    self.mistakes.add(each.renamed(self.names.get(setting, setting)))
+                    self.values.pop(setting, None)
                 if len(self.values) == before:  # it lies in `rest`
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
-        own = {field: argument for argument, (owner, field) in ARGUMENTS.items() if owner is kind}
-        return kind(**{f: self.values[a] for f, a in own.items() if a in self.values}, **rest)
+        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
+        return kind(**own, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:
@@ -557,14 +567,13 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     """
     given = Given()
     for name, value in kwargs.items():
+        problem = "is not an argument of MuonZero"
         if name in ARGUMENTS:
             given.put(name, value, name)
+        elif name in OF_OPTIMIZERS:
+            given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
         else:
-            problem = "is not an argument of MuonZero"
-            if name in OF_OPTIMIZERS:
-                given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
-            else:
-                given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
+            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
     config = given.best()
     given.mistakes.raise_all()
     return config

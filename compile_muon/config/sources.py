@@ -21,6 +21,8 @@ from compile_muon.errors import config_error
 __all__ = ["as_mapping"]
 
 _DEPTH = 64  # sections of sections; a config has four
+_NAMESPACES = (Namespace, SimpleNamespace)
+_SECTIONS = "write sections as they are known"
 _GIVE = "give the path of a JSON file, a dict, or a Config"
 
 
@@ -65,7 +67,7 @@ def _values_of(source: object) -> object:
         return source
     if dataclasses.is_dataclass(source):
         return {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-    if isinstance(source, Namespace | SimpleNamespace):
+    if isinstance(source, _NAMESPACES):
         return vars(source)
     for method in ("to_dict", "model_dump"):  # ConfigDict of ml_collections; pydantic
         if not hasattr(nn.Module, method) and callable(convert := getattr(source, method, None)):
@@ -81,34 +83,31 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
         known: what was met before and what became of it, by ``id``: a section that is there twice is read once.
     """
     if depth > _DEPTH:
-        problem = f"is nested more than {_DEPTH} deep"
-        raise config_error(path or "config", "...", problem, "write sections as they are known")
-    if depth and isinstance(value, Namespace | SimpleNamespace):
-        value = vars(value)
-    elif depth and dataclasses.is_dataclass(value) and not type(value).__module__.startswith("compile_muon."):
+        raise config_error(path or "config", "...", f"is nested more than {_DEPTH} deep", _SECTIONS)
+    own = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
+    if depth and not own and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
         value = _values_of(value)
     if not isinstance(value, Mapping | Sequence) or isinstance(value, (str, bytes, tuple)):
         return value
     if id(value) not in known:
+        found: Any
         if isinstance(value, Mapping):
-            found: Any = _plain_dict(value, path, known, depth)
+            found = {}
+            for key in value:
+                name = f"{path}.{key_name(key)}" if path else key_name(key)
+                found[key] = _plain(_entry(value, key, name), name, known, depth + 1)
         else:
             found = [_plain(entry, path, known, depth + 1) for entry in value]
         known[id(value)] = value, found
     return known[id(value)][1]
 
 
-def _plain_dict(value: Mapping[Any, Any], path: str, known: dict[int, tuple[Any, Any]], depth: int) -> dict[Any, Any]:
-    found = {}
-    for key in value:
-        name = f"{path}.{key_name(key)}" if path else key_name(key)
-        try:
-            entry = value[key]
-        except Exception as error:  # an interpolation of OmegaConf that leads nowhere, a value that is missing
-            said = str(error).partition("\n")[0]
-            raise config_error(name, "???", f"has no value ({said})", "give it one") from None
-        found[key] = _plain(entry, name, known, depth + 1)
-    return found
+def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
+    try:
+        return value[key]
+    except Exception as error:  # an interpolation of OmegaConf that leads nowhere, a value that is missing
+        said = str(error).partition("\n")[0]
+        raise config_error(name, "???", f"has no value ({said})", "give it one") from None
 
 
 def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
@@ -116,13 +115,9 @@ def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # bytes that are no text, a NUL in the path
+        why = getattr(error, "strerror", None) or error
         raise config_error("config", path, f"cannot be read ({why})", "give a JSON file or a dict") from None
-    except UnicodeDecodeError as error:
-        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None
-    except ValueError as error:  # a NUL in the path
-        raise config_error("config", path, f"is no path ({error})", "give a JSON file or a dict") from None
     if str(path).lower().endswith((".yaml", ".yml")):
         raise config_error("config", path, "is YAML, and JSON is read", "give yaml.safe_load(...) of it, a dict")
     return _parsed(text, path, path, mistakes)
@@ -140,7 +135,6 @@ def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> obje
     try:
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
-        problem, remedy = "is nested deeper than can be read", "write sections as they are known"
-        raise config_error("config", shown, problem, remedy) from None
+        raise config_error("config", shown, "is nested deeper than can be read", _SECTIONS) from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
-from compile_muon.config.groups import GroupConfig, checked_rate
+from compile_muon.config.groups import GroupConfig, setting_of
 from compile_muon.errors import ConfigError, config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.views import with_views
@@ -161,7 +161,7 @@ def _check_rates(config: Config, groups: Collection[Group]) -> None:
         for rate in group.method.rates:
             path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
             with mistakes.collected():
-                group.rates[rate.name] = checked_rate(rate, group.rates[rate.name], path)
+                group.rates[rate.name] = setting_of(rate)["check"](path, group.rates[rate.name])
     mistakes.raise_all()
 
 

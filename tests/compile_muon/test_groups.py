@@ -124,7 +124,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
         ({"q.weight": {"method": "muonbp", "period": 2.5}}, r"period = 2.5: must be an integer"),
         (
             {"q.weight": {"method": "soap", "basis_every": 0}},
-            r"basis_every = 0: is out of range; use an integer of at least 1",
+            r"basis_every = 0: is out of range; use an integer from 1",
         ),
         ({"q.weight": {"method": "dion2", "fraction": 1.5}}, r"fraction = 1.5: lies outside \(0, 1\]"),
         # AdamW takes an eps of 0, of which NorMuon makes NaN.

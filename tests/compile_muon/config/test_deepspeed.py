@@ -31,8 +31,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import read_all
-from compile_muon.config.foreign import FOREIGN, refusal
-from compile_muon.config.sections import SECTIONS
+from compile_muon.config.vocabulary import FOREIGN, SECTIONS, refusal
 from compile_muon.errors import ConfigError
 from compile_muon.integrations.common import filled
 
@@ -140,7 +139,7 @@ def hints_among(source: dict, section: str = "") -> set[str]:
     found = set()
     for key, value in source.items():
         path = f"{section}.{key}".lstrip(".")
-        if key in FOREIGN.get(section, ()) or key.startswith("_"):
+        if path in FOREIGN or key.startswith("_"):
             found.add(path)
         elif isinstance(value, dict):
             found |= hints_among(value, path)
@@ -174,18 +173,13 @@ def test_sample_is_refused_with_all_its_problems_at_once(name):
 def test_all_that_is_auto_and_read_is_filled_in_by_a_trainer(name):
     stand_ins = {"optimizer.params.betas": [0.9, 0.99], "bf16.enabled": True}
     automatic = {tuple(path.split(".")): stand_ins.get(path, 1) for path in FILLED}
-    errors = read_all(filled(SAMPLES[name], automatic, defaults={})).errors
+    errors = read_all(filled(SAMPLES[name], automatic, defaults={}))[1].mistakes.found
     assert {error.field for error in errors} == set(REFUSED.get(name, "").split()) - set(FILLED)
 
 
 # -------------------------------------------------------------------------------------------- hints
 
-HINTS = [
-    f"{section}.{key}".lstrip(".")
-    for section, keys in FOREIGN.items()
-    for key in keys
-    if refusal(section, key, "asked for") is None
-]
+HINTS = [path for path in FOREIGN if refusal(path, "asked for") is None]
 
 
 @pytest.mark.parametrize("value", [True, False, None, 0, 5e8, "auto", {"enabled": True}])
@@ -202,9 +196,7 @@ def test_a_hint_is_accepted_with_any_value(value):
 
 
 def test_no_key_is_both_read_and_foreign():
-    for section, keys in FOREIGN.items():
-        assert len(keys) == len(set(keys))
-        assert not set(keys) & set(SECTIONS[section])
+    assert not FOREIGN.keys() & {f"{section}.{key}".lstrip(".") for section, own in SECTIONS.items() for key in own}
 
 
 # ------------------------------------------------------------------------------------ what is taken, and what is not
@@ -366,13 +358,13 @@ def left_to_do(printed: str) -> list[str]:
 def test_command_prints_what_it_can_and_lists_what_is_left(capsys, name):
     assert main(["convert", str(SAMPLES[name])]) == 1
     printed = capsys.readouterr()
-    reading = read_all(SAMPLES[name])
-    assert left_to_do(printed.err) == [str(error) for error in reading.errors]
-    assert not reading.hints or f"no effect here: {', '.join(reading.hints)}" in printed.err.splitlines()
+    given = read_all(SAMPLES[name])[1]
+    assert left_to_do(printed.err) == [str(error) for error in given.mistakes.found]
+    assert not given.hints or f"no effect here: {', '.join(given.hints)}" in printed.err.splitlines()
     # What stays is what is left to do as well: "auto" that a trainer fills in, and an optimizer that is none of ours.
-    stays = [error for error in reading.errors if error.shown == "'auto'" or error.field == "optimizer.type"]
-    again = read_all(json.loads(printed.out))
-    assert sorted(map(str, again.errors)) == sorted(map(str, stays))
+    stays = [error for error in given.mistakes.found if error.shown == "'auto'" or error.field == "optimizer.type"]
+    again = read_all(json.loads(printed.out))[1]
+    assert sorted(map(str, again.mistakes.found)) == sorted(map(str, stays))
     assert not again.hints
 
 
@@ -480,11 +472,10 @@ def test_every_key_of_deepspeed_is_documented_as_what_it_is():
     table = SECTION[SECTION.index("| **no effect here**") :]
     parts = table.partition("| **an error**")
     hints, requests = (set(re.findall(r"`([\w.]+)`", part)) for part in (parts[0], parts[2]))
-    for section, keys in FOREIGN.items():
-        for key in keys:
-            named = hints if refusal(section, key, "asked for") is None else requests
-            path = f"{section}.{key}".replace("bfloat16", "bf16")
-            assert {key, path, key.removeprefix("stage3_")} & named, (section, key)
+    for path in FOREIGN:
+        named = hints if refusal(path, "asked for") is None else requests
+        key = path.rpartition(".")[2]
+        assert {key, path.replace("bfloat16", "bf16"), key.removeprefix("stage3_")} & named, path
 
 
 def test_the_example_of_the_page_is_what_convert_makes_of_it():

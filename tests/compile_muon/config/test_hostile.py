@@ -18,9 +18,8 @@ from torch import nn
 from compile_muon import MuonZero, errors, initialize
 from compile_muon.config import CompileConfig, Config, ZeroConfig, load_config
 from compile_muon.config.elsewhere import OF_GROUPS, OF_OPTIMIZERS
-from compile_muon.config.foreign import FOREIGN
-from compile_muon.config.sections import SECTIONS
 from compile_muon.config.settings import ARGUMENTS
+from compile_muon.config.vocabulary import FOREIGN, SECTIONS
 from compile_muon.errors import ConfigError, MuonZeroError, MuonZeroWarning, UnsupportedModelError
 
 HUGE = 10**400
@@ -93,7 +92,7 @@ def test_a_hostile_text_or_path_is_an_error_of_ours(text, tmp_path) -> None:
         assert len(str(caught.value)) < 1000
 
 
-KEYS = sorted({key for section, own in SECTIONS.items() for key in (*own, *FOREIGN.get(section, ()))})
+KEYS = sorted({key for own in SECTIONS.values() for key in own} | {path.rpartition(".")[2] for path in FOREIGN})
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -26,7 +26,7 @@ from compile_muon.config import (
     load_config,
 )
 from compile_muon.config.lr_schedule import SCHEDULES
-from compile_muon.config.sections import parameters
+from compile_muon.config.vocabulary import parameters
 from compile_muon.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------- oracles

@@ -94,7 +94,7 @@ def _number(opening: str = "[", high: float = math.inf, closing: str = ")") -> R
 
 def _integer(low: int, high: int | None) -> Range:
     most = 2**63 - 1 if high is None else high
-    said = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    said = f"an integer from {low}" if high is None else f"an integer from {low} to {high}"
     some = st.integers(low, min(most, low + 200)) | st.just(most)
     ends = st.sampled_from([low - 1, low + 0.5, most + 1])
     return Range(lambda value: type(value) is int and low <= value <= most, some, ends, said)

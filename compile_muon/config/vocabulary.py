@@ -1,0 +1,306 @@
+"""DeepSpeed's keys as one table: the setting that each key is, why it is refused, or that it has no effect.
+
+``KEYS`` names the setting of a key, for reading and for writing. A key of ``IGNORED`` changes how fast DeepSpeed
+trains or what DeepSpeed prints, and has no effect with any value. A key of ``REFUSED`` would change the result, and is
+an error unless its value says that it is off. The names are those of DeepSpeed's ``runtime/config.py``,
+``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026, deprecated ones
+among them, and former settings of compile_muon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from compile_muon.config.checks import key_name, nearest
+from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
+from compile_muon.config.settings import ARGUMENTS, PARTS, Given
+from compile_muon.errors import ConfigError, config_error
+from compile_muon.passes.methods import rates_of_methods
+
+__all__ = ["FOREIGN", "KEYS", "SECTIONS", "full_name", "is_off", "parameters", "read_keys", "refusal"]
+
+_MOST_UNKNOWN = 20  # unknown keys of a section that errors name one by one
+
+
+def full_name(section: str, key: str) -> str:
+    """The path of a key, as errors give it."""
+    return f"{section}.{key}" if section else key
+
+
+#: Key -> setting, in the order in which they are read; `convert` writes a setting at its first key. The keys `lr` and
+#: `weight_decay` of optimizer.params set both halves where they are read.
+KEYS: dict[str, str] = {
+    **{name: name for name in PARTS},
+    **{f"zero_optimization.{name}": name for name in ("stage", "shard_state_over", "offload_param")},
+    "zero_optimization.offload_optimizer": "offload",
+    **{name: name for name in ("gradient_accumulation_steps", "gradient_clipping", "machine")},
+    "optimizer.groups": "groups",
+    "optimizer.params.muon_lr": "lr",
+    "optimizer.params.adam_lr": "adamw_lr",
+    "optimizer.params.betas": "adamw_betas",
+    "optimizer.params.eps": "adamw_eps",
+    **{f"optimizer.params.{name}": name for name in ARGUMENTS if name not in ("groups", "rates")},
+    **{
+        f"optimizer.params.{name}": "rates"
+        for name, rate in rates_of_methods().items()
+        if rate.default is not None and name not in (*ARGUMENTS, "betas", "eps")
+    },
+    "compile.deepcompile": "compile.enabled",
+    "communication_data_type": "reduce_dtype",
+    "sequence_parallel_size": "sequence_parallel.size",
+    "zero_optimization.cpu_offload": "offload",
+}
+
+
+def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
+    """The parameters that DeepSpeed's schedule of this name has, as far as they are read here."""
+    return (*filter(None, [schedule.rate_key]), *(f.name for f in fields(schedule)))
+
+
+def _sections() -> dict[str, tuple[str, ...]]:
+    apart = (
+        "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled fp16.enabled "
+    )
+    apart += "zero_optimization.save_muon_momentum_buffer_in_memory"
+    schedules = [f"scheduler.params.{key}" for kind in SCHEDULES.values() for key in parameters(kind)]
+    found: dict[str, dict[str, None]] = {"": dict.fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))}
+    for path in (*KEYS, *apart.split(), *schedules):
+        section, _, key = path.rpartition(".")
+        found.setdefault(section, {})[key] = None
+        found[""][path.partition(".")[0]] = None
+    return {section: tuple(keys) for section, keys in found.items()}
+
+
+#: Section -> the keys that are read there.
+SECTIONS = _sections()
+
+
+def _both(names: str) -> str:
+    """DeepSpeed takes these with ``stage3_`` in front and without."""
+    return f"{names} " + " ".join(f"stage3_{name}" for name in names.split())
+
+
+_OF_BF16 = "immediate_grad_update check_grad_overflow check_overflow"
+#: Section -> keys that have no effect here.
+IGNORED: dict[str, str] = {
+    "": "train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last managed_gradient_accumulation "
+    "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers "
+    "flops_profiler tensorboard wandb comet csv_monitor comms_logger comms_config monitor_config "
+    "prescale_gradients gradient_predivide_factor sparse_gradients seq_parallel_communication_data_type "
+    "disable_allgather allgather_size disable_python_gc graph_harvesting vocabulary_size "
+    "use_data_before_expert_parallelism data_parallel_size pipeline aio zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer activation_checkpointing autotuning checkpoint nebula datastates_ckpt",
+    "zero_optimization": "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size "
+    "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size round_robin_gradients sub_group_size "
+    "load_from_fp32_weights elastic_checkpoint legacy_stage1 grad_hooks ignore_unused_parameters "
+    "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
+    "enable_sanity_checks leaf_module cpu_offload_use_pin_memory mics_hierarchical_params_gather "
+    "stage3_gather_fp16_weights_on_model_save aio "
+    + _both(
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+        "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+        "use_all_reduce_for_fetch_params allgather_sequential"
+    ),
+    "compile": "backend free_activation free_activation_threshold offload_activation_pin_memory double_buffer "
+    "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+    "keep_int_input_tensors keep_all_input_tensors exchange_mb",
+    "optimizer": "legacy_fusion",
+    # Which Adam computes AdamW's formula; DeepSpeed heeds no `adam_w_mode` for "AdamW" and "Muon".
+    "optimizer.params": "torch_adam adam_w_mode adamw_mode set_grad_none fused foreach capturable "
+    "fp32_optimizer_states",
+    "bf16": _OF_BF16,
+    "bfloat16": _OF_BF16,
+    # Details of loss scaling, which `fp16.enabled` asks for.
+    "fp16": "auto_cast loss_scale loss_scale_window initial_scale_power hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads",
+    # Details of `cycle_momentum`, which has to be false.
+    "scheduler.params": "cycle_min_mom cycle_max_mom decay_mom_rate",
+}
+
+
+_OFFLOADED = "offload_optimizer and offload_param are what there is"
+_MASTERS = 'write "master_dtype": "bfloat16" in optimizer.params, which keeps masters, gradients and state in it'
+#: Section, keys in it that are errors unless they are off, and the remedy.
+REFUSED: tuple[tuple[str, str, str], ...] = (
+    ("zero_optimization", "cpu_offload_param cpu_offload_params zenflow", _OFFLOADED),
+    ("zero_optimization", "zero_hpz_partition_size mics_shard_size", "shards are split over all ranks"),
+    (
+        "zero_optimization",
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param",
+        "there is no ZeRO++ here",
+    ),
+    ("compile", "offload_activation offload_opt_states offload_parameters", _OFFLOADED),
+    ("compile", "passes", '"compile": true is the whole switch'),
+    ("compile", "disable", 'write "enabled": false'),
+    ("compile", "kwargs", "write compile.fullgraph and compile.dynamic"),
+    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
+    ("bfloat16", "bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
+    ("optimizer.params", "max_grad_norm", "use gradient_clipping"),
+    ("optimizer.params", "bias_correction", "the AdamW of torch is bias-corrected"),
+    (
+        "optimizer.params",
+        "amsgrad maximize freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
+        "local_step_clipper coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff",
+        "Muon and the AdamW of torch are what there is here",
+    ),
+    ("scheduler.params", "last_batch_iteration", "a checkpoint brings back where the schedule was"),
+    ("expert_parallel", "enabled", 'say by "size" how many ranks share experts'),
+    ("", "torch_autocast amp", 'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params'),
+    ("", "data_types", "gradients are accumulated in the masters' dtype, master_dtype in optimizer.params"),
+    ("", "gradient_allreduce_op", "gradients are averaged; for their sum multiply the loss by the number of ranks"),
+    ("", "tensor_parallel", "all ranks are data-parallel"),
+    ("", "elasticity", "the loop chooses batch sizes, and a checkpoint loads on any number of ranks"),
+    (
+        "",
+        "data_efficiency curriculum_learning progressive_layer_drop eigenvalue compression_training "
+        "weight_quantization quantize_training sparse_attention hybrid_engine",
+        "do it in the model or in the training loop",
+    ),
+)
+
+_OFF = (None, False, 0, "", "none")
+#: Path of a refused key -> values of it that ask for nothing, where these are not `_OFF`.
+_OFF_AT: dict[str, tuple[object, ...]] = {
+    "scheduler.params.last_batch_iteration": (None, -1),
+    "optimizer.params.bias_correction": (None, True),
+    "gradient_allreduce_op": (None, "mean"),
+    "compile.passes": (*_OFF, "z1", "z3"),
+    "compile.kwargs": (None,),
+    "data_types": (*_OFF, "fp32", "float32", "torch.float32"),
+    **dict.fromkeys(("torch_autocast", "amp"), (*_OFF, "auto")),  # a choice of the Trainer of Transformers
+    **dict.fromkeys(
+        ("tensor_parallel", "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+        (*_OFF, 1, -1),  # a size that splits nothing
+    ),
+}
+_SWITCHES = "enabled weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
+_SWITCHES += "channel_pruning layer_reduction shared_parameters"
+_SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
+#: Path of a refused object -> the keys in it that DeepSpeed heeds; of other objects all count.
+_HEEDED: dict[str, tuple[str, ...]] = {"tensor_parallel": _SIZES} | {
+    path: tuple(_SWITCHES.split())
+    for path in (
+        *("torch_autocast", "amp", "elasticity", "hybrid_engine", "data_efficiency", "curriculum_learning"),
+        *("progressive_layer_drop", "eigenvalue", "compression_training", "weight_quantization", "quantize_training"),
+    )
+}
+
+#: Path of each key of DeepSpeed's that nothing here reads -> the remedy where it asks for something, or None.
+FOREIGN: dict[str, str | None] = {
+    **{full_name(section, key): None for section, keys in IGNORED.items() for key in keys.split()},
+    **{full_name(section, key): remedy for section, keys, remedy in REFUSED for key in keys.split()},
+}
+
+
+def is_off(value: object, off: tuple[object, ...] = _OFF, heeded: tuple[str, ...] = ()) -> bool:
+    """Whether a value asks for nothing: it is one of ``off``, or all that counts in an object or a list is."""
+    if isinstance(value, Mapping):
+        return all(is_off(value.get(key), off, heeded) for key in heeded or value)
+    if isinstance(value, (list, tuple)):
+        return all(is_off(each, off) for each in value)
+    if value is True:  # and no size of 1
+        return any(each is True for each in off)
+    return (value.lower() if isinstance(value, str) else value) in off
+
+
+def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | None:
+    """The error about a key that is nearly one of ``heeded`` and asks for something."""
+    if not isinstance(value, Mapping) or not heeded:
+        return None
+    for key, entry in value.items():
+        if not isinstance(key, str):
+            continue
+        meant = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)
+        if meant is not None and meant not in value and not (isinstance(entry, Mapping) or is_off(entry)):
+            problem = "is not a known key, and counts as off"
+            return config_error(f"{path}.{key}", entry, problem, f"did you mean {path}.{meant}?")
+        if inner := _slip(entry, heeded, f"{path}.{key}"):
+            return inner
+    return None
+
+
+def refusal(path: str, value: object) -> ConfigError | None:
+    """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
+
+    >>> str(refusal("zero_optimization.zenflow", True)).partition(";")[0]
+    'zero_optimization.zenflow = True: is a setting of DeepSpeed that is not honoured here'
+    >>> refusal("zero_optimization.zenflow", False)
+    """
+    remedy, heeded = FOREIGN[path], _HEEDED.get(path, ())
+    if slip := _slip(value, heeded, path):
+        return slip
+    if remedy is None or is_off(value, _OFF_AT.get(path, _OFF), heeded):
+        return None
+    return config_error(path, value, "is a setting of DeepSpeed that is not honoured here", f"remove it: {remedy}")
+
+
+# --------------------------------------------------------------------------------------------------- reading by it
+
+_EXAMPLES = {"bf16": '{"enabled": true}', "bfloat16": '{"enabled": true}', "fp16": '{"enabled": false}'}
+#: Sections of which null and false are as good as none.
+_MAY_LACK = ("bf16", "bfloat16", "fp16", "scheduler")
+
+
+def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
+    """Path -> value of all keys that are read; other keys become hints or mistakes of ``given``."""
+    if section == "compile" and isinstance(value, bool):
+        return {"compile.enabled": value}
+    if section in _MAY_LACK and (value is None or value is False):
+        given.hints.append(section)
+        return {}
+    if not isinstance(value, Mapping):
+        example = _EXAMPLES.get(section, "true" if section == "compile" else "{...}")
+        if section == "zero_optimization":  # DeepSpeed still takes an old true, which is stage 1
+            example = f'{{"stage": {int(value) if isinstance(value, bool) else 2}}}'
+        problem = f"must be an object, not {type(value).__name__}"
+        given.mistakes.add(config_error(section, value, problem, f"write {example}"))
+        return {}
+    if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # of another nothing is known
+        if value.get("type"):
+            return {"scheduler.type": value["type"]}
+        given.hints.append(section)
+        return {}
+    found, unknown = dict[str, Any](), []
+    for key, entry in value.items():
+        path = full_name(section, key_name(key))
+        if key in SECTIONS[section]:
+            found |= read_keys(given, entry, path) if path in SECTIONS else {path: entry}
+        elif key_name(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
+            given.hints.append(path)
+        elif path not in FOREIGN:
+            unknown.append(key)
+        elif error := refusal(path, entry):
+            given.mistakes.add(error)
+        else:
+            given.hints.append(path)
+    for error in _unknown(section, unknown, value):
+        given.mistakes.add(error)
+    if section == "compile" and "compile.deepcompile" not in found:
+        found.setdefault("compile.enabled", True)
+    return found
+
+
+def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
+    known = f"known here are {', '.join(SECTIONS[section])}"
+    for key in keys[:_MOST_UNKNOWN]:
+        path = full_name(section, key_name(key))
+        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known)
+    if (more := len(keys) - _MOST_UNKNOWN) > 0:
+        path = full_name(section, key_name(keys[-1]))
+        problem = f"is one of {more} more keys that are not known"
+        yield config_error(path, value[keys[-1]], problem, f"remove them: {known}")
+
+
+def _nearest_key(section: str, key: object) -> str:
+    """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere; or ""."""
+    if not isinstance(key, str):
+        return ""
+    paths = [*(full_name(place, name) for place, own in SECTIONS.items() for name in own), *FOREIGN]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    if key in names and key != "enabled":
+        return f"did you mean {names[key]}?"
+    if near := nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
+        return f"did you mean {full_name(section, near)}?"
+    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else ""
