@@ -16,7 +16,7 @@ from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Plan, Question, make_plan
-from compile_muon.planning.report_table import report
+from compile_muon.planning.report import page, report
 from compile_muon.planning.simulate import to_chrome_trace
 
 __all__ = ["run"]
@@ -42,8 +42,6 @@ def run(chosen: Namespace) -> int:
     if files["trace"]:
         files["trace"].write_text(json.dumps(traces(plan)))
     if files["html"]:
-        from compile_muon.planning.report_html import page
-
         files["html"].write_text(page(plan), encoding="utf-8")
     return 0
 

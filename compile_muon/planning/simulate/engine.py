@@ -30,10 +30,11 @@ from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 from compile_muon.planning.simulate.gpu_kernels import Kernel, fused_step, gpu_kernels
 from compile_muon.planning.simulate.memory import Held, Memory
+from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move, Moves, OffloadTransfers, OnHost
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
@@ -323,7 +324,7 @@ class _Player:
                 kind = kernel_kind(node)
                 kernel = found[node]
                 seconds = kernel_seconds(kernel.nodes, self.machine, kernel.moved)
-                launched = launches(node, self.machine)
+                launched = Call(node, self.machine).launched() if kind == "newton_schulz" else 1
                 act = partial(self._compute, node.name, kind, seconds, launched, self._slower(node, kind))
                 if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
                     act = partial(self._lift, node, lifted)
@@ -392,7 +393,7 @@ class _Player:
         if not self._wires.queues:
             return 1.0
         if kind == "newton_schulz":
-            return newton_schulz_beside(node, self.machine)
+            return Call(node, self.machine).slower()
         return self.machine.processors / (self.machine.processors - self.machine.collective_processors)
 
     def _pass(self, seconds: float, slower: float) -> None:

@@ -20,7 +20,7 @@ from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import workspace_bytes
+from compile_muon.planning.simulate.newton_schulz import Call
 
 __all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "INTERMEDIATES", "STEP", "Held", "Memory"]
 
@@ -153,7 +153,7 @@ class Memory:
             if storage.category == INTERMEDIATES:
                 self._intermediates[storage] = None
         works = node.target is torch.ops.muon_zero.newton_schulz.default
-        extra = workspace_bytes(node, self._machine) if works else 0
+        extra = Call(node, self._machine).workspace_bytes() if works else 0
         if self._live.total() + extra > self.peak.total:
             found = {**self._live, EXCHANGE: self._live[EXCHANGE] + extra} if extra else dict(self._live)
             largest = max(self._intermediates, key=lambda storage: storage.nbytes, default="")

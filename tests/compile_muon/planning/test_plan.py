@@ -27,8 +27,7 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
 from compile_muon.planning.price import Price
-from compile_muon.planning.report_html import page
-from compile_muon.planning.report_table import price_text, rows
+from compile_muon.planning.report import page, price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
