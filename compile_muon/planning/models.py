@@ -50,11 +50,6 @@ class Batch:
             nearest = max(1, round(self.tokens / self.sequence)) * self.sequence
             raise config_error("--tokens", self.tokens, problem, f"use {nearest}, or another --sequence")
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the tensor of tokens."""
-        return self.tokens // self.sequence, self.sequence
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -96,7 +91,7 @@ def load_subject(name: str, batch: Batch) -> Subject:
         return model
 
     with mode:
-        tokens = torch.zeros(batch.shape, dtype=torch.int64)
+        tokens = torch.zeros(batch.tokens // batch.sequence, batch.sequence, dtype=torch.int64)
     return Subject(name, build, _arguments(name, build(), tokens))
 
 
@@ -148,12 +143,13 @@ def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
 
 def _leave_meta(model: nn.Module) -> None:
     """Parameters and buffers on the meta device as fake ones on the CPU; what is tied stays tied."""
-    known: dict[int, torch.Tensor] = {}
+    known: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.device.type == "meta":
-                made = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
-                module._parameters[name] = known.setdefault(id(param), made)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = known.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for tensors in tables:
+            for name, value in tensors.items():
+                if value is not None and value.device.type == "meta":
+                    made = torch.empty_like(value, device="cpu")
+                    if isinstance(value, nn.Parameter):
+                        made = nn.Parameter(made, requires_grad=value.requires_grad)
+                    tensors[name] = known.setdefault(value, made)

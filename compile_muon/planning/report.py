@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from compile_muon.planning.candidates import Price, percent
+from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
 from compile_muon.planning.plan import Figures, Plan, World, mesh_text, size
-from compile_muon.planning.price import Price, percent
 
 __all__ = ["page", "price_text", "report", "rows"]
 
@@ -135,8 +136,6 @@ def report(plan: Plan) -> RenderableType:
 
 def page(plan: Plan) -> str:
     """The page, with the numbers of ``--json`` inside."""
-    from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
-
     sections = []
     for world, timeline in zip(plan.worlds, plan.timelines, strict=True):
         shown = world.candidates[world.shown]

@@ -49,29 +49,29 @@ def run(
         raise config_error("--base", base, f"describes {rest.device!r}, and this is {device!r}", "name another")
     given = (device, out, quick, disk, rest)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _calibrate(int(os.environ["LOCAL_RANK"]), {}, *given)
+        _calibrate(int(os.environ["LOCAL_RANK"]), 0, None, *given)
         return 0
     world = ranks or (torch.cuda.device_count() if device == "cuda" else min(4, 2 * cores()))
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, str(Path(folder, "store")), *given), nprocs=world)
+        mp.spawn(_calibrate, (world, Path(folder, "store"), *given), nprocs=world)
     return 0
 
 
-def _rank(rank: int, world: int, store: str, *given: Any) -> None:
-    _calibrate(rank, {"store": dist.FileStore(store, world), "rank": rank, "world_size": world}, *given)
-
-
 def _calibrate(
-    local_rank: int, group: dict[str, Any], device: str, out: Path, quick: bool, disk: Path | None, rest: Machine | None
-) -> None:
+    local_rank: int, world: int, store: Path | None, device: str, out: Path, quick: bool, disk: Path | None,
+    rest: Machine | None,
+) -> None:  # fmt: skip
     """One rank's part.
 
     Args:
-        group: for :func:`torch.distributed.init_process_group`; torchrun says it by environment variables.
+        store: a file where ranks meet; None under torchrun, which says by environment variables where they do.
     """
     console, started = Console(), time.perf_counter()
     if device == "cuda":
         torch.cuda.set_device(local_rank)
+    group: dict[str, Any] = {}
+    if store is not None:
+        group = {"store": dist.FileStore(str(store), world), "rank": local_rank, "world_size": world}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
     try:
         first = dist.get_rank() == 0

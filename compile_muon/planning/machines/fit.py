@@ -135,6 +135,7 @@ def fit(measured: Measured, name: str) -> Machine:
     products = _by("dtype", groups["products"])
     starts = {dtype: _start(same, least) for dtype, same in products.items()}
     link, start_seconds, kinds = _link(groups["collectives"], measured.cores)
+    late = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
     # bytes/s of a rank; 0 where they were not measured
     moved = {way: max(s.work / s.seconds for s in same) for way, same in _by("way", groups["offload"]).items()}
     machine = Machine(
@@ -148,7 +149,8 @@ def fit(measured: Measured, name: str) -> Machine:
         links=(link,),
         bandwidths=bandwidths,
         start_seconds=start_seconds,
-        late_seconds=_late(groups["late ranks"], measured.cores),
+        # of ranks that have a core each
+        late_seconds=statistics.geometric_mean(late) if late else 0.0,
         collectives=kinds,
         cores=measured.cores,
         host_bandwidth=moved.get("host", 0.0),
@@ -266,11 +268,6 @@ def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[
         of_hops, of_bytes = _solve(columns, [s.seconds for s in same], [_load(s, cores) * start for s in same])
         factors[kind] = (of_hops, of_bytes)
     return link, start, factors
-
-
-def _late(late: Sequence[Sample], cores: int) -> float:
-    """Of ranks that have a core each."""
-    return statistics.geometric_mean(s.seconds / _load(s, cores) for s in late) if late else 0.0
 
 
 def _load(sample: Sample, cores: int) -> float:

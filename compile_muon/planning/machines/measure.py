@@ -29,6 +29,8 @@ __all__ = ["cores", "measure"]
 
 _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
+#: m, n and k of products over the smallest dimension, and how many products at a time
+_SHAPES = ((1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 4, 1), (1, 4, 2, 1), (1, 1, 1, 4))
 #: as many operands take turns as need so many bytes: those of a training step are in no core's cache
 _COLD = 64 * 2**20
 #: runs of a CUDA graph
@@ -121,17 +123,14 @@ class _Clock:
     runs: int = 0
 
     def _once(self, run: Callable[[], object], times: int) -> float:
-        self._finish()
+        finish = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        finish()
         start = self.timer()
         for _ in range(times):
             run()
-        self._finish()
+        finish()
         self.runs += times
         return (self.timer() - start) / times
-
-    def _finish(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def rounds(self, run: Callable[[], object], *, replayed: bool = False) -> list[float]:
         """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others.
@@ -191,11 +190,13 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     if rank < busy:
         clock = _Clock(plan, device, together)
         note("the least kernel")
-        kernel_seconds = _least_kernel(clock)
+        # A product of nothing much: what Inductor's code calls where it generates no loop itself.
+        a, out = torch.ones(2, 4, 4, device=device)
+        kernel_seconds = clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
         note("products")
         samples += _products(clock)
         note("kernels that move bytes")
-        samples += [*_moves(clock, kernel_seconds), *_functions(clock, kernel_seconds)]
+        samples += _kernels(clock, kernel_seconds)
         note("attention")
         samples += _attention(clock)
         note("what offload goes by")
@@ -220,13 +221,6 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     return Measured(device, kernel_seconds, cores() if device == "cpu" else 0, node, memory, tuple(samples))
 
 
-def _least_kernel(clock: _Clock) -> float:
-    """A product of nothing much: what Inductor's code calls where it generates no loop itself."""
-    a = torch.ones(4, 4, device=clock.device)
-    out = torch.empty_like(a)
-    return clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
-
-
 def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
     """Operands without end: on CPUs of as many sets as no cache of a core holds."""
     first = made()
@@ -235,70 +229,49 @@ def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[li
     return itertools.cycle([first, *(made() for _ in range(count - 1))])
 
 
-def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
-    """``(m, n, k, batch)`` with ``size`` as the smallest dimension."""
-    yield size, size, size, 1
-    yield 4 * size, size, size, 1
-    yield size, size, 4 * size, 1
-    yield size, 4 * size, 2 * size, 1
-    yield size, size, size, 4
-
-
-def _products(clock: _Clock) -> Iterator[Sample]:
-    for dtype, size in itertools.product(_DTYPES, clock.plan.sizes):
-        for m, n, k, batch in _shapes(size):
-            seconds = _product(clock, m, n, k, batch, getattr(torch, dtype))
-            of = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}
-            yield Sample("products", seconds, 2.0 * batch * m * n * k, of)
-
-
-def _product(clock: _Clock, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> float:
-    lead, multiply = ((batch,), torch.bmm) if batch > 1 else ((), torch.mm)
-    shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
-    sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(dtype) for shape in shapes])
+def _multiply(clock: _Clock, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Callable[[], object]:
+    """A product, or a batch of them: shapes of its operands and its result."""
+    multiply = torch.mm if len(shapes[0]) == 2 else torch.bmm
+    kind = getattr(torch, dtype)
+    sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(kind) for shape in shapes])
 
     def run() -> None:
         a, b, out = next(sets)
         multiply(a, b, out=out)
 
-    return clock.seconds(run, replayed=True)
+    return run
 
 
-def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """A kernel that Inductor generates, its result allocated as in a graph."""
-    kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
-
-    def of(size: int) -> Callable[[], object]:
-        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
-        return lambda: kernel(*next(sets))
-
-    sizes = [nbytes // 12 for nbytes in (96, *clock.plan.moved)]
-    for size, seconds in _inside_a_graph(clock, kernel_seconds, of, sizes):
-        yield Sample("kernels", seconds, 12 * size)
+def _products(clock: _Clock) -> Iterator[Sample]:
+    for dtype, size, (*times, batch) in itertools.product(_DTYPES, clock.plan.sizes, _SHAPES):
+        m, n, k = (time * size for time in times)
+        lead = (batch,) if batch > 1 else ()
+        multiply = _multiply(clock, [(*lead, m, k), (*lead, k, n), (*lead, m, n)], dtype)
+        seconds = clock.seconds(multiply, replayed=True)
+        of = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}
+        yield Sample("products", seconds, 2.0 * batch * m * n * k, of)
 
 
-def _functions(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """As :func:`_moves`, of as many functions as one kernel of a model may have."""
+def _kernels(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """Kernels that Inductor generates, their results allocated as in a graph; functions as many as one may have."""
+    move = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
     functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
 
-    def of(entries: int) -> Callable[[], object]:
+    def moving(size: int) -> Callable[[], object]:
+        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
+        return lambda: move(*next(sets))
+
+    def taking(entries: int) -> Callable[[], object]:
         x = torch.randn(entries, device=clock.device)
         return lambda: functions(x)
 
-    for entries, seconds in _inside_a_graph(clock, kernel_seconds, of, (8, 2**16)):
-        yield Sample("functions", seconds, 3 * entries, {"entries": entries})
-
-
-def _inside_a_graph(
-    clock: _Clock, kernel_seconds: float, of: Callable[[int], Callable[[], object]], sizes: Sequence[int]
-) -> Iterator[tuple[int, float]]:
-    """Each size but the first, and its seconds.
-
-    Seconds are without what entering a compiled graph takes: the first size computes next to nothing.
-    """
-    entering = clock.seconds(of(sizes[0]), replayed=True) - kernel_seconds
-    for size in sizes[1:]:
-        yield size, max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds)
+    for of, sizes in ((moving, [nbytes // 12 for nbytes in clock.plan.moved]), (taking, [2**16])):
+        # What entering a compiled graph takes is none of the kernel's: the least size computes next to nothing.
+        entering = clock.seconds(of(8), replayed=True) - kernel_seconds
+        for size in sizes:
+            seconds = max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds)
+            moved = Sample("kernels", seconds, 12 * size)
+            yield moved if of is moving else Sample("functions", seconds, 3 * size, {"entries": size})
 
 
 def _attention(clock: _Clock) -> Iterator[Sample]:
@@ -383,12 +356,7 @@ def _late(clock: _Clock, count: int) -> Sample:
     plan = clock.plan
     exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
     x = torch.ones(count)
-    sets = _turns(clock, lambda: [torch.randn(256, 256) for _ in range(3)])
-
-    def multiply() -> None:
-        a, b, out = next(sets)
-        torch.mm(a, b, out=out)
-
+    multiply = _multiply(clock, [(256, 256)] * 3)
     each = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
     dist.all_reduce(each, dist.ReduceOp.MAX, group=clock.group)
     products = max(1, round(plan.stretch_seconds / each.item()))
@@ -423,24 +391,19 @@ def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Ten
     reduce-scatter is one with a sum behind it.
     """
 
+    wait = _c10d.wait_tensor
+
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        splits: Sequence[int] = [x.numel() // count] * count
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, group))
+        splits = [x.numel() // count] * count
+        return wait(_c10d.all_to_all_single(x, splits, splits, group))
 
-    def reduce(x: torch.Tensor) -> torch.Tensor:
-        return _c10d.wait_tensor(_c10d.all_reduce(x, "sum", group))
-
+    by_all = {"all_to_all": exchange, "all_reduce": lambda x: wait(_c10d.all_reduce(x, "sum", group))}
     if device == "cpu":
-        return {
-            "all_to_all": exchange,
-            "reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0),
-            "all_reduce": reduce,
-        }
+        return by_all | {"reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0)}
     return {
-        "all_gather": lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, count, group)),
-        "reduce_scatter": lambda x: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
-        "all_reduce": reduce,
-        "all_to_all": exchange,
+        "all_gather": lambda x: wait(_c10d.all_gather_into_tensor(x, count, group)),
+        "reduce_scatter": lambda x: wait(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
+        **by_all,
     }
 
 

@@ -8,9 +8,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
-from compile_muon.kernels.gpu.model import Result
 from compile_muon.kernels.gpu.model import seconds as launch_seconds
-from compile_muon.kernels.gpu.tiles import Table as Tiles
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import flop_formula
@@ -54,7 +52,7 @@ def kernel_kind(root: Node) -> str:
 
 
 def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | None = None) -> float:
-    """Of one kernel of :func:`~.fusion.kernels`, or :mod:`.gpu_kernels`, which say what it moves in all.
+    """Of one kernel of :func:`~.fusion.kernels`, or :func:`~.fusion.gpu_kernels`, which say what it moves in all.
 
     Products by :meth:`Machine.product_seconds`, in half precision by cuBLAS's tiles where the machine has some,
     attention by its operations at :meth:`Machine.attention_rate`, convolutions at the rate of their smallest dimension,
@@ -71,7 +69,10 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
         if not batch * m * n * k:
             return moved
         if machine.tiles is not None and dtype in ("float16", "bfloat16"):
-            return max(_cublas_seconds(machine.tiles, machine.processors, (batch, m, n, k)), moved)
+            # By the tiles that cuBLAS has for products, of which it takes what is done first.
+            tiles, results = machine.tiles, ((batch, m, n, k),)
+            ways = (launch_seconds(t, tiles.device, results, machine.processors, triangle=False) for t in tiles.cublas)
+            return max(min(ways), moved)
         return machine.product_seconds(m, n, k, batch=batch, dtype=dtype)
     work = operations(root)
     if not work:
@@ -83,11 +84,6 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
-
-
-def _cublas_seconds(tiles: Tiles, processors: int, result: Result) -> float:
-    """By the tiles that cuBLAS has for products, of which it takes what is done first."""
-    return min(launch_seconds(tile, tiles.device, (result,), processors, triangle=False) for tile in tiles.cublas)
 
 
 def _product(node: Node) -> tuple[int, int, int, int, str] | None:

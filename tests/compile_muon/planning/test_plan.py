@@ -21,12 +21,11 @@ from compile_muon.config import MeshConfig, SequenceParallelConfig, config_from_
 from compile_muon.errors import ConfigError
 from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
-from compile_muon.planning.candidates import Candidate, candidates, planned_for, with_adamw
+from compile_muon.planning.candidates import Candidate, Price, candidates, planned_for, with_adamw
 from compile_muon.planning.charts import check_charts
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
-from compile_muon.planning.price import Price
 from compile_muon.planning.report import page, price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step

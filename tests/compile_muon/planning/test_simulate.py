@@ -20,8 +20,7 @@ from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together
 from compile_muon.planning.simulate.cost import kernel_seconds, operations
 from compile_muon.planning.simulate.engine import _Player, _Sent, _Wires
-from compile_muon.planning.simulate.fusion import kernels, moved_bytes
-from compile_muon.planning.simulate.gpu_kernels import fused_step, gpu_kernels
+from compile_muon.planning.simulate.fusion import fused_step, gpu_kernels, kernels, moved_bytes
 from compile_muon.planning.simulate.newton_schulz import Call
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -214,7 +213,7 @@ def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds)
         assert found[rank].busy == alone.busy == sum(computed)
         assert found[rank].exposed == {"model": seconds - sum(computed)}
     (issued,) = found[0].issued.values()
-    assert [time for _, time in issued] == [event.end for event in found[0].events if event.stream == "compute"]
+    assert list(issued.values()) == [event.end for event in found[0].events if event.stream == "compute"]
 
 
 def test_ranks_may_stand_for_others_of_their_groups() -> None:
