@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from compile_muon.errors import config_error
 from compile_muon.planning.plan import Figures, World, mesh_text
 from compile_muon.planning.simulate import Event, Timeline
 from compile_muon.planning.simulate.engine import COMPUTE
@@ -16,7 +15,7 @@ from compile_muon.planning.simulate.engine import COMPUTE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_charts", "memory_chart", "price_chart", "time_chart", "timeline_chart"]
+__all__ = ["memory_chart", "price_chart", "time_chart", "timeline_chart"]
 
 #: of text and axes while it is drawn; becomes the page's colour
 _INK = "#010203"
@@ -28,19 +27,6 @@ _COLOURS = {
 }  # fmt: skip
 #: of a step: what is closer than this is drawn as one
 _FINEST = 1 / 1500
-
-
-def check_charts() -> None:
-    """Matplotlib is there.
-
-    Raises:
-        ConfigError: with what to install.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        problem = "is drawn by Matplotlib, which is not installed"
-        raise config_error("--html", "page", problem, "pip install '.[plan]' in compile_muon's checkout") from None
 
 
 def memory_chart(world: World) -> str:

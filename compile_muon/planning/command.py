@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from compile_muon.config import load_config, read_options
+from compile_muon.config.checks import check_integer
 from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import planned_for
-from compile_muon.planning.charts import check_charts
 from compile_muon.planning.machine import load_machine
-from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Plan, Question, make_plan
 from compile_muon.planning.report import page, report
 from compile_muon.planning.simulate import to_chrome_trace
@@ -35,7 +35,7 @@ def run(chosen: Namespace) -> int:
                 raise config_error(f"--{option}", str(path), problem, "make the folder first")
         question = _question(chosen, lambda text: notes.print(text, style="dim"))
         if chosen.html:
-            check_charts()
+            plan_module("matplotlib.figure", "--html", str(chosen.html))
         plan = make_plan(question)
     except MuonZeroError as error:
         notes.print(str(error), style="red", markup=False, soft_wrap=True)
@@ -52,8 +52,7 @@ def run(chosen: Namespace) -> int:
 
 def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
     for world in chosen.world:
-        if world < 1:
-            raise config_error("--world", world, "is no number of ranks", "give at least 1")
+        check_integer("--world", world, low=1)
     batch = Batch(chosen.tokens, chosen.tokens if chosen.sequence is None else chosen.sequence)
     machine = load_machine(chosen.machine, "--machine")
     config = planned_for(load_config(chosen.config), machine, chosen.machine)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from compile_muon.config import Config, FrameOptions, OffloadConfig
-from compile_muon.errors import MuonZeroError, config_error
+from compile_muon.errors import MuonZeroError
 from compile_muon.planning.candidates import (
     Candidate,
     Price,
@@ -24,7 +24,7 @@ from compile_muon.planning.candidates import (
     with_micro_batches,
 )  # fmt: skip
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.models import Batch, Subject, first_line
+from compile_muon.planning.models import Batch, Subject, naming_model
 from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.simulate.engine import OFFLOAD
 from compile_muon.planning.trace import Target, Trace, trace_step
@@ -255,15 +255,10 @@ def _traced(question: Question, micro_batches: int, sharing: int) -> Trace:
         ConfigError: it cannot be traced.
     """
     began, subject = time.perf_counter(), question.subject
-    try:
-        config = with_micro_batches(question.config, micro_batches)
+    config = with_micro_batches(question.config, micro_batches)
+    remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
+    with naming_model(subject.name, "traced, forward and backward", remedy):
         trace = trace_step(subject.build, subject.batch, config, question.options, sharing=sharing)
-    except MuonZeroError:
-        raise
-    except Exception as error:  # whatever the model or the compiler raises
-        problem = f"its forward and backward cannot be traced: {first_line(error)}"
-        remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
-        raise config_error("MODEL", subject.name, problem, remedy) from error
     question.progress(f"traced in {time.perf_counter() - began:.0f} s")
     return trace
 
