@@ -20,7 +20,7 @@ from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.model import Device, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import Table, load_tables
-from compile_muon.planning.simulate.lists import Launched, Steps, launches
+from compile_muon.planning.simulate.newton_schulz import Launched, Steps, launches
 
 HELD = (0, 8, 16, 32)
 CHANNELS = 32  # of NCCL, at most, on one node

@@ -36,7 +36,7 @@ from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.capture import Captured
 from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate.cost import list_launches
+from compile_muon.planning.simulate.newton_schulz import Call
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.05
@@ -110,7 +110,7 @@ def newton_schulz(step: Captured, machine: Machine, *, earlier: bool) -> float:
     return sum(
         replace(launch, halves=not earlier).seconds(tables.get(launch.part, machine.tiles), machine.processors)
         for call in calls
-        for launch in list_launches(call, machine) or ()
+        for launch in Call(call, machine).listed or ()
     )
 
 

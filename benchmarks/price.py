@@ -28,10 +28,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from compile_muon.config import FrameOptions, load_config
-from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.candidates import Price, percent, planned_for, prices, with_micro_batches
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
-from compile_muon.planning.price import Price, percent, prices, with_micro_batches
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 #: of a GPU and step

@@ -3,7 +3,7 @@
 The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
 run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
 happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
-does beside the directions, the checks, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
+does beside the directions, the checks, the writes and the refresh, is called, and noted by :mod:`.recorder`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,12 @@ from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.offload_moves import fetches
 from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
-from compile_muon.planning.step import step_graphs
+from compile_muon.planning.step import fetches, step_graphs
 
-__all__ = [
-    "Captured",
-    "capture_step",
-    "captured",
-    "run_micro_batches",
-    "shard",
-    "simulated_job",
-]
+__all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard", "simulated_job"]
 
 
 @dataclass(frozen=True)
@@ -85,23 +77,13 @@ class Captured:
     on_host: int = 0
 
     def simulated(
-        self,
-        machine: Machine,
-        *,
-        others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
+        self, machine: Machine, *, others: Mapping[tuple[int, ...], Sequence[float]] | None = None
     ) -> Timeline:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
         elsewhere = self.on_host if machine.device == "cuda" else 0
-        play = partial(
-            simulate,
-            self.graphs,
-            machine,
-            groups=self.groups,
-            ranks=self.ranks,
-            resident={**self.resident, "parameters": self.resident["parameters"] - elsewhere},
-            codegen=self.codegen,
-            others=others,
-        )
+        resident = {**self.resident, "parameters": self.resident["parameters"] - elsewhere}
+        how: dict[str, Any] = {"groups": self.groups, "ranks": self.ranks, "codegen": self.codegen, "others": others}
+        play = partial(simulate, self.graphs, machine, resident=resident, **how)
         if self.offload is None:
             return play()
         own = machine.shared_by(self.ranks)
@@ -127,7 +109,6 @@ def capture_step(
     options: FrameOptions | None = None,
     axes: Mapping[str, int] | None = None,
     backend: str | None = None,
-    init: Callable[..., Any] | None = None,
 ) -> Captured:
     """The graphs that ``rank`` of ``world`` runs in one step: its micro-batches, the step's directions, the update.
 
@@ -143,7 +124,6 @@ def capture_step(
         options: of torch.compile; "inductor" gives the graphs that Inductor gets.
         axes: sizes of the axes of the mesh, in order: ``{"replicate": 2, "shard": 4}``; default: one, of all ranks.
         backend: that the ranks will communicate by; default: "gloo" for models on CPUs.
-        init: see :class:`MuonZero`; for models on the meta device.
     Raises:
         MuonZeroError: there is a process group already.
         ConfigError, UnsupportedModelError: as :class:`MuonZero`.
@@ -151,21 +131,14 @@ def capture_step(
     config = Config() if config is None else config
     options = FrameOptions() if options is None else options
     with simulated_job(world, rank):
-        optimizer = shard(model_factory(), config, axes=axes, backend=backend, init=init)
+        optimizer = shard(model_factory(), config, axes=axes, backend=backend)
         graphs = [(visit.played, visit.states) for visit in run_micro_batches(optimizer, batch, options)]
         trained = [sharded for sharded in optimizer.engine.params if sharded.param.grad is not None]
         ready = {sharded.name for sharded in trained if sharded.speculations.current is not None}
         return captured(optimizer, graphs, trained, ready, options)
 
 
-def shard(
-    model: nn.Module,
-    config: Config,
-    *,
-    axes: Mapping[str, int] | None,
-    backend: str | None,
-    init: Callable[..., Any] | None = None,
-) -> MuonZero:
+def shard(model: nn.Module, config: Config, *, axes: Mapping[str, int] | None, backend: str | None) -> MuonZero:
     """Of ``model``, sharded in place over ranks of a :func:`simulated_job`; arguments as of :func:`capture_step`."""
     device = next(model.parameters()).device.type
     device = "cpu" if device == "meta" else device
@@ -174,7 +147,7 @@ def shard(
     mesh = Mesh.of(given)
     if mesh is not None:
         mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
-    return MuonZero.from_config(model, config, mesh=mesh or given, init=init)
+    return MuonZero.from_config(model, config, mesh=mesh or given)
 
 
 @contextmanager
@@ -201,7 +174,9 @@ def run_micro_batches(
         compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
         for _ in range(optimizer.config.zero.micro_batches):
             result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
-            _loss(result).backward()
+            made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+            loss, *rest = filter(torch.is_floating_point, made)
+            sum((value.sum() for value in rest), loss.sum()).backward()
     finally:
         torch.compiler.reset()
     return recorder.visits
@@ -226,33 +201,24 @@ def captured(
     }
     played = [
         replace(
-            graph,
-            awaits=_awaits(graph, states, number),
-            parameters=len(set(states.values())),
-            replayed=options.cuda_graphs,
-            moves=fetches(graph.gm, states, optimizer),
+            graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())),
+            replayed=options.cuda_graphs, moves=fetches(graph.gm, states, optimizer),
         )
         for graph, states in graphs
-    ]
+    ]  # fmt: skip
     played += step_graphs(optimizer, trained, ready, options)
     sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
     states = [value for sharded in trained for value in optimizer.state[sharded.param].values()]
     offloaded_bytes = provider.bytes_off_device - provider.bytes_in_buffers
     resident = {
-        "parameters": sum(_weight_bytes(sharded) for sharded in sharded_params),
+        "parameters": sum(map(_weight_bytes, sharded_params)),
         "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - offloaded_bytes,
     }
-    ranks = 1 if mesh is None else mesh.size
     return Captured(
-        tuple(played),
-        _groups(sharded_params, played),
-        ranks,
-        resident,
-        options.codegen,
-        _states(optimizer, trained),
-        optimizer.config.zero.offload,
-        sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
-    )
+        tuple(played), _groups(sharded_params, played), 1 if mesh is None else mesh.size, resident, options.codegen,
+        _states(optimizer, trained), optimizer.config.zero.offload,
+        on_host=sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
+    )  # fmt: skip
 
 
 def _weight_bytes(sharded: ShardedParam) -> int:
@@ -296,11 +262,6 @@ def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]
     waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
     names = {node: states.get(inputs[node.args[1]], "") for node in waits}
     return {node: number[name] for node, name in names.items() if name in number}
-
-
-def _loss(result: Any) -> Tensor:
-    floating = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
-    return sum((value.sum() for value in floating[1:]), floating[0].sum())
 
 
 def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:

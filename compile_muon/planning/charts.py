@@ -8,55 +8,25 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from compile_muon.errors import config_error
 from compile_muon.planning.plan import Figures, World, mesh_text
 from compile_muon.planning.simulate import Event, Timeline
 from compile_muon.planning.simulate.engine import COMPUTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["check_charts", "memory_chart", "price_chart", "time_chart", "timeline_chart"]
+__all__ = ["memory_chart", "price_chart", "time_chart", "timeline_chart"]
 
 #: of text and axes while it is drawn; becomes the page's colour
 _INK = "#010203"
 _COLOURS = {
-    "parameters": "#4c78a8",
-    "optimizer": "#72b7b2",
-    "gathered": "#9d755d",
-    "activations": "#f58518",
-    "gradients": "#e45756",
-    "exchange": "#b279a2",
-    "intermediates": "#ffbf79",
-    "step": "#9a9a9a",
-    "kernels": "#8cbf88",
-    "product": "#54a24b",
-    "kernel": "#8cbf88",
-    "copy": "#bab0ac",
-    "host": "#79706e",
-    "newton_schulz": "#eeca3b",
-    "gather": "#9d755d",
-    "reduce": "#e45756",
-    "refresh": "#4c78a8",
-    "checks": "#72b7b2",
-    "model": "#ff9da6",
-}
+    "parameters": "#4c78a8", "optimizer": "#72b7b2", "gathered": "#9d755d", "activations": "#f58518",
+    "gradients": "#e45756", "exchange": "#b279a2", "intermediates": "#ffbf79", "step": "#9a9a9a", "kernels": "#8cbf88",
+    "product": "#54a24b", "kernel": "#8cbf88", "copy": "#bab0ac", "host": "#79706e", "newton_schulz": "#eeca3b",
+    "gather": "#9d755d", "reduce": "#e45756", "refresh": "#4c78a8", "checks": "#72b7b2", "model": "#ff9da6",
+}  # fmt: skip
 #: of a step: what is closer than this is drawn as one
 _FINEST = 1 / 1500
-
-
-def check_charts() -> None:
-    """Matplotlib is there.
-
-    Raises:
-        ConfigError: with what to install.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        problem = "is drawn by Matplotlib, which is not installed"
-        raise config_error("--html", "page", problem, "pip install '.[plan]' in compile_muon's checkout") from None
 
 
 def memory_chart(world: World) -> str:
@@ -81,7 +51,7 @@ def time_chart(world: World) -> str:
 
 def price_chart(worlds: Sequence[World]) -> str:
     """Percent of AdamW's step that Muon adds, over tokens: a line for each number of ranks, dashed what is exposed."""
-    figure, axes = _axes(3.2)
+    axes = _axes(3.2)
     for number, world in enumerate(world for world in worlds if world.prices):
         tokens = [price.tokens for price in world.prices]
         colour = f"C{number}"
@@ -90,13 +60,13 @@ def price_chart(worlds: Sequence[World]) -> str:
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
     axes.set_xlabel("tokens of a rank and step; % of AdamW's step, dashed: of it exposed")
-    return _svg(figure, axes)
+    return _svg(axes)
 
 
 def timeline_chart(timeline: Timeline) -> str:
     """What each stream does when."""
     merged = _merged(timeline)
-    figure, axes = _axes(0.45 * len(merged) + 1.3)
+    axes = _axes(0.45 * len(merged) + 1.3)
     seen: dict[str, None] = {}
     for row, (_, spans) in enumerate(merged):
         for category, bars in spans.items():
@@ -108,7 +78,7 @@ def timeline_chart(timeline: Timeline) -> str:
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.seconds * 1e3)
     axes.set_xlabel("ms")
-    return _svg(figure, axes)
+    return _svg(axes)
 
 
 def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
@@ -130,19 +100,16 @@ def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, f
 
 
 def _stacked(
-    candidates: Sequence[Figures],
-    bars: Sequence[Mapping[str, float]],
-    label: str,
-    limit: float | None = None,
+    candidates: Sequence[Figures], bars: Sequence[Mapping[str, float]], label: str, limit: float | None = None,
     marks: Sequence[float] = (),
-) -> str:
+) -> str:  # fmt: skip
     """Horizontal bars of several parts, one for each candidate.
 
     Args:
         limit: a line across all.
         marks: a tick for each.
     """
-    figure, axes = _axes(0.32 * len(bars) + 1.3)
+    axes = _axes(0.32 * len(bars) + 1.3)
     places = range(len(bars))
     begun = [0.0] * len(bars)
     for name in dict.fromkeys(name for bar in bars for name in bar):
@@ -157,10 +124,10 @@ def _stacked(
     axes.set_yticks(places, [f"{f.stage}, {mesh_text(f.mesh)}" for f in candidates])
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    return _svg(figure, axes)
+    return _svg(axes)
 
 
-def _axes(height: float) -> tuple[Figure, Axes]:
+def _axes(height: float) -> Axes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, height), layout="constrained")
@@ -171,24 +138,22 @@ def _axes(height: float) -> tuple[Figure, Axes]:
     axes.spines[:].set_color(_INK)
     axes.tick_params(colors=_INK)
     axes.xaxis.label.set_color(_INK)
-    return figure, axes
+    return axes
 
 
-def _svg(figure: Figure, axes: Axes) -> str:
+def _svg(axes: Axes) -> str:
+    """As part of an HTML page: without prolog, metadata and namespaces, which HTML knows, and in the page's colour."""
     import matplotlib
 
     handles, labels = axes.get_legend_handles_labels()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.legend(handles, labels, loc="outside upper center", ncols=7, frameon=False, labelcolor=_INK, fontsize=8)
     text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
-    return _inline(text.getvalue())
-
-
-def _inline(svg: str) -> str:
-    """As part of an HTML page: without prolog, metadata and namespaces, which HTML knows, and in the page's colour."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
     for size in ("width", "height"):  # as wide as the page is
         svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)

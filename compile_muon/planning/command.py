@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from compile_muon.config import load_config, read_options
+from compile_muon.config.checks import check_integer
 from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.machine import load_machine
-from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Plan, Question, make_plan
-from compile_muon.planning.report_table import report
+from compile_muon.planning.report import page, report
 from compile_muon.planning.simulate import to_chrome_trace
 
 __all__ = ["run"]
@@ -26,38 +28,31 @@ def run(chosen: Namespace) -> int:
     """Make the plan that the command line asks for, print it, and write the files; 2 if something given is wrong."""
     notes = Console(stderr=True, highlight=False)
     try:
-        files = {option: _writable(option, getattr(chosen, option)) for option in ("html", "json", "trace")}
-        question = _question(chosen)
-        if files["html"]:
-            from compile_muon.planning.charts import check_charts
-
-            check_charts()
-        plan = make_plan(question, lambda text: notes.print(text, style="dim"))
+        for option in ("html", "json", "trace"):
+            path: Path | None = getattr(chosen, option)
+            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+                problem = "is not a file in a folder that exists"
+                raise config_error(f"--{option}", str(path), problem, "make the folder first")
+        question = _question(chosen, lambda text: notes.print(text, style="dim"))
+        if chosen.html:
+            plan_module("matplotlib.figure", "--html", str(chosen.html))
+        plan = make_plan(question)
     except MuonZeroError as error:
         notes.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(report(plan))
-    if files["json"]:
-        files["json"].write_text(json.dumps(plan.to_json(), indent=1))
-    if files["trace"]:
-        files["trace"].write_text(json.dumps(traces(plan)))
-    if files["html"]:
-        from compile_muon.planning.report_html import page
-
-        files["html"].write_text(page(plan), encoding="utf-8")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(plan.to_json(), indent=1))
+    if chosen.trace:
+        chosen.trace.write_text(json.dumps(traces(plan)))
+    if chosen.html:
+        chosen.html.write_text(page(plan), encoding="utf-8")
     return 0
 
 
-def _writable(option: str, path: Path | None) -> Path | None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise config_error(f"--{option}", str(path), "is not a file in a folder that exists", "make the folder first")
-    return path
-
-
-def _question(chosen: Namespace) -> Question:
+def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
     for world in chosen.world:
-        if world < 1:
-            raise config_error("--world", world, "is no number of ranks", "give at least 1")
+        check_integer("--world", world, low=1)
     batch = Batch(chosen.tokens, chosen.tokens if chosen.sequence is None else chosen.sequence)
     machine = load_machine(chosen.machine, "--machine")
     config = planned_for(load_config(chosen.config), machine, chosen.machine)
@@ -68,7 +63,7 @@ def _question(chosen: Namespace) -> Question:
         if tokens < batch.tokens or tokens % batch.tokens:
             problem = f"is no whole number of micro-batches of {batch.tokens} tokens"
             raise config_error("--price", tokens, problem, f"use a multiple of {batch.tokens}, or another --tokens")
-    return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)), price)
+    return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)), price, progress)
 
 
 def traces(plan: Plan) -> dict[str, Any]:

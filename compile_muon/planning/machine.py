@@ -89,11 +89,7 @@ class Machine(Costs):
             attention_rates={dtype: divided(table, load) for dtype, table in self.attention_rates.items()},
             function_seconds=self.function_seconds * load,
             # What copies bytes is no thread of ours: a core that nobody computes on has it for nothing.
-            host_seconds={
-                kind: seconds * load
-                for kind, seconds in self.host_seconds.items()
-                if kind != "byte" or ranks >= self.cores
-            },
+            host_seconds={k: s * load for k, s in self.host_seconds.items() if k != "byte" or ranks >= self.cores},
             late_seconds=self.late_seconds * load,
             disk_bandwidth=self.disk_bandwidth / ranks,
         )

@@ -9,18 +9,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.config.checks import check_integer
+from compile_muon.errors import MuonZeroError, config_error
 
-__all__ = ["Batch", "Subject", "load_subject"]
+__all__ = ["Batch", "Subject", "load_subject", "naming_model", "plan_module"]
 
 #: arguments of ``forward`` that get the tokens once more
 _TARGETS = ("labels", "targets")
@@ -35,7 +38,7 @@ class Batch:
         tokens: in all.
         sequence: of them in one sequence.
     Raises:
-        ConfigError: they are not positive, or no whole number of sequences.
+        ConfigError: one of them is less than 1, or they are no whole number of sequences.
     """
 
     tokens: int
@@ -43,17 +46,11 @@ class Batch:
 
     def __post_init__(self) -> None:
         for field, value in (("--tokens", self.tokens), ("--sequence", self.sequence)):
-            if value < 1:
-                raise config_error(field, value, "is not positive", "give at least 1")
+            check_integer(field, value, low=1)
         if self.tokens % self.sequence:
             problem = f"is no whole number of sequences of {self.sequence} tokens"
             nearest = max(1, round(self.tokens / self.sequence)) * self.sequence
             raise config_error("--tokens", self.tokens, problem, f"use {nearest}, or another --sequence")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the tensor of tokens."""
-        return self.tokens // self.sequence, self.sequence
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,9 @@ def load_subject(name: str, batch: Batch) -> Subject:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def build() -> nn.Module:
-        try:
-            with mode:
-                model = function()
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a model's code raises
-            remedy = "build it of nn.Modules, and read no value of a tensor on the way"
-            raise config_error("MODEL", name, f"cannot be built without values: {first_line(error)}", remedy) from error
+        remedy = "build it of nn.Modules, and read no value of a tensor on the way"
+        with naming_model(name, "built without values", remedy), mode:
+            model = function()
         if not isinstance(model, nn.Module):
             raise config_error("MODEL", name, f"returns a {type(model).__name__}", "return an nn.Module")
         with mode:
@@ -96,14 +88,39 @@ def load_subject(name: str, batch: Batch) -> Subject:
         return model
 
     with mode:
-        tokens = torch.zeros(batch.shape, dtype=torch.int64)
+        tokens = torch.zeros(batch.tokens // batch.sequence, batch.sequence, dtype=torch.int64)
     return Subject(name, build, _arguments(name, build(), tokens))
 
 
-def first_line(error: BaseException) -> str:
-    """Its type, and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+@contextmanager
+def naming_model(name: str, done: str, remedy: str) -> Iterator[None]:
+    """Whatever the model's code raises in this block becomes an error of one line that names the model.
+
+    Args:
+        done: what the block does with the model.
+    Raises:
+        ConfigError: with the type of what was raised, and the first line of what it says.
+    """
+    try:
+        yield
+    except MuonZeroError:
+        raise
+    except Exception as error:
+        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        raise config_error("MODEL", name, f"cannot be {done}: {said}", remedy) from error
+
+
+def plan_module(name: str, field: str, value: str) -> ModuleType:
+    """A module of the extra ``plan``, for what ``field`` asks for.
+
+    Raises:
+        ConfigError: it is not there, with what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        remedy = "pip install '.[plan]' in compile_muon's checkout"
+        raise config_error(field, value, f"needs {name}, which is not installed", remedy) from None
 
 
 def _arguments(name: str, model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
@@ -119,41 +136,33 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     module, _, function = name.partition(":")
     if not module or not function:
         raise config_error("MODEL", name, "is neither a function nor a file", _KINDS)
-    try:
+    with naming_model(name, "imported", "check the name, and that its folder is on PYTHONPATH"):
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever the module does when it is imported
-        remedy = "check the name, and that its folder is on PYTHONPATH"
-        raise config_error("MODEL", name, f"cannot be imported: {first_line(error)}", remedy) from error
     if not callable(found):
         raise config_error("MODEL", name, f"{module} has no function of that name", "give one that returns the model")
     return found
 
 
 def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        remedy = "pip install '.[plan]' in compile_muon's checkout, or give module:function"
-        raise config_error("MODEL", name, "is read by Transformers, which is not installed", remedy) from None
-    try:
-        config = AutoConfig.from_pretrained(os.path.abspath(name), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise config_error("MODEL", name, f"is no config of Transformers: {first_line(error)}", _KINDS) from error
+    transformers = plan_module("transformers", "MODEL", name)
+    with naming_model(name, "read as a config of Transformers", _KINDS):
+        config = transformers.AutoConfig.from_pretrained(os.path.abspath(name), local_files_only=True)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and batch.sequence > longest:
         problem = f"is longer than the {longest} positions of the model"
         raise config_error("--sequence", batch.sequence, problem, f"use at most {longest}")
-    return lambda: AutoModelForCausalLM.from_config(config)
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _leave_meta(model: nn.Module) -> None:
     """Parameters and buffers on the meta device as fake ones on the CPU; what is tied stays tied."""
-    known: dict[int, torch.Tensor] = {}
+    known: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.device.type == "meta":
-                made = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
-                module._parameters[name] = known.setdefault(id(param), made)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = known.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for tensors in tables:
+            for name, value in tensors.items():
+                if value is not None and value.device.type == "meta":
+                    made = torch.empty_like(value, device="cpu")
+                    if isinstance(value, nn.Parameter):
+                        made = nn.Parameter(made, requires_grad=value.requires_grad)
+                    tensors[name] = known.setdefault(value, made)

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 from compile_muon.config import Config, FrameOptions, OffloadConfig
-from compile_muon.errors import MuonZeroError, config_error
-from compile_muon.planning.candidates import Candidate, candidates, meshes, with_adamw
+from compile_muon.errors import MuonZeroError
+from compile_muon.planning.candidates import (
+    Candidate,
+    Price,
+    candidates,
+    meshes,
+    prices,
+    with_adamw,
+    with_micro_batches,
+)  # fmt: skip
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.models import Batch, Subject, first_line
-from compile_muon.planning.price import Price, prices, with_micro_batches
+from compile_muon.planning.models import Batch, Subject, naming_model
 from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.simulate.engine import OFFLOAD
 from compile_muon.planning.trace import Target, Trace, trace_step
@@ -47,6 +54,7 @@ class Question:
         machine: that every rank has.
         worlds: numbers of ranks.
         price: tokens of a rank and step that Muon's price is asked for, multiples of the batch's.
+        progress: told about every part that takes long.
     """
 
     subject: Subject
@@ -56,6 +64,7 @@ class Question:
     machine: Machine
     worlds: Sequence[int]
     price: Sequence[int] = ()
+    progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -178,34 +187,34 @@ def mesh_text(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in axes.items())
 
 
-def make_plan(question: Question, progress: Callable[[str], None] = lambda text: None) -> Plan:
+def make_plan(question: Question) -> Plan:
     """Trace the model, and simulate every candidate of every world.
 
-    Args:
-        progress: told about every part that takes long.
     Raises:
         ConfigError: settings that fit no world, or a model that cannot be traced.
     """
     began = time.perf_counter()
     config, machine = question.config, question.machine
     chosen = {world: candidates(config, world, machine) for world in question.worlds}
-    several = cache(partial(_traced, question, progress))
+    several = cache(partial(_traced, question))
     traced = partial(several, config.zero.micro_batches)
     worlds, timelines = [], []
     for world, compared in chosen.items():
         played: list[tuple[Figures, Timeline]] = []
         for candidate in compared:
-            known = next((both for both in played if _same_step(candidate, both[0], config)), None)
+            # Stages 1 and 2 only differ in what they keep of a gradient between micro-batches.
+            alike = (1, candidate.axes) if candidate.stage == 2 and config.zero.micro_batches == 1 else None
+            known = next((both for both in played if alike == (both[0].stage, both[0].mesh)), None)
             figures, timeline = known or _simulated(traced(candidate.sharing), question, candidate, world)
             figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
             played.append((figures, timeline))
-            progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
+            question.progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
         answer = _world(world, [figures for figures, _ in played])
         unshared = config.sequence_parallel.size == 1
         if answer.choice is None and unshared and (shared := _shared(traced, question, world)):
             answer = replace(answer, why=f"{answer.why}; {shared}")
         if question.price and config.algorithm == "muon":
-            answer = replace(answer, prices=_prices(several, question, compared[answer.shown], answer, progress))
+            answer = replace(answer, prices=list(_prices(several, question, compared[answer.shown], answer)))
         worlds.append(answer)
         timelines.append(played[answer.shown][1])
     return Plan(
@@ -223,14 +232,9 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
 
 
 def _prices(
-    traced: Callable[[int, int], Trace],
-    question: Question,
-    candidate: Candidate,
-    world: World,
-    progress: Callable[[str], None],
-) -> list[Price]:
+    traced: Callable[[int, int], Trace], question: Question, candidate: Candidate, world: World
+) -> Iterator[Price]:
     """Of the candidate shown, resident."""
-    found = []
     for price in prices(
         lambda count: traced(count, candidate.sharing),
         _resident(question, candidate, world.ranks),
@@ -239,28 +243,23 @@ def _prices(
         tokens=question.batch.tokens,
         counts=[tokens // question.batch.tokens for tokens in question.price],
     ):
-        found.append(price)
-        progress(f"{world.ranks} ranks, {price.tokens:,} tokens a step: {price.share:+.1%} over AdamW, simulated")
-    return found
+        price_of = f"{world.ranks} ranks, {price.tokens:,} tokens a step"
+        question.progress(f"{price_of}: {price.share:+.1%} over AdamW, simulated")
+        yield price
 
 
-def _traced(question: Question, progress: Callable[[str], None], micro_batches: int, sharing: int) -> Trace:
+def _traced(question: Question, micro_batches: int, sharing: int) -> Trace:
     """The model's trace, of a step of so many micro-batches, with so many ranks that share a sequence.
 
     Raises:
         ConfigError: it cannot be traced.
     """
     began, subject = time.perf_counter(), question.subject
-    try:
-        config = with_micro_batches(question.config, micro_batches)
+    config = with_micro_batches(question.config, micro_batches)
+    remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
+    with naming_model(subject.name, "traced, forward and backward", remedy):
         trace = trace_step(subject.build, subject.batch, config, question.options, sharing=sharing)
-    except MuonZeroError:
-        raise
-    except Exception as error:  # whatever the model or the compiler raises
-        problem = f"its forward and backward cannot be traced: {first_line(error)}"
-        remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
-        raise config_error("MODEL", subject.name, problem, remedy) from error
-    progress(f"traced in {time.perf_counter() - began:.0f} s")
+    question.progress(f"traced in {time.perf_counter() - began:.0f} s")
     return trace
 
 
@@ -279,12 +278,6 @@ def _shared(traced: Callable[[int], Trace], question: Question, world: int) -> s
     return ""
 
 
-def _same_step(candidate: Candidate, known: Figures, config: Config) -> bool:
-    """Stages 1 and 2 only differ in what they keep of a gradient between micro-batches."""
-    one = config.zero.micro_batches == 1
-    return one and (candidate.stage, known.stage) == (2, 1) and candidate.axes == known.mesh
-
-
 def _resident(question: Question, candidate: Candidate, world: int) -> Target:
     """With all state on the device."""
     backend = "nccl" if question.machine.device == "cuda" else "gloo"
@@ -292,8 +285,7 @@ def _resident(question: Question, candidate: Candidate, world: int) -> Target:
 
 
 def _simulated(trace: Trace, question: Question, candidate: Candidate, world: int) -> tuple[Figures, Timeline]:
-    machine, own = question.machine, question.machine.shared_by(world)
-    offload = question.config.zero.offload
+    machine, own, offload = question.machine, question.machine.shared_by(world), question.config.zero.offload
     target = _resident(question, candidate, world)
     config = target.config
 
@@ -301,15 +293,14 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         return replace(target, config=replace(config, zero=replace(config.zero, offload=offload)))
 
     owned = trace.owner_work(elsewhere(offload))
-    rank = max(range(world), key=owned.__getitem__)
+    rank = owned.index(max(owned))
 
     def offloaded(offload: OffloadConfig) -> Timeline:
         return trace.captured(elsewhere(offload), rank=rank).simulated(machine)
 
     captured = trace.captured(target, rank=rank)
-    resident = captured.simulated(machine)
+    resident = plain = captured.simulated(machine)
     step = resident if offload is None else offloaded(offload)
-    plain = resident
     if config.algorithm == "muon":
         adamw = replace(target, config=with_adamw(config))
         plain = trace.captured(adamw, rank=rank).simulated(machine)
@@ -318,10 +309,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
     plain_exposed = sum(plain.exposed.values())
     mean = sum(owned) / world
     figures = Figures(
-        stage=candidate.stage,
-        mesh=dict(candidate.axes),
-        asked=candidate.asked,
-        rank=rank,
+        stage=candidate.stage, mesh=dict(candidate.axes), asked=candidate.asked, rank=rank,
         fits=resident.peak.total <= own.memory_bytes,
         peak_bytes=resident.peak.total,
         limit_bytes=own.memory_bytes,
@@ -329,21 +317,17 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         largest=resident.peak.largest,
         sent=dict(step.traffic.by_axis),
         step_seconds=step.seconds,
-        exposed_seconds=sum(step.exposed.values()),
-        exposed=dict(step.exposed),
+        exposed_seconds=sum(step.exposed.values()), exposed=dict(step.exposed),
         tokens_per_second=tokens / step.seconds,
-        newton_schulz_seconds=newton_schulz,
-        newton_schulz_share=newton_schulz / step.seconds,
+        newton_schulz_seconds=newton_schulz, newton_schulz_share=newton_schulz / step.seconds,
         owners_idle=sum(not work for work in owned) if mean else None,
         owners_uneven=max(owned) / mean if mean else 1.0,
-        adamw_seconds=plain.seconds,
-        adamw_exposed_seconds=plain_exposed,
+        adamw_seconds=plain.seconds, adamw_exposed_seconds=plain_exposed,
         price_seconds=resident.seconds - plain.seconds,
         price_exposed_seconds=sum(resident.exposed.values()) - plain_exposed,
         price_share=resident.seconds / plain.seconds - 1,
-        offload_waits=dict(step.offload_waits),
-        offload_moved=step.moved,
-    )
+        offload_waits=dict(step.offload_waits), offload_moved=step.moved,
+    )  # fmt: skip
     if captured.on_host and own.host_bandwidth:  # a step reads and writes each of these weights
         figures = _later(figures, captured.on_host / own.host_bandwidth)
     figures = with_offload(figures, offload, captured.states, own)
@@ -400,10 +384,7 @@ def _later(figures: Figures, seconds: float) -> Figures:
 
 
 def _remedy(
-    figures: Figures,
-    states: Mapping[str, int],
-    machine: Machine,
-    offloaded: Callable[[OffloadConfig], Timeline],
+    figures: Figures, states: Mapping[str, int], machine: Machine, offloaded: Callable[[OffloadConfig], Timeline]
 ) -> str:
     """The smallest offload that makes it fit, in words; empty where it fits, or none does.
 

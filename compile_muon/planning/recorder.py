@@ -1,24 +1,34 @@
-"""Stands in for generated code: notes which graphs run, and returns zeros."""
+"""Stands in for what would run: notes the graphs that generated code is of, and the operations of all other code."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Node
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from compile_muon.engine.frame import Lowered, lower
 from compile_muon.engine.sharded_param import sharded_param_of
-from compile_muon.passes import PassContext
+from compile_muon.passes import GraphKind, PassContext
+from compile_muon.passes.language.work import Work, note_work
 from compile_muon.passes.torch_private import expected_size
 from compile_muon.planning.simulate import Played
+from compile_muon.planning.simulate.offload_transfers import Moves
 
-__all__ = ["Recorder", "Visit"]
+__all__ = ["EagerGraph", "Recorder", "Visit"]
+
+_c10d = torch.ops.c10d
+_functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -80,3 +90,113 @@ def _zeros(output: Any) -> Any:
         made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
         return made.zero_()
     return expected_size(value)
+
+
+class EagerGraph(TorchDispatchMode):
+    """Inside of it every operation runs, and becomes a node of a graph; what was there before becomes an input.
+
+    What runs while :attr:`elsewhere` is set is none of it: another device does that.
+
+    Collectives of :mod:`torch.distributed` become the functional ones that passes and simulator know. One that is
+    awaited at once is followed by its wait; of the others :meth:`wait` says where that is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graph = Graph()
+        #: by the id of what each results in, which its meta keeps: no other tensor gets the same id
+        self._nodes: dict[int, Node] = {}
+        self._work: Work | None = None
+        #: of offloaded state, ahead of each node
+        self.moves: dict[Node, Moves] = {}
+        self._pending: Moves = ()
+        self.elsewhere = False
+
+    def played(self, name: str, returned: Sequence[Tensor] = (), **part: Any) -> Played:
+        """The graph, as a part of a step.
+
+        Args:
+            returned: of its tensors, those that others read afterwards.
+            part: what :class:`Played` says of it.
+        """
+        self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
+        gm = GraphModule(nn.Module(), self._graph)
+        return Played(gm, GraphKind.STEP, name, eager=True, moves=self.moves, **part)
+
+    @contextmanager
+    def noting(self, work: Work) -> Iterator[None]:
+        """Nodes that are made inside of it belong to ``work``."""
+        before, self._work = self._work, work
+        try:
+            yield
+        finally:
+            self._work = before
+
+    def move(self, moves: Moves) -> None:
+        """Of offloaded state, ahead of what comes next."""
+        self._pending = (*self._pending, *moves)
+
+    def wait(self, tensor: Tensor) -> None:
+        """Whatever is under way into ``tensor`` is awaited here."""
+        self._add(_functional.wait_tensor.default, (self._node(tensor),), {}, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to its shard comes here again
+        results = func(*args, **(kwargs or {}))
+        if self.elsewhere:
+            return results
+        if func.namespace == "c10d":
+            self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
+        elif func.namespace != "profiler":
+            args, kwargs = tree_map_only(Tensor, self._node, (args, kwargs or {}))
+            kwargs = tree_map_only(torch.Generator, lambda _: None, kwargs)  # no text says one, and nobody draws
+            self._add(func, args, kwargs, results)
+        return results
+
+    def _collective(self, func: Any, given: Mapping[str, Any]) -> None:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        args: tuple[Any, ...]
+        kwargs: dict[str, Node] = {}
+        if func is _c10d.allreduce_.default:
+            (tensor,) = given["tensors"]
+            target, args = _functional.all_reduce_.default, (self._node(tensor), "sum")
+        elif func is _c10d._allgather_base_.default:
+            tensor = given["output_tensor"]
+            target = _functional.all_gather_into_tensor_out.default
+            args = (self._node(given["input_tensor"]), group.size())
+            kwargs = {"out": self._node(tensor)}
+        elif func is _c10d.alltoall_base_.default:
+            tensor, sent = given["output"], given["input"]
+            splits = [sent.numel() // group.size()] * group.size()
+            target, args = _functional.all_to_all_single.default, (self._node(sent), splits, splits)
+        else:
+            raise NotImplementedError(f"{func}: no functional collective is known for it")
+        self._add(target, (*args, group.group_name), kwargs, tensor)
+        if not given.get("async_op", True):
+            self.wait(tensor)
+
+    def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
+        node = self._graph.call_function(target, args, dict(kwargs))
+        node.meta["val"] = results
+        self.moves[node], self._pending = self._pending, ()
+        if self._work is not None:
+            note_work(node, self._work)
+        if isinstance(results, Tensor):
+            self._nodes[id(results)] = node
+        elif isinstance(results, (list, tuple)):
+            for number, one in enumerate(results):
+                if isinstance(one, Tensor):
+                    item = self._graph.call_function(operator.getitem, (node, number))
+                    item.meta["val"] = one
+                    self._nodes[id(one)] = item
+
+    def _node(self, tensor: Tensor) -> Node:
+        if id(tensor) not in self._nodes:
+            with self._graph.inserting_after():  # the beginning
+                node = self._graph.placeholder(f"input_{len(self._nodes)}")
+            node.meta["val"] = tensor
+            self._nodes[id(tensor)] = node
+        return self._nodes[id(tensor)]

@@ -1,12 +1,16 @@
-"""The graphs of ``optimizer.step()``: made of the functions that it calls, but for those that ask other ranks."""
+"""The graphs of ``optimizer.step()``: made of the functions that it calls, but for those that ask other ranks; and
+which buckets of offloaded state the graphs of a step ask for, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from compile_muon.config import FrameOptions
 from compile_muon.engine.commit import commit
@@ -19,21 +23,23 @@ from compile_muon.engine.projected import Projected, project
 from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
+from compile_muon.engine.state_provider import StateProvider, StateRequest
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.step_graph import StepGraphs
+from compile_muon.offload.state import OffloadedStates
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.language.holder import FETCH
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.work import Category, Work
 from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
 from compile_muon.passes.torch_private import fake_mode_of
-from compile_muon.planning.eager_graph import EagerGraph
-from compile_muon.planning.offload_moves import fetches, noting_moves
-from compile_muon.planning.recorder import Recorder
+from compile_muon.planning.recorder import EagerGraph, Recorder
 from compile_muon.planning.simulate import Played
+from compile_muon.planning.simulate.offload_transfers import Move, Moves, OnHost
 
-__all__ = ["step_graphs"]
+__all__ = ["fetches", "step_graphs"]
 
 
 @torch.no_grad()
@@ -65,7 +71,7 @@ def step_graphs(
         projected: dict[str, Projected] = {}
         if late:
             grads = [sharded.local_grad for sharded in late]
-            with EagerGraph() as graph, noting_moves(optimizer, graph):
+            with EagerGraph() as graph, _noting_moves(optimizer, graph):
                 projected = project(optimizer.engine.step, late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
@@ -84,7 +90,7 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         made = Directions(directions, projected=projected)
-        with EagerGraph() as graph, noting_moves(optimizer, graph):
+        with EagerGraph() as graph, _noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
         found.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
@@ -135,3 +141,110 @@ def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
                 graph.wait(refresh.received)
                 refresh.finish()
     return graph.played("refresh", drops=("exchange",), finished_by_forward=True)
+
+
+# --------------------------------------------------------------------------------------------------- offloaded state
+
+
+def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> dict[Node, Moves]:
+    """The moves of the momenta that this graph fetches.
+
+    Args:
+        states: name of the parameter by the position of its state among the inputs.
+    """
+    provider = optimizer.engine.state_provider
+    if not isinstance(provider, OffloadedStates):
+        return {}
+    done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
+    sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
+    inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    found: dict[Node, Moves] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=FETCH):
+        sharded = sharded_params[states[inputs[node.args[0]]]]
+        if moves := [move for bucket in provider.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
+            found[node] = moves
+    return found
+
+
+@contextmanager
+def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
+    """What the commit in this block is provided with is noted in ``graph``."""
+    steps = optimizer.engine.step
+    provider = steps.state_provider
+    if isinstance(provider, OffloadedStates):
+        # Where the device decides whether to write, no momentum has been moved for good.
+        written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
+        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and provider.fetched(a))
+        steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
+    yield
+    steps.state_provider = provider
+
+
+def _writes(optimizer: MuonZero) -> bool:
+    """Whether a momentum is written when it is fetched."""
+    offload = optimizer.config.zero.offload
+    return offload is not None and offload.device == "nvme"
+
+
+def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
+    """Gradients come, with weights that have no master there, and weights go back. AdamW reads four numbers of each
+    element and writes three of them; what is rounded is read and written once more."""
+    to_host = to_device = streamed = 0
+    for sharded in sharded_params:
+        numel, wide = sharded.local.numel(), decode_dtype(sharded.spec.state_dtype).itemsize
+        grad, weight = (numel * x.dtype.itemsize for x in (sharded.local_grad, sharded.local))
+        to_host += grad + (0 if sharded.spec.master else weight)
+        to_device += weight
+        streamed += 7 * numel * wide + sum(x + numel * wide for x in (grad, weight) if x != numel * wide)
+    return OnHost(to_host, to_device, streamed)
+
+
+@dataclass(eq=False)
+class _Noted:
+    """Provides what ``provider`` does to a commit that ``graph`` records.
+
+    Args:
+        fetched: whose momentum was written when it was fetched.
+        on_disk: whether states are in a file.
+    """
+
+    provider: OffloadedStates
+    graph: EagerGraph
+    fetched: frozenset[ShardedParam]
+    on_disk: bool
+
+    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        return self.fetched
+
+    def provide(
+        self,
+        sharded_params: Sequence[ShardedParam],
+        what: StateRequest,
+        step: int,
+        *,
+        moved: Collection[ShardedParam] = (),
+    ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        for own, states in self.provider.provide(sharded_params, what, step, moved=moved):
+            buckets, read_only = self.provider.provided
+            computed: Moves = ()
+            # Until the next are provided: what the host writes is looked at and sent back there, which COMPUTE has.
+            self.graph.elsewhere = self.provider.computes(own[0])
+            if self.graph.elsewhere:
+                # States of a file cross no link, and count as if they did.
+                buckets, computed = buckets if self.on_disk else [], [(Move.COMPUTE, _on_host(own))]
+            self.graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
+            yield own, states
+            self.graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
+        self.graph.elsewhere = False
+
+    @contextmanager
+    def writing(self, found_inf: Tensor | None) -> Iterator[None]:
+        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        with self.provider.writing(found_inf):
+            yield
+        self.graph.move([(Move.COMMIT, None)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.provider, name)

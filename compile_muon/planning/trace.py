@@ -10,7 +10,7 @@ Only how many ranks share a sequence is in all shapes of a graph, so that there 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from compile_muon.config import Config, FrameOptions
+from compile_muon.config import Config, FrameOptions, SequenceParallelConfig
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import LOWERING_PASSES, BackwardRequest, Purpose, run_passes
@@ -31,19 +31,11 @@ from compile_muon.passes.lowering.buckets import bucket_matrices
 from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
-from compile_muon.planning.candidates import with_sharing
-from compile_muon.planning.capture import (
-    Captured,
-    capture_step,
-    captured,
-    run_micro_batches,
-    shard,
-    simulated_job,
-)
+from compile_muon.planning.capture import Captured, capture_step, captured, run_micro_batches, shard, simulated_job
 from compile_muon.planning.recorder import Visit
 from compile_muon.planning.simulate import Played
 
-__all__ = ["Target", "Trace", "trace_step"]
+__all__ = ["Target", "Trace", "trace_step", "with_sharing"]
 
 
 @dataclass(frozen=True)
@@ -140,23 +132,19 @@ class Trace:
         """The same of each exchange: of each rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
             ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend).engine.ledger
-            named = {sharded.name: sharded for sharded in ledger.sharded_params}
-            made: dict[str, None] = {}
-            found = []
+            late = {a.name: a for a in ledger.sharded_params if a.name in self.trained and a.spec.muon is not None}
+            named, graphs = {sharded.name: sharded for sharded in ledger.sharded_params}, []
             for visit in self.visits:
                 chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
-                made |= dict.fromkeys(chosen)
-                found += self._work([named[name].spec for name in chosen], target.world, ledger.costs)
-            late = [
-                a.spec for a in ledger.sharded_params if a.name in self.trained and a.name not in made and a.spec.muon
-            ]
-            return found + self._work(late, target.world, ledger.costs)
+                graphs.append([named[name].spec for name in chosen])
+                late = {name: sharded for name, sharded in late.items() if name not in chosen}
+            graphs.append([sharded.spec for sharded in late.values()])
+            return [work for specs in graphs for work in self._work(specs, target.world, ledger.costs)]
 
-    def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> list[list[float]]:
+    def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> Iterator[list[float]]:
         """What each rank does of the directions that one graph makes, exchange by exchange."""
         buckets = bucket_matrices(specs, costs, self.options.bucket_bytes)
         owners = by_parameter(specs, assign_owners(specs, costs, buckets))
-        found = []
         for bucket in buckets:
             work = [0.0] * world
             for share, owner in (pair for i in bucket for pair in zip(shares(specs[i]), owners[i], strict=True)):
@@ -167,8 +155,7 @@ class Trace:
                         work[rank] += done
                 else:
                     work = [one + done / world for one in work]
-            found.append(work)
-        return found
+            yield work
 
 
 def trace_step(
@@ -187,14 +174,19 @@ def trace_step(
     """
     options = FrameOptions() if options is None else options
     zero = replace(config.zero, stage=1, shard_state_over="shard", offload=None, offload_param=None)
-    config = replace(config, zero=zero, mesh=None)
-    config = with_sharing(config, sharing)
-    axes = {"shard": 2, **({"sequence": sharing} if sharing > 1 else {})}
+    config = with_sharing(replace(config, zero=zero, mesh=None), sharing)
+    axes = {"shard": 2, "sequence": sharing} if sharing > 1 else {"shard": 2}
     with simulated_job(2 * sharing, 0):
         optimizer = shard(model_factory(), config, axes=axes, backend=None)
         visits = run_micro_batches(optimizer, batch, options)
         trained = frozenset(a.name for a in optimizer.engine.params if a.param.grad is not None)
         return Trace(model_factory, batch, options, tuple(visits), trained, _sharing(optimizer))
+
+
+def with_sharing(config: Config, ranks: int) -> Config:
+    """``config`` with so many ranks to a sequence, which compare nothing."""
+    shared = replace(config.sequence_parallel, size=ranks, check=False) if ranks > 1 else SequenceParallelConfig()
+    return replace(config, sequence_parallel=shared)
 
 
 def _sharing(optimizer: MuonZero) -> str:

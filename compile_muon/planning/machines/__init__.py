@@ -1,5 +1,5 @@
 """The measurement of machines for the cost model.
 
-``measure`` times products, kernels and collectives, ``fit`` makes a description of that, and ``calibrate`` is the
-command. docs/reference/machines.md is the same for users.
+``measure`` times what the simulator reads, ``fit`` makes a description of that, and ``calibrate`` is the command.
+docs/reference/machines.md is the same for users.
 """

@@ -1,4 +1,4 @@
-"""Times products, kernels and collectives on the ranks of a process group, as training runs them.
+"""Times products, kernels, collectives and offload on the ranks of a process group, as training runs them.
 
 Every core is busy while products and kernels are timed: a rank alone on a machine is faster than one among others.
 """
@@ -10,8 +10,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,114 +20,86 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.offload.store import Bucket, FileStore, Slot
 from compile_muon.optimizer import MuonZero
-from compile_muon.planning.machines.samples import (
-    AttentionSample,
-    CollectiveSample,
-    FunctionSample,
-    LateSample,
-    MoveSample,
-    ProductSample,
-    Sample,
-    StepSample,
-)
-from compile_muon.planning.machines.transfers import transfers
+from compile_muon.passes.methods.adamw import ADAMW
+from compile_muon.planning.machines.fit import Measured, Sample
 
-__all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
+__all__ = ["cores", "measure"]
 
 _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
+#: m, n and k of products over the smallest dimension, and how many products at a time
+_SHAPES = ((1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 4, 1), (1, 4, 2, 1), (1, 1, 1, 4))
 #: as many operands take turns as need so many bytes: those of a training step are in no core's cache
 _COLD = 64 * 2**20
 #: runs of a CUDA graph
 _REPLAYED = 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Args:
-        sizes: smallest dimensions of the products that the fit sees.
-        between: of those that it does not.
-        sequences: lengths that attention is over, every other one held out.
-        layers: of the models whose steps show what the host does.
-        moved: bytes of the kernels, every other one held out.
-        sent: bytes that a rank sends in a collective, every other one held out.
-        offloaded: bytes that go to host memory or a disk and back; all but the first are held out.
-        stretch_seconds: of work ahead of the collective that shows how late ranks come; 0 where they share no cores.
-        rounds: of which the median is taken.
-        passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
-        round_seconds: a round repeats until it has taken so long.
-    """
-
-    sizes: tuple[int, ...]
-    between: tuple[int, ...]
-    sequences: tuple[int, ...]
-    layers: tuple[int, ...]
-    moved: tuple[int, ...]
-    sent: tuple[int, ...]
-    offloaded: tuple[int, ...]
-    stretch_seconds: float
-    rounds: int
-    passes: int
-    round_seconds: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What :func:`measure` found.
-
-    Args:
-        device: "cuda" or "cpu".
-        kernel_seconds: of the least kernel.
-        cores: that ranks share; 0 on GPUs.
-        node: ranks that share a machine.
-        memory_bytes: of a device, or of all ranks of a CPU.
-    """
-
-    device: str
-    kernel_seconds: float
-    cores: int
-    node: int
-    memory_bytes: int
-    samples: tuple[Sample, ...]
+#: of what goes to a disk and back: buckets, and how many are under way
+_BUCKETS, _BUFFERS = 8, 4
 
 
 def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
     return tuple(2**power for power in range(low, high + 1, step))
 
 
-def _halves(low: int, high: int) -> tuple[int, ...]:
-    """Powers of two, and between each two of them what is half as much again."""
-    return tuple(size for power in range(low, high) for size in (2**power, 3 * 2 ** (power - 1))) + (2**high,)
+@dataclass(frozen=True)
+class _Plan:
+    """What is measured.
+
+    Args:
+        sizes: smallest dimensions of products.
+        sequences: lengths that attention is over.
+        moved: bytes of kernels.
+        sent: bytes that a rank sends in a collective.
+        offloaded: bytes that go to host memory or a disk and back.
+        rounds: of which the median is taken.
+        passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
+        round_seconds: a round repeats until it has taken so long.
+        layers: of the models whose steps show what the host does; GPUs do not wait for theirs.
+        stretch_seconds: of work ahead of the collective that shows how late ranks come that share cores.
+    """
+
+    sizes: tuple[int, ...] = (32, 64)
+    sequences: tuple[int, ...] = (32,)
+    moved: tuple[int, ...] = _powers(12, 18, 4)
+    sent: tuple[int, ...] = _powers(12, 18, 4)
+    offloaded: int = 2**22
+    rounds: int = 3
+    passes: int = 1
+    round_seconds: float = 1e-3
+    layers: tuple[int, ...] = (1,)
+    stretch_seconds: float = 1e-3
 
 
-def plan_for(device: str, quick: bool) -> Plan:
-    """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
-    if quick:
-        few, offloads = _powers(12, 18, 2), (2**22, 2**20)
-        on_cpu = device == "cpu"  # where steps are timed, and how late ranks come
-        layers, stretch = ((1,), 1e-3) if on_cpu else ((), 0.0)
-        return Plan(
-            (32, 64), (48,), (32, 64), layers, few, few, offloads, stretch, rounds=3, passes=1, round_seconds=1e-3
-        )
-    offloads = (2**28, 2**26)
-    if device == "cuda":
-        sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
-        sequences = _halves(9, 13)
-        # Kernels do not wait for the host. For less than half a second a GPU runs at clocks that it does not keep.
-        sizes_between = (96, 384, 1536, 6144)
-        return Plan(
-            sizes, sizes_between, sequences, (), moved, sent, offloads, 0, rounds=1, passes=1, round_seconds=0.5
-        )
-    between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
-    moved, sent = _halves(12, 26), _powers(10, 24)
-    # Behind a quarter of it ranks come less late, behind twice as much no later.
-    stretch, sizes = 8e-3, _powers(4, 9)
-    return Plan(
-        sizes, between, sequences, (2, 8), moved, sent, offloads, stretch, rounds=7, passes=3, round_seconds=3e-3
-    )
+#: shows that the measurement works
+_QUICK = _Plan()
+#: by device
+_PLANS = {
+    # For less than half a second a GPU runs at clocks that it does not keep.
+    "cuda": _Plan(
+        sizes=_powers(6, 13),
+        sequences=_powers(9, 13),
+        moved=_powers(14, 30, 4),
+        sent=_powers(12, 28, 4),
+        offloaded=2**28,
+        rounds=1,
+        round_seconds=0.5,
+    ),
+    "cpu": _Plan(
+        sizes=_powers(4, 9),
+        sequences=_powers(5, 10),
+        moved=_powers(12, 26),
+        sent=_powers(10, 24, 2),
+        offloaded=2**28,
+        rounds=7,
+        passes=3,
+        round_seconds=3e-3,
+        layers=(2, 8),
+        # Behind a quarter of it ranks come less late, behind twice as much no later.
+        stretch_seconds=8e-3,
+    ),
+}
 
 
 def cores() -> int:
@@ -143,24 +116,21 @@ class _Clock:
         runs: that every function has run on this rank, together.
     """
 
-    plan: Plan
+    plan: _Plan
     device: str
     group: dist.ProcessGroup
     timer: Callable[[], float] = time.perf_counter
     runs: int = 0
 
     def _once(self, run: Callable[[], object], times: int) -> float:
-        self._finish()
+        finish = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        finish()
         start = self.timer()
         for _ in range(times):
             run()
-        self._finish()
+        finish()
         self.runs += times
         return (self.timer() - start) / times
-
-    def _finish(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def rounds(self, run: Callable[[], object], *, replayed: bool = False) -> list[float]:
         """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others.
@@ -198,36 +168,40 @@ def _replayed(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def measure(plan: Plan, note: Callable[[str], None], disk: Path | None = None) -> Measured:
+def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None) -> Measured:
     """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
 
     Args:
+        quick: few sizes and small ones, which only show that the measurement works.
         note: is told what comes next.
         disk: a folder on the disk that offload would use; None to leave it out.
     Raises:
         OffloadError: the disk has no room, or the folder is not there.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    plan = _QUICK if quick else _PLANS[device]
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(1)
     busy = world if device == "cuda" else min(world, cores())
     together = dist.new_group(list(range(busy)))
-    alone = [dist.new_group([number]) for number in range(world)][rank] if plan.layers else together
+    alone = [dist.new_group([number]) for number in range(world)][rank]
     samples: list[Sample] = []
     kernel_seconds = math.nan
     if rank < busy:
         clock = _Clock(plan, device, together)
         note("the least kernel")
-        kernel_seconds = _least_kernel(clock)
+        # A product of nothing much: what Inductor's code calls where it generates no loop itself.
+        a, out = torch.ones(2, 4, 4, device=device)
+        kernel_seconds = clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
         note("products")
         samples += _products(clock)
         note("kernels that move bytes")
-        samples += [*_moves(clock, kernel_seconds), *_functions(clock, kernel_seconds)]
+        samples += _kernels(clock, kernel_seconds)
         note("attention")
         samples += _attention(clock)
         note("what offload goes by")
-        samples += transfers(clock.seconds, device, plan.offloaded, disk, busy)
-        if plan.layers:
+        samples += _transfers(clock, disk, busy)
+        if device == "cpu":
             note("training steps")
             samples += _steps(_Clock(plan, device, together, timer=time.process_time), alone)
     dist.barrier()
@@ -236,20 +210,15 @@ def measure(plan: Plan, note: Callable[[str], None], disk: Path | None = None) -
         note(f"collectives of {count} ranks")
         if rank < count:
             clock = _Clock(plan, device, group)
-            samples += [*_collectives(clock, count), *_late(clock, count)]
+            samples += _collectives(clock, count)
+            if device == "cpu":
+                samples.append(_late(clock, count))
         dist.barrier()
     if device == "cuda":
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return Measured(device, kernel_seconds, 0, torch.cuda.device_count(), memory, tuple(samples))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Measured(device, kernel_seconds, cores(), world, memory, tuple(samples))
-
-
-def _least_kernel(clock: _Clock) -> float:
-    """A product of nothing much: what Inductor's code calls where it generates no loop itself."""
-    a = torch.ones(4, 4, device=clock.device)
-    out = torch.empty_like(a)
-    return clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
+        node, memory = torch.cuda.device_count(), torch.cuda.get_device_properties().total_memory
+    else:
+        node, memory = world, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Measured(device, kernel_seconds, cores() if device == "cpu" else 0, node, memory, tuple(samples))
 
 
 def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
@@ -260,95 +229,69 @@ def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[li
     return itertools.cycle([first, *(made() for _ in range(count - 1))])
 
 
-def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
-    """``(m, n, k, batch)`` with ``size`` as the smallest dimension."""
-    yield size, size, size, 1
-    yield 4 * size, size, size, 1
-    yield size, size, 4 * size, 1
-    yield size, 4 * size, 2 * size, 1
-    yield size, size, size, 4
-
-
-def _products(clock: _Clock) -> Iterator[Sample]:
-    sizes = [(False, size) for size in clock.plan.sizes] + [(True, size) for size in clock.plan.between]
-    for dtype, (held_out, size) in itertools.product(_DTYPES, sizes):
-        for m, n, k, batch in _shapes(size):
-            seconds = _product(clock, m, n, k, batch, getattr(torch, dtype))
-            yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
-
-
-def _product(clock: _Clock, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> float:
-    lead, multiply = ((batch,), torch.bmm) if batch > 1 else ((), torch.mm)
-    shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
-    sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(dtype) for shape in shapes])
+def _multiply(clock: _Clock, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Callable[[], object]:
+    """A product, or a batch of them: shapes of its operands and its result."""
+    multiply = torch.mm if len(shapes[0]) == 2 else torch.bmm
+    kind = getattr(torch, dtype)
+    sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(kind) for shape in shapes])
 
     def run() -> None:
         a, b, out = next(sets)
         multiply(a, b, out=out)
 
-    return clock.seconds(run, replayed=True)
+    return run
 
 
-def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """A kernel that Inductor generates, its result allocated as in a graph."""
-    kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
-
-    def of(size: int) -> Callable[[], object]:
-        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
-        return lambda: kernel(*next(sets))
-
-    sizes = [nbytes // 12 for nbytes in (96, *clock.plan.moved)]
-    for size, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, sizes):
-        yield MoveSample(nbytes=12 * size, seconds=seconds, held_out=held_out)
+def _products(clock: _Clock) -> Iterator[Sample]:
+    for dtype, size, (*times, batch) in itertools.product(_DTYPES, clock.plan.sizes, _SHAPES):
+        m, n, k = (time * size for time in times)
+        lead = (batch,) if batch > 1 else ()
+        multiply = _multiply(clock, [(*lead, m, k), (*lead, k, n), (*lead, m, n)], dtype)
+        seconds = clock.seconds(multiply, replayed=True)
+        of = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}
+        yield Sample("products", seconds, 2.0 * batch * m * n * k, of)
 
 
-def _functions(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """As :func:`_moves`, of as many functions as one kernel of a model may have."""
+def _kernels(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """Kernels that Inductor generates, their results allocated as in a graph; functions as many as one may have."""
+    move = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
     functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
 
-    def of(entries: int) -> Callable[[], object]:
+    def moving(size: int) -> Callable[[], object]:
+        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
+        return lambda: move(*next(sets))
+
+    def taking(entries: int) -> Callable[[], object]:
         x = torch.randn(entries, device=clock.device)
         return lambda: functions(x)
 
-    for entries, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, (8, 2**12, 2**14, 2**16, 2**18)):
-        yield FunctionSample(entries=entries, functions=3, seconds=seconds, held_out=held_out)
-
-
-def _inside_a_graph(
-    clock: _Clock, kernel_seconds: float, of: Callable[[int], Callable[[], object]], sizes: Sequence[int]
-) -> Iterator[tuple[int, float, bool]]:
-    """Each size but the first, its seconds, and whether it is held out, as every other one is.
-
-    Seconds are without what entering a compiled graph takes: the first size computes next to nothing.
-    """
-    entering = clock.seconds(of(sizes[0]), replayed=True) - kernel_seconds
-    for place, size in enumerate(sizes[1:], start=1):
-        yield size, max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds), place % 2 == 0
+    for of, sizes in ((moving, [nbytes // 12 for nbytes in clock.plan.moved]), (taking, [2**16])):
+        # What entering a compiled graph takes is none of the kernel's: the least size computes next to nothing.
+        entering = clock.seconds(of(8), replayed=True) - kernel_seconds
+        for size in sizes:
+            seconds = max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds)
+            moved = Sample("kernels", seconds, 12 * size)
+            yield moved if of is moving else Sample("functions", seconds, 3 * size, {"entries": size})
 
 
 def _attention(clock: _Clock) -> Iterator[Sample]:
     """As models call it, queries, keys and values out of one product."""
-    for dtype, (place, sequence) in itertools.product(_DTYPES, enumerate(clock.plan.sequences)):
-        for width in (32, 64, 128):
-            heads = max(1, 2**14 // sequence)
-            x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
-            parts = x.permute(2, 0, 3, 1, 4).unbind(0)
-            gradient = torch.randn_like(parts[0])
+    for dtype, sequence, width in itertools.product(_DTYPES, clock.plan.sequences, (32, 64)):
+        heads = max(1, 2**14 // sequence)
+        x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
+        parts = x.permute(2, 0, 3, 1, 4).unbind(0)
+        gradient = torch.randn_like(parts[0])
 
-            def run(parts=parts, gradient=gradient):  # type: ignore[no-untyped-def]
-                # Leaves of each run: what was made on another stream than a graph is captured on cannot be in it.
-                q, k, v = (part.detach().requires_grad_() for part in parts)
-                found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-                torch.autograd.grad(found, (q, k, v), gradient)
+        def run(parts=parts, gradient=gradient):  # type: ignore[no-untyped-def]
+            # Leaves of each run: what was made on another stream than a graph is captured on cannot be in it.
+            q, k, v = (part.detach().requires_grad_() for part in parts)
+            found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(found, (q, k, v), gradient)
 
-            yield AttentionSample(
-                heads=heads,
-                sequence=sequence,
-                width=width,
-                dtype=dtype,
-                seconds=clock.seconds(run, replayed=True),
-                held_out=place % 2 == 1 or width == 128,
-            )
+        # As torch.utils.flop_counter has them: two products forward and five backward, of all pairs.
+        operations = 7 * 2.0 * heads * sequence**2 * width
+        of = {"sequence": sequence, "width": width, "dtype": dtype}
+        yield Sample("attention", clock.seconds(run, replayed=True), operations, of)
 
 
 def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
@@ -356,7 +299,7 @@ def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
     for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
         if group is alone or group.size() > 1:
             step, made, sent = _training(layers, group)
-            yield StepSample(ranks=group.size(), parameters=made, collectives=sent, seconds=clock.seconds(step))
+            yield Sample("steps", clock.seconds(step), made, {"ranks": group.size(), "collectives": sent})
 
 
 def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:
@@ -391,43 +334,29 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
     kinds = _kinds(clock.device, count, clock.group.group_name)
-    sizes = list(enumerate(clock.plan.sent))
     rounds: dict[tuple[str, int], list[float]] = {}
     at_work: dict[tuple[str, int], float] = {}
     for _ in range(clock.plan.passes):
-        for (kind, start), (place, sent) in itertools.product(kinds.items(), sizes):
+        for (kind, start), sent in itertools.product(kinds.items(), clock.plan.sent):
             part = _part(kind, sent, count)
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
             runs, began = clock.runs, time.process_time()
             found = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
-            at_work[kind, place] = (time.process_time() - began) / (clock.runs - runs)
-            rounds.setdefault((kind, place), []).extend(found)
-    for (kind, place), found in rounds.items():
-        nbytes = _part(kind, clock.plan.sent[place], count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
-        seconds = statistics.median(found)
-        yield CollectiveSample(
-            kind=kind,
-            nbytes=nbytes,
-            ranks=count,
-            seconds=seconds,
-            core_seconds=at_work[kind, place] if clock.device == "cpu" else 0.0,
-            held_out=place % 2 == 1,
-        )
+            at_work[kind, sent] = (time.process_time() - began) / (clock.runs - runs)
+            rounds.setdefault((kind, sent), []).extend(found)
+    for (kind, sent), found in rounds.items():
+        nbytes = _part(kind, sent, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
+        core_seconds = at_work[kind, sent] if clock.device == "cpu" else 0.0
+        of = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
+        yield Sample("collectives", statistics.median(found), nbytes, of)
 
 
-def _late(clock: _Clock, count: int) -> Iterator[Sample]:
+def _late(clock: _Clock, count: int) -> Sample:
     """Work in stretches, with a collective behind each, and behind the last alone."""
     plan = clock.plan
-    if not plan.stretch_seconds:
-        return
     exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
     x = torch.ones(count)
-    sets = _turns(clock, lambda: [torch.randn(256, 256) for _ in range(3)])
-
-    def multiply() -> None:
-        a, b, out = next(sets)
-        torch.mm(a, b, out=out)
-
+    multiply = _multiply(clock, [(256, 256)] * 3)
     each = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
     dist.all_reduce(each, dist.ReduceOp.MAX, group=clock.group)
     products = max(1, round(plan.stretch_seconds / each.item()))
@@ -447,7 +376,7 @@ def _late(clock: _Clock, count: int) -> Iterator[Sample]:
         for _ in range(plan.passes * plan.rounds)
     ]
     # Where it is lost in what else goes on, it is as good as nothing.
-    yield LateSample(ranks=count, seconds=max(1e-6, statistics.median(found)))
+    return Sample("late ranks", max(1e-6, statistics.median(found)), 0.0, {"ranks": count})
 
 
 def _part(kind: str, sent: int, count: int) -> int:
@@ -462,22 +391,81 @@ def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Ten
     reduce-scatter is one with a sum behind it.
     """
 
+    wait = _c10d.wait_tensor
+
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        splits: Sequence[int] = [x.numel() // count] * count
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, group))
+        splits = [x.numel() // count] * count
+        return wait(_c10d.all_to_all_single(x, splits, splits, group))
 
-    def reduce(x: torch.Tensor) -> torch.Tensor:
-        return _c10d.wait_tensor(_c10d.all_reduce(x, "sum", group))
-
+    by_all = {"all_to_all": exchange, "all_reduce": lambda x: wait(_c10d.all_reduce(x, "sum", group))}
     if device == "cpu":
-        return {
-            "all_to_all": exchange,
-            "reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0),
-            "all_reduce": reduce,
-        }
+        return by_all | {"reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0)}
     return {
-        "all_gather": lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, count, group)),
-        "reduce_scatter": lambda x: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
-        "all_reduce": reduce,
-        "all_to_all": exchange,
+        "all_gather": lambda x: wait(_c10d.all_gather_into_tensor(x, count, group)),
+        "reduce_scatter": lambda x: wait(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
+        **by_all,
     }
+
+
+def _transfers(clock: _Clock, disk: Path | None, ranks: int) -> Iterator[Sample]:
+    """Both ways at once, as a step has them: what the next bucket needs comes while the last one goes.
+
+    Args:
+        disk: a folder on it; None to leave it out.
+        ranks: that are at it.
+    Raises:
+        OffloadError: the disk has no room, or the folder is not there.
+    """
+    ways: dict[str, Callable[[int], Callable[[], object]]] = {}
+    if clock.device == "cuda":  # on CPUs both are what kernels do
+        ways |= {"host": _host_link, "adamw": _host_adamw}
+    if disk is not None:
+        ways["disk"] = partial(_disk, folder=disk)
+    nbytes = clock.plan.offloaded
+    for way, copying in ways.items():
+        served = 2 * nbytes if way == "disk" else nbytes
+        yield Sample("offload", clock.seconds(copying(nbytes)), served, {"way": way, "ranks": ranks})
+
+
+def _host_link(nbytes: int) -> Callable[[], object]:
+    there = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
+    here = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def run() -> None:
+        current = torch.cuda.current_stream()
+        for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            current.wait_stream(stream)
+
+    return run
+
+
+def _host_adamw(nbytes: int) -> Callable[[], object]:
+    """As ``adamw_on="cpu"`` has it: of 28 bytes of an element 16 are read, and 12 written."""
+    numel = nbytes // 28
+    params, grads, first, second = (torch.full((numel,), 1e-2) for _ in range(4))
+    states: list[MutableMapping[str, torch.Tensor]] = [{"step": torch.ones(()), "exp_avg": first, "exp_avg_sq": second}]
+    rates = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    assert ADAMW.on_host is not None
+    return partial(ADAMW.on_host, [params], [grads], states, rates, None)
+
+
+def _disk(nbytes: int, folder: Path) -> Callable[[], object]:
+    """By the store that offload uses: around the page cache where the file system can."""
+    shape = (nbytes // _BUCKETS,)
+    buckets = [Bucket((Slot(f"bucket {number}", shape, torch.uint8),)) for number in range(_BUCKETS)]
+    store = FileStore(folder, buckets, buffers=_BUFFERS)
+
+    def run() -> None:
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            store.open(bucket)
+            if following is not None:
+                store.start(following)
+            store.close(bucket)
+        store.finish()
+        store.commit(buckets)
+
+    return run

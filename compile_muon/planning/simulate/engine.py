@@ -18,6 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -30,10 +31,10 @@ from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
-from compile_muon.planning.simulate.fusion import kernels, moved_bytes
-from compile_muon.planning.simulate.gpu_kernels import Kernel, fused_step, gpu_kernels
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.planning.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
 from compile_muon.planning.simulate.memory import Held, Memory
+from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move, Moves, OffloadTransfers, OnHost
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
@@ -118,7 +119,8 @@ class Timeline:
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
-        issued: by a group's ranks, its collectives in order: what all of these call each, and when it was issued.
+        issued: by a group's ranks, its collectives in order: what all of these call each, how many of that name are
+            ahead of it, and when it was issued.
         offload_waits: of ``exposed``, what waits for offloaded state, by where: "backward", "step".
         moved: bytes of offloaded state that come to the device, and go back.
     """
@@ -129,7 +131,7 @@ class Timeline:
     events: tuple[Event, ...]
     traffic: Traffic
     peak: Held
-    issued: Mapping[tuple[int, ...], tuple[tuple[str, float], ...]]
+    issued: Mapping[tuple[int, ...], Mapping[tuple[str, int], float]]
     offload_waits: Mapping[str, float] = field(default_factory=dict)
     moved: tuple[int, int] = (0, 0)
 
@@ -173,19 +175,12 @@ def simulate(
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
-    issued = {group: tuple(times) for group, times in player.issued.items()}
-    moved = (0, 0) if transfers is None else (transfers.bytes_in, transfers.bytes_out)
     return Timeline(
-        player.now,
-        player.busy,
-        dict(player.exposed),
-        events,
-        traffic,
-        memory.peak,
-        issued,
-        dict(player.offload_waits),
-        moved,
-    )
+        player.now, player.busy, dict(player.exposed), events, traffic, memory.peak,
+        issued=dict(player.issued),
+        offload_waits=dict(player.offload_waits),
+        moved=(0, 0) if transfers is None else (transfers.bytes_in, transfers.bytes_out),
+    )  # fmt: skip
 
 
 def _timed(played: Played, found: Mapping[Node, list[Node]], machine: Machine, codegen: str) -> Mapping[Node, Kernel]:
@@ -231,27 +226,27 @@ class _Wires:
         if len(queue) == 1:
             self._begin(sent, sent.issued)
 
+    def _under_way(self) -> tuple[dict[_Sent, float], Counter[int]]:
+        """Of the first of each stream the seconds until it ends, or goes on to its bytes; and how many share a link."""
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        sharing = Counter(head.link for head in heads if not head.hops)
+        return {head: head.hops or head.transfer * sharing[head.link] for head in heads}, sharing
+
     def advance(self, until: float, awaited: _Sent | None = None) -> None:
         """Let time pass to ``until``, or to the end of ``awaited`` if that comes before."""
         while self.now < until and (awaited is None or math.isnan(awaited.end)):
-            heads = [queue[0] for queue in self.queues.values() if queue]
-            sharing = Counter(head.link for head in heads if not head.hops)
-            left = {head: head.hops or head.transfer * sharing[head.link] for head in heads}
+            left, sharing = self._under_way()
             step = min(left.values(), default=math.inf)
-            if step > until - self.now:
-                passed, ended = until - self.now, until
-            else:
-                passed, ended = step, self.now + step
-            if math.isinf(passed):
+            if math.isinf(passed := min(step, until - self.now)):
                 return
-            for head in heads:
+            self.now = until if step > passed else self.now + step
+            for head in left:
                 over = left[head] == step == passed
                 if head.hops:
                     head.hops = 0.0 if over else head.hops - passed
                 else:
                     head.transfer = 0.0 if over else max(0.0, head.transfer - passed / sharing[head.link])
-            self.now = ended
-            for head in heads:
+            for head in left:
                 if not head.hops and not head.transfer:
                     head.end = self.now
                     queue = self.queues[head.stream]
@@ -261,10 +256,7 @@ class _Wires:
 
     def until_next(self) -> float:
         """Seconds until something under way ends, or goes on to its bytes; infinite where nothing is under way."""
-        heads = [queue[0] for queue in self.queues.values() if queue]
-        sharing = Counter(head.link for head in heads if not head.hops)
-        left = [head.hops or head.transfer * sharing[head.link] for head in heads]
-        return min(filter(None, left), default=math.inf)
+        return min(filter(None, self._under_way()[0].values()), default=math.inf)
 
     def _begin(self, sent: _Sent, now: float) -> None:
         """Its stream is free; where others have not come yet it sends nothing until they have."""
@@ -283,7 +275,7 @@ class _Player:
         self.machine = machine
         self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
         self.others = others
-        self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
+        self.issued: dict[tuple[int, ...], dict[tuple[str, int], float]] = defaultdict(dict)
         self._graphs = 0
         self.now = 0.0
         #: the host's, where the device runs behind it
@@ -323,18 +315,14 @@ class _Player:
                 kind = kernel_kind(node)
                 kernel = found[node]
                 seconds = kernel_seconds(kernel.nodes, self.machine, kernel.moved)
-                launched = launches(node, self.machine)
+                launched = Call(node, self.machine).launched() if kind == "newton_schulz" else 1
                 act = partial(self._compute, node.name, kind, seconds, launched, self._slower(node, kind))
                 if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
                     act = partial(self._lift, node, lifted)
-                elif behind := [
-                    lifted[s]
-                    for of in kernel.nodes
-                    for x in of.all_input_nodes
-                    for s in x.all_input_nodes
-                    if s in lifted
-                ]:
-                    act = partial(self._landed, behind, act)
+                else:
+                    read = (x for of in kernel.nodes for view in of.all_input_nodes for x in view.all_input_nodes)
+                    if behind := [lifted[x] for x in read if x in lifted]:
+                        act = partial(self._landed, max(behind), act)
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
             else:
@@ -366,20 +354,23 @@ class _Player:
         """Begin to copy shards of a bucket."""
         lifted[node] = self._ways.travel("in", nbytes(node), max(self.now, self.host))
 
-    def _landed(self, until: Sequence[float], act: Callable[[], None]) -> None:
-        """Do what reads these copies."""
-        if (end := max(until)) > self.now:
-            self._wires.advance(end)
-            self.exposed[OFFLOAD] += end - self.now
-            self.now = end
+    def _landed(self, until: float, act: Callable[[], None]) -> None:
+        """Do what reads copies that are there then."""
+        if until > self.now:
+            self._wires.advance(until)
+            self._expose(OFFLOAD, until)
         act()
+
+    def _expose(self, cause: str, until: float) -> None:
+        """Wait until then, if it is not past."""
+        if until > self.now:
+            self.exposed[cause] += until - self.now
+            self.now = until
 
     def _compute(self, name: str, category: str, seconds: float, launched: int = 0, slower: float = 1.0) -> None:
         if self._launches:
             self._on_host(name, **{category: launched})
-        if self.host > self.now:
-            self.exposed[HOST] += self.host - self.now
-            self.now = self.host
+        self._expose(HOST, self.host)
         start = self.now
         self._pass(seconds, slower)
         self.busy += self.now - start
@@ -387,13 +378,12 @@ class _Player:
 
     def _slower(self, node: Node, kind: str) -> float:
         """How many times as long a kernel takes while a collective holds multiprocessors: memory does not care."""
-        if not self.machine.collective_processors or kind not in ("product", "newton_schulz"):
-            return 1.0
-        if not self._wires.queues:
+        held = self.machine.collective_processors
+        if not held or kind not in ("product", "newton_schulz") or not self._wires.queues:
             return 1.0
         if kind == "newton_schulz":
-            return newton_schulz_beside(node, self.machine)
-        return self.machine.processors / (self.machine.processors - self.machine.collective_processors)
+            return Call(node, self.machine).slower()
+        return self.machine.processors / (self.machine.processors - held)
 
     def _pass(self, seconds: float, slower: float) -> None:
         """Let ``seconds`` of work pass, ``slower`` times as long while anything is under way."""
@@ -426,7 +416,8 @@ class _Player:
         # Behind the host, if that has fallen behind the device.
         others = max(self.now, self.host, self.others[ranks][len(issued)] if ranks in self.others else self.now)
         # Frames are counted by process, and nodes of the model may have other names on other ranks.
-        issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
+        called = f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else "")
+        issued[called, next(number for number in count() if (called, number) not in issued)] = self.now
         sent = _Sent(node, name, axis.group, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)
@@ -439,25 +430,20 @@ class _Player:
     def _wait(self, node: Node, sent: _Sent) -> None:
         self._wires.advance(self.now)
         self._wires.advance(math.inf, sent)
-        end = max(sent.end, sent.everyone)
-        if end > self.now:
-            self.exposed[_cause(work_of(node))] += end - self.now
-            self.now = end
+        self._expose(_cause(work_of(node)), max(sent.end, sent.everyone))
 
     def _move(self, move: Move, bucket: Bucket | OnHost | None, kind: GraphKind) -> None:
         if self.transfers is None:
             return
         ready = self.transfers.play(move, bucket, self.now)
         if ready > self.now:
-            self.exposed[OFFLOAD] += ready - self.now
             self.offload_waits[kind.value] += ready - self.now
-            self.now = ready
+        self._expose(OFFLOAD, ready)
 
     def _link(self, ranks: Sequence[int]) -> int:
-        for number, link in enumerate(self.machine.links):
-            if link.within is None or len({rank // link.within for rank in ranks}) == 1:
-                return number
-        raise AssertionError("the last link of a machine joins all ranks")
+        """The innermost that joins them; the last one of a machine joins all."""
+        blocks = [{rank // link.within if link.within else 0 for rank in ranks} for link in self.machine.links]
+        return next(number for number, block in enumerate(blocks) if len(block) == 1)
 
     def finish(self) -> list[Event]:
         for number in list(self._refreshes):  # those that no forward has waited for

@@ -20,19 +20,16 @@ from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import workspace_bytes
+from compile_muon.planning.simulate.newton_schulz import Call
 
-__all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "INTERMEDIATES", "STEP", "Held", "Memory"]
-
-GATHERED, ACTIVATIONS, INTERMEDIATES = "gathered", "activations", "intermediates"
-GRADIENTS, EXCHANGE, STEP = "gradients", "exchange", "step"
+__all__ = ["Held", "Memory"]
 
 _OF_WORK = {
-    Category.GATHER: GATHERED,
-    Category.REFRESH: GATHERED,
-    Category.REDUCE: GRADIENTS,
-    Category.EXCHANGE: EXCHANGE,
-    Category.CHECKS: STEP,
+    Category.GATHER: "gathered",
+    Category.REFRESH: "gathered",
+    Category.REDUCE: "gradients",
+    Category.EXCHANGE: "exchange",
+    Category.CHECKS: "step",
 }
 
 
@@ -126,17 +123,14 @@ class Memory:
         for node, i in place.items():
             self._step(node, made.get(i, ()), freed.get(i, ()))
         if saved:
-            values = [found.get(base(node)) for node in saved if _is_tensor(node)]
-            for value in values:
-                if value is not None:
-                    value.readers += 1
-            self._saved[frame] = values
+            self._saved[frame] = [found.get(base(node)) for node in saved if _is_tensor(node)]
+            for value in filter(None, self._saved[frame]):
+                value.readers += 1
         # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
         for storage in self._returned.get((frame, kind), ()):
             self._live[storage.category] -= storage.nbytes
-        left = kept - passed_on
         self._returned[frame, kind] = [
-            found[memory] for memory in left if memory.op == "call_function" and memory in found
+            found[memory] for memory in kept - passed_on if memory.op == "call_function" and memory in found
         ]
 
     def _taken(self, gm: GraphModule, kind: GraphKind, frame: str) -> dict[Node, _Storage]:
@@ -150,12 +144,12 @@ class Memory:
     def _step(self, node: Node, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in made:
             self._live[storage.category] += storage.nbytes
-            if storage.category == INTERMEDIATES:
+            if storage.category == "intermediates":
                 self._intermediates[storage] = None
         works = node.target is torch.ops.muon_zero.newton_schulz.default
-        extra = workspace_bytes(node, self._machine) if works else 0
+        extra = Call(node, self._machine).workspace_bytes() if works else 0
         if self._live.total() + extra > self.peak.total:
-            found = {**self._live, EXCHANGE: self._live[EXCHANGE] + extra} if extra else dict(self._live)
+            found = {**self._live, "exchange": self._live["exchange"] + extra} if extra else dict(self._live)
             largest = max(self._intermediates, key=lambda storage: storage.nbytes, default="")
             self.peak = Held(found, str(largest))
         for storage in freed:
@@ -192,10 +186,10 @@ def _category(memory: Node, kind: GraphKind, saved: Collection[Node], returned: 
     if work is not None:
         return _OF_WORK[work.category]
     if memory in saved:
-        return ACTIVATIONS
+        return "activations"
     if kind is GraphKind.STEP:
-        return STEP
+        return "step"
     if kind is not GraphKind.BACKWARD:
-        return INTERMEDIATES
+        return "intermediates"
     reduced = any((of := work_of(user)) is not None and of.category is Category.REDUCE for user in memory.users)
-    return GRADIENTS if reduced or memory in returned else INTERMEDIATES
+    return "gradients" if reduced or memory in returned else "intermediates"

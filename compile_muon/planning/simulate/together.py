@@ -7,8 +7,7 @@ equally long.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 
 from compile_muon.planning.simulate.engine import Timeline
 
@@ -48,37 +47,19 @@ def simulate_together(
 
 def _last_of_all(timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> dict[int, Others]:
     """Of each rank, when the last of those that it meets, itself among them, issues each of its collectives."""
-    numbered = {
-        rank: {group: _numbered(issued) for group, issued in timeline.issued.items()}
-        for rank, timeline in timelines.items()
-    }
-    last: dict[tuple[Hashable, _Name], float] = {}
+    last: dict[tuple[Hashable, tuple[str, int]], float] = {}
     first_of: dict[tuple[int, ...], int] = {}
-    for rank, groups in numbered.items():
-        for group, issued in groups.items():
+    for rank, timeline in timelines.items():
+        for group, issued in timeline.issued.items():
             other = first_of.setdefault(group, rank)
-            if list(numbered[other][group]) != list(issued):
+            if list(timelines[other].issued[group]) != list(issued):
                 raise ValueError(f"ranks {other} and {rank} issue other collectives to the group {group}")
             for name, time in issued.items():
                 last[kind(group), name] = max(time, last.get((kind(group), name), time))
     return {
-        rank: {group: tuple(last[kind(group), name] for name in issued) for group, issued in groups.items()}
-        for rank, groups in numbered.items()
+        rank: {group: tuple(last[kind(group), name] for name in issued) for group, issued in timeline.issued.items()}
+        for rank, timeline in timelines.items()
     }
-
-
-#: of a collective, and how many of the same name are ahead of it
-_Name = tuple[str, int]
-
-
-def _numbered(issued: Sequence[tuple[str, float]]) -> dict[_Name, float]:
-    """Collectives of one group, in order."""
-    seen: Counter[str] = Counter()
-    found = {}
-    for name, time in issued:
-        found[name, seen[name]] = time
-        seen[name] += 1
-    return found
 
 
 def _as_early(found: Others, before: Others) -> bool:

@@ -29,8 +29,8 @@ from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
-from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
+from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move
 
 #: as few as have collectives of one under way while another is computed
@@ -209,7 +209,7 @@ def test_peak_memory_is_what_a_run_holds(kind: int) -> None:
     weighed.run(*(torch.zeros(value.shape, dtype=value.dtype) for value in values))
     alone = simulate([played], SLOW, groups={}, ranks=1, codegen="eager").peak
     inside = max(
-        (workspace_bytes(n, SLOW) for n in played.gm.graph.nodes if "newton_schulz" in str(n.target)), default=0
+        (Call(n, SLOW).workspace_bytes() for n in played.gm.graph.nodes if "newton_schulz" in str(n.target)), default=0
     )
     assert alone.total == weighed.peak + inside
 

@@ -15,19 +15,7 @@ from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import COLLECTIVES, Link
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.machines.calibrate import write_machine
-from compile_muon.planning.machines.fit import completed, fit
-from compile_muon.planning.machines.measure import Measured
-from compile_muon.planning.machines.samples import (
-    AttentionSample,
-    CollectiveSample,
-    FunctionSample,
-    LateSample,
-    MoveSample,
-    ProductSample,
-    Sample,
-    StepSample,
-    TransferSample,
-)
+from compile_muon.planning.machines.fit import Measured, Sample, completed, fit
 
 H100 = load_machine("h100")
 
@@ -99,29 +87,30 @@ TRUTH = Machine(
 
 def of_the_truth() -> list[Sample]:
     """What would be measured of a machine that is as its description says."""
-    now = {"seconds": 1.0, "held_out": False}
-    samples: list[Sample] = [
-        ProductSample(m=m * size, n=size, k=size, batch=batch, dtype=dtype, **now)
-        for dtype in TRUTH.rates
+    samples = [
+        Sample(
+            "products", 1, 2.0 * batch * m * size**3, {"m": m * size, "n": size, "k": size, "batch": batch, "dtype": t}
+        )
+        for t in TRUTH.rates
         for size in (16, 32, 64, 128, 256)
         for m, batch in ((1, 1), (4, 1), (1, 4))
     ]
-    samples += [MoveSample(nbytes=10**power, **now) for power in (4, 5, 6, 7, 8)]
+    samples += [Sample("kernels", 1, 10**power) for power in (4, 5, 6, 7, 8)]
     samples += [
-        CollectiveSample(kind=kind, nbytes=4.0**power, ranks=ranks, core_seconds=4.0**power * 1e-9, **now)
+        Sample("collectives", 1, 4.0**power, {"kind": kind, "ranks": ranks, "core_seconds": 4.0**power * 1e-9})
         for kind in ("all_to_all", "reduce_scatter", "all_reduce")
         for power in range(6, 13)
         for ranks in (2, 4)
     ]
     samples += [
-        AttentionSample(heads=4, sequence=sequence, width=width, dtype="float32", **now)
+        Sample("attention", 1, 56.0 * sequence**2 * width, {"sequence": sequence, "width": width, "dtype": "float32"})
         for sequence in (64, 256)
         for width in (32, 64)
     ]
-    samples += [FunctionSample(entries=entries, functions=3, **now) for entries in (2**10, 2**20)]
-    samples += [LateSample(ranks=ranks, **now) for ranks in (2, 4)]
+    samples += [Sample("functions", 1, 3 * entries, {"entries": entries}) for entries in (2**10, 2**20)]
+    samples += [Sample("late ranks", 1, 0, {"ranks": ranks}) for ranks in (2, 4)]
     samples += [
-        StepSample(ranks=ranks, parameters=2 * layers, collectives=(ranks > 1) * 6 * layers, **now)
+        Sample("steps", 1, 2 * layers, {"ranks": ranks, "collectives": (ranks > 1) * 6 * layers})
         for layers in (2, 8)
         for ranks in (1, 2)
     ]
@@ -148,7 +137,7 @@ def test_the_fit_finds_what_made_the_samples() -> None:
 
 def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
     given = [
-        TransferSample(way=way, nbytes=6 * 10**8, ranks=2, seconds=3.0, held_out=False)
+        Sample("offload", 3.0, (1 + (way == "disk")) * 6e8, {"way": way, "ranks": 2})
         for way in ("host", "disk", "adamw")
     ]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, (*of_the_truth(), *given)), "found")
@@ -159,7 +148,7 @@ def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
 
 def test_products_that_are_all_large_start_as_the_least_kernel_does() -> None:
     """Nothing is to be seen of their start; a file with 0 would be refused."""
-    large = [s for s in of_the_truth() if not isinstance(s, ProductSample) or min(s.m, s.n, s.k) >= 256]
+    large = [s for s in of_the_truth() if s.group != "products" or s.of["k"] >= 256]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, tuple(large)), "large")
     assert set(found.product_starts.values()) == {1e-6}
     assert read_machine(Machine, found.to_json()) == found
@@ -186,15 +175,15 @@ def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_calibrate_writes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+def test_calibrate_writes_a_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: int) -> None:
     out = tmp_path / "here.json"
     assert cli.main(["calibrate", "--out", str(out), "--ranks", str(ranks), "--quick", "--disk", str(tmp_path)]) == 0
     machine = load_machine(out)
     assert machine.disk_bandwidth > 0 and machine.host_bandwidth == 0
     assert (machine.name, machine.device) == ("here", "cpu")
     assert machine.rates.keys() == {"float32", "bfloat16"}
-    printed = capsys.readouterr().out
-    assert all(f"{group}, held out" in printed for group in ("products", "kernels", "offload"))
-    assert ("collectives, held out" in printed) == (ranks > 1)
+    printed = capfd.readouterr().out
+    assert all(f"{count} {group} " in printed for count, group in ((20, "products"), (2, "kernels"), (1, "offload")))
+    assert ("collectives: " in printed) == (ranks > 1)
     if ranks > 1:
         assert all(machine.collective_seconds(kind, 1e6, range(2)) > 1e-6 for kind in COLLECTIVES)

@@ -21,14 +21,11 @@ from compile_muon.config import MeshConfig, SequenceParallelConfig, config_from_
 from compile_muon.errors import ConfigError
 from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
-from compile_muon.planning.candidates import Candidate, candidates, planned_for, with_adamw
-from compile_muon.planning.charts import check_charts
+from compile_muon.planning.candidates import Candidate, Price, candidates, planned_for, with_adamw
 from compile_muon.planning.machine import load_machine
-from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
-from compile_muon.planning.price import Price
-from compile_muon.planning.report_html import page
-from compile_muon.planning.report_table import price_text, rows
+from compile_muon.planning.report import page, price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
@@ -282,7 +279,7 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
         ({"model": "tiny_gpt:reads_values"}, "MODEL", "cannot be built without values"),
         ({"model": "tiny_gpt:Broken"}, "MODEL", "cannot be traced"),
         ({"tokens": "17"}, "--tokens = 17", "no whole number of sequences of 8 tokens; use 16"),
-        ({"tokens": "0"}, "--tokens = 0", "is not positive"),
+        ({"tokens": "0"}, "--tokens = 0", "is out of range"),
         ({"world": "0"}, "--world = 0", "at least 1"),
         ({"price": "24"}, "--price = 24", "no whole number of micro-batches of 16 tokens"),
         ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
@@ -337,7 +334,7 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="longer than the 8 positions"):
         load_subject(str(tmp_path), Batch(16, 16))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no config of Transformers"):
+    with pytest.raises(ConfigError, match="cannot be read as a config of Transformers"):
         load_subject(str(tmp_path), Batch(16, 8))
 
 
@@ -394,7 +391,7 @@ def test_models_that_cannot_share_are_not_told_to() -> None:
 
 def test_without_matplotlib_or_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, call in (
-        ("matplotlib.figure", check_charts),
+        ("matplotlib.figure", lambda: plan_module("matplotlib.figure", "--html", "plan.html")),
         ("transformers", lambda: load_subject(str(tmp_path), Batch(16, 8))),
     ):
         monkeypatch.setitem(sys.modules, module, None)

@@ -18,17 +18,10 @@ from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category, Work, note_work
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together
-from compile_muon.planning.simulate.cost import (
-    kernel_seconds,
-    launches,
-    list_launches,
-    newton_schulz_beside,
-    operations,
-    workspace_bytes,
-)
+from compile_muon.planning.simulate.cost import kernel_seconds, operations
 from compile_muon.planning.simulate.engine import _Player, _Sent, _Wires
-from compile_muon.planning.simulate.fusion import kernels, moved_bytes
-from compile_muon.planning.simulate.gpu_kernels import fused_step, gpu_kernels
+from compile_muon.planning.simulate.fusion import fused_step, gpu_kernels, kernels, moved_bytes
+from compile_muon.planning.simulate.newton_schulz import Call
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -220,7 +213,7 @@ def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds)
         assert found[rank].busy == alone.busy == sum(computed)
         assert found[rank].exposed == {"model": seconds - sum(computed)}
     (issued,) = found[0].issued.values()
-    assert [time for _, time in issued] == [event.end for event in found[0].events if event.stream == "compute"]
+    assert list(issued.values()) == [event.end for event in found[0].events if event.stream == "compute"]
 
 
 def test_ranks_may_stand_for_others_of_their_groups() -> None:
@@ -345,7 +338,7 @@ def test_newton_schulz_costs_its_products(method) -> None:
     """Operations at 2 a second, and five passes over the matrix, two of which also write."""
     (node,) = call_of((4, 6), method)
     assert kernel_seconds([node], ROUND) == operations(node) / 2 + 7 * 4 * 6 * 4 / 8
-    assert workspace_bytes(node, ROUND) == (4 * 6 + 2 * 16) * 4
+    assert Call(node, ROUND).workspace_bytes() == (4 * 6 + 2 * 16) * 4
     assert kernel_seconds(call_of((6, 4), method), ROUND) == kernel_seconds([node], ROUND) + 2 * 4 * 6 * 4 / 8
 
 
@@ -470,19 +463,19 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
         (values, [2.0, -1.5, 0.5] * 3, "standard", "bfloat16", 1e-7, 1.0, [], "triton", 2**30, []),
     )
     node.meta["val"] = [value.meta["val"] for value in values]
-    listed = list_launches(node, h100)
+    listed = Call(node, h100).listed
     assert [launch.part for launch in listed] == ["XXᵀ", "bR + cR², and aI", "FX, or QX"] * 2 + [
         "XXᵀ", "bR + cR², and aI", "the last X", "the last X",
     ]  # fmt: skip
-    assert launches(node, h100) == len(listed) + 4
+    assert Call(node, h100).launched() == len(listed) + 4
     seconds = kernel_seconds([node], h100)
     assert seconds > sum(each.seconds(h100.tiles, h100.processors) for each in listed)
     node.args = (*node.args[:-1], [draw.input(256), draw.input(512)])
-    assert launches(node, h100) == len(listed) + 4
+    assert Call(node, h100).launched() == len(listed) + 4
     shapes = ((256, 512), (512, 1024))
     read = sum(h100.move_seconds(4 * rows * cols) - h100.move_seconds(4 * rows) for rows, cols in shapes)
     assert kernel_seconds([node], h100) == pytest.approx(seconds - read)
-    assert newton_schulz_beside(node, h100) > 1.05
+    assert Call(node, h100).slower() > 1.05
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
