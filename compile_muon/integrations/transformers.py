@@ -77,10 +77,10 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
             params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
             values["optimizer"] = {**values.get("optimizer", {}), "params": params}
     config = load_config(values)
-    zero, steps = config.zero, args.gradient_accumulation_steps
+    zero, count = config.zero, args.gradient_accumulation_steps
     limit = args.max_grad_norm if 0 < (args.max_grad_norm or 0) < math.inf else None
     rows = [
-        ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", steps),
+        ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", count),
         ("gradient_clipping", zero.gradient_clipping, "max_grad_norm", limit),
     ]
     refuse(
@@ -96,7 +96,7 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
 _REFUSED: dict[str, Why] = {
     **dict.fromkeys(("deepspeed", "fsdp"), WHY["shards"]),
     **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), WHY["casts"]),
-    **dict.fromkeys(("optim_args", "optim_target_modules"), WHY["other"]),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), Why("belongs to another optimizer", "leave it out")),
     "torch_compile": WHY["compiles"],
     "auto_find_batch_size": WHY["starts over"],
     "save_on_each_node": Why("would leave folders without weights", "share output_dir"),

@@ -6,6 +6,6 @@ it to graphs and steps.
 """
 
 from compile_muon.offload.layout import keeps_momentum_alone, with_fetches
-from compile_muon.offload.state import OffloadedStates, offloaded_states
+from compile_muon.offload.state import OffloadedStates
 
-__all__ = ["OffloadedStates", "keeps_momentum_alone", "offloaded_states", "with_fetches"]
+__all__ = ["OffloadedStates", "keeps_momentum_alone", "with_fetches"]

@@ -43,6 +43,8 @@ class DeviceBuffers:
             is copied: where that is a buffer between it and a disk, the disk waits for the work that was queued on it.
         count: how many buckets it holds.
         real: False for fake tensors, which have no streams.
+    Attributes:
+        stores: all of them; ``on_disk`` whether a disk has a part in it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class DeviceBuffers:
     ) -> None:
         self.stores = [store for store, *_ in placed]
         self._store_of = {bucket: store for store, buckets, _ in placed for bucket in buckets}
+        self.on_disk = any(store.folder is not None for store in self.stores)
         self._keeper = {slot.whole: store for bucket, store in self._store_of.items() for slot in bucket.slots}
         self._users = {bucket: user for _, buckets, user in placed for bucket in buckets if user.type != "cpu"}
         copied = {bucket: user for bucket, user in self._users.items() if self._store_of[bucket].device != user}
@@ -63,11 +66,6 @@ class DeviceBuffers:
         self._written: dict[Bucket, torch.Event] = {}
         self._in_use: dict[Bucket, dict[Slot, Tensor]] = {}
         self._clock = 0
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether a disk has a part in it."""
-        return any(store.folder is not None for store in self.stores)
 
     def in_file(self, bucket: Bucket) -> bool:
         """Whether it is in one."""
@@ -87,7 +85,7 @@ class DeviceBuffers:
         return True
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots on the device; call :meth:`close` or :meth:`leave` behind the work on them.
+        """Its slots on the device, by those that they are rows of; call :meth:`close` or :meth:`leave` behind the work.
 
         Raises:
             OffloadError: it cannot be read.
@@ -220,12 +218,12 @@ class ReadAhead:
         self._last: _Visit = None, 0
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots, by those that they are rows of; what is opened behind what is remembered."""
+        """Its slots; what is opened behind what is remembered."""
         if bucket is not self._last[0]:
             self._visits[bucket] += 1
             before, self._last = self._last, (bucket, self._visits[bucket])
             self._followed[before] = self._last
-        return {slot.whole: tensor for slot, tensor in self._buffers.open(bucket).items()}
+        return self._buffers.open(bucket)
 
     def go(self) -> None:
         """Begin to read what came behind the last in a step before, as far as there is room beside that."""

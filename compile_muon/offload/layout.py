@@ -15,7 +15,7 @@ from compile_muon.engine.states import row_state_shape
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
-from compile_muon.offload.codecs import MOMENTUM, Codec
+from compile_muon.offload.codecs import MOMENTUM, SCALE, Codec
 from compile_muon.offload.store import ALIGNED, Bucket, Slot
 from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
@@ -204,11 +204,11 @@ class OffloadLayout:
 
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
-            columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
-            for part in self._codec.kept(columns):
-                own = shape if part.width is None else row_state_shape(spec, shape, part.width)
-                label = "momentum" if part.name == MOMENTUM else ""
-                keep(part.name, own, part.dtype or dtype, "momentum", label)
+            keep(MOMENTUM, shape, self._codec.dtype or dtype, "momentum", "momentum")
+            if self._codec.block:
+                columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
+                blocks = -(-columns // self._codec.block)
+                keep(SCALE, row_state_shape(spec, shape, blocks), torch.float32, "momentum")
         for state in method.states if offloaded else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
                 keep(state.name, shape, dtype, "states", state.label)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config, OffloadConfig
@@ -34,35 +34,9 @@ from compile_muon.offload.transaction import Transaction
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.norms import not_finite
 
-__all__ = ["OffloadedStates", "offloaded_states"]
+__all__ = ["OffloadedStates"]
 
 _HOST = torch.device("cpu")
-
-
-def offloaded_states(
-    config: Config,
-    groups: Sequence[Group],
-    assignments: Mapping[str, Assignment],
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    *,
-    compares: bool,
-) -> OffloadedStates | None:
-    """What keeps states that are offloaded, or in another dtype; None where none is.
-
-    Args:
-        group: all ranks; ``compares`` whether they are there.
-    Raises:
-        ConfigError: AdamW's step is to be on the host, and none of its moments is there.
-    """
-    if config.zero.offload is None and config.muon.momentum_dtype is None:
-        return None
-    fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
-    # Neither a disk nor another rank is in a plan.
-    real = compares if group is not None else fake is None
-    offloaded = offloaded_names(config, groups, assignments, model)
-    return OffloadedStates(groups, config, offloaded, group, device, real=real, fake=fake)
 
 
 class OffloadedStates(StateProvider, Extension):
@@ -71,13 +45,14 @@ class OffloadedStates(StateProvider, Extension):
     Args:
         groups: those of the optimizer.
         config: says where state is.
-        offloaded: names of parameters whose states are offloaded, ``offloaded_names``.
-        group: all ranks of the optimizer.
+        assignments, model: of the parameters.
+        group: all ranks of the optimizer; ``compares`` whether they are there.
         device: that computes.
-        real: False for plans, which have neither disks nor other ranks.
-        fake: mode of the model's tensors, where these are fake.
+    Raises:
+        ConfigError: AdamW's step is to be on the host, and none of its moments is there.
 
     Attributes:
+        offloaded_names: of the parameters whose states are offloaded.
         layout: of the states; from :meth:`reserve` on.
         moved: whose momentum the step under way need not move, since it was when it was fetched.
         provided: of what is not on the device, what the latest of :meth:`provide` is made of, and what of that is only
@@ -92,19 +67,22 @@ class OffloadedStates(StateProvider, Extension):
         self,
         groups: Sequence[Group],
         config: Config,
-        offloaded: frozenset[str],
+        assignments: Mapping[str, Assignment],
+        model: nn.Module,
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
-        real: bool,
-        fake: FakeTensorMode | None = None,
+        compares: bool,
     ) -> None:
         self.state_provider = self
-        self._groups, self._config, self.offloaded_names = groups, config, offloaded
-        self._device, self._real, self._fake = device, real, fake
-        self._buffers = DeviceBuffers((), count=0, real=real)
+        self._groups, self._config, self._device = groups, config, device
+        self.offloaded_names = offloaded_names(config, groups, assignments, model)
+        fakes = [each for each in map(local_tensor, model.parameters()) if isinstance(each, FakeTensor)]
+        self._fake = fakes[0].fake_mode if fakes else nullcontext()
+        self._real = compares if group is not None else not fakes  # neither a disk nor another rank is in a plan
+        self._buffers = DeviceBuffers((), count=0, real=self._real)
         self._flags = NotFinite({}, device)
-        self._step = Transaction(group if real else None, device, self._forget)
+        self._step = Transaction(group if self._real else None, device, self._forget)
         self.moved = frozenset[ShardedParam]()
         self.provided: tuple[list[Bucket], list[Bucket]] = [], []
         self._sharded_params: dict[str, ShardedParam] = {}
@@ -122,7 +100,7 @@ class OffloadedStates(StateProvider, Extension):
         for name, spec in specs.items():
             if spec.master:
                 check_master(name, spec, config)
-        with self._fake or nullcontext():
+        with self._fake:
             self._codec = CODECS[config.muon.momentum_dtype](device)
             layout = OffloadLayout(self._groups, specs, self.offloaded_names, owners, config.zero.offload, self._codec)
             placed: list[tuple[Store, Sequence[Bucket], torch.device]] = []
@@ -215,7 +193,7 @@ class OffloadedStates(StateProvider, Extension):
                 todo.append((chunk, own, chunk.asked_for(what, moved=own[0] in self.moved)))
         reads = what in (StateRequest.STATES_MASTERS_READ, StateRequest.MASTERS_READ)
         for number, (chunk, own, buckets) in enumerate(todo):
-            given = self._host.next() if chunk.on_host else {}
+            given = next(self._host.arrivals, None) if chunk.on_host else {}
             if given is None:  # the step is skipped
                 return
             held: dict[Slot, Tensor] = {}
@@ -340,7 +318,7 @@ class OffloadedStates(StateProvider, Extension):
         for chunk in self.layout.chunks:
             held: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets.values():
-                held |= {slot.whole: tensor for slot, tensor in self._buffers.open(bucket).items()}
+                held |= self._buffers.open(bucket)
             own = [self._sharded_params[name] for name in chunk.names]
             provided = [self._views(sharded, held, chunk) for sharded in own]
             self._flags.look(own, provided, more=not chunk.first)

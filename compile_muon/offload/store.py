@@ -90,10 +90,10 @@ class Bucket:
         return sum(_up(slot.nbytes) for slot in self.slots)
 
     def views(self, memory: Tensor) -> dict[Slot, Tensor]:
-        """The slots in ``memory``, which are bytes."""
+        """The slots in ``memory``, which are bytes, by the tensors that they are rows of."""
         found, begin = {}, 0
         for slot in self.slots:
-            found[slot] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+            found[slot.whole] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
             begin += _up(slot.nbytes)
         return found
 
@@ -127,18 +127,16 @@ class Store:
         return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Its slots in host or device memory, until :meth:`leave` or :meth:`close`.
+        """Its slots in host or device memory, by those that they are rows of, until :meth:`leave` or :meth:`close`.
 
         Args:
             read: False for who writes all of it.
         Raises:
             OffloadError: it cannot be read.
         """
-        whole = self._tensors
-        return {
-            slot: whole[slot] if slot in whole else whole[slot.whole].narrow(0, slot.first, slot.shape[0])
-            for slot in bucket.slots
-        }
+        found = {slot.whole: self._tensors[slot.whole] for slot in bucket.slots}
+        rows = {slot.whole: slot for slot in bucket.slots if slot is not slot.whole}
+        return found | {whole: found[whole].narrow(0, slot.first, slot.shape[0]) for whole, slot in rows.items()}
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """What :meth:`open` gave was only read. ``ready`` returns when nobody reads it any more."""
