@@ -30,7 +30,7 @@ from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
-from compile_muon.offload import offloaded_states, with_fetches
+from compile_muon.offload import OffloadedStates, with_fetches
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
@@ -96,8 +96,9 @@ def assemble(
     assignments, groups = plan(config, model, partial=norm_group is not None)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
-    offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
-    if offloaded is not None:
+    offloaded = None
+    if zero.offload is not None or config.muon.momentum_dtype is not None:
+        offloaded = OffloadedStates(groups, config, assignments, model, group, device, compares=compares)
         assignments = with_fetches(config, assignments, offloaded.offloaded_names)
     stages = None
     if norm_group is not None:

@@ -1,8 +1,9 @@
 """docs/reference/messages.md, the list of errors and warnings, from the sources: `python docs/errors.py` renews it.
 
 A message is what a call to an exception's class, to `config_error`, to `warn_user` or to a logger's `warning` is given,
-and what is given to a function that makes an error and is raised. What is inserted at run time is "…". Names are
-followed to what the function assigns to them, so that of a message in two forms both are listed.
+and what is given to a function that makes an error and is raised; in a file that calls `refuse`, each tuple of five,
+and each `Why`. What is inserted at run time is "…". Names are followed to what the function assigns to them, so that of
+a message in two forms both are listed.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def of_source(source: str, module: str) -> tuple[Message, ...]:
 
 def _made(tree: ast.Module, module: str) -> Iterator[Message]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    refuses = any(isinstance(node, ast.Name) and node.id in ("Refusal", "refuse") for node in ast.walk(tree))
     for scope, names in _scopes(tree, _assigned(tree.body)):
         reader = _Reader(names, functions)
         for node in _own(scope):
@@ -71,6 +73,9 @@ def _made(tree: ast.Module, module: str) -> Iterator[Message]:
                 yield from (Message(text, "error", module, made.lineno) for text in texts if _words(text))
             elif isinstance(node, ast.Call) and (kind := _kind(node)):
                 yield from (Message(text, kind, module, node.lineno) for text in reader.said(node) if _words(text))
+            elif refuses and isinstance(node, ast.Tuple) and len(node.elts) == 5:
+                texts = reader.joined([node.elts[1], *node.elts[3:]], f" = {GAP}: ", "; ")
+                yield from (Message(text, "ConfigError", module, node.lineno) for text in texts if _words(text))
 
 
 def unlisted(sources: Mapping[str, str]) -> list[str]:
@@ -109,7 +114,7 @@ def sources() -> dict[str, str]:
 def _kind(call: ast.Call) -> str:
     """The class of what a call makes; "" if it is none of them."""
     name = _name(call.func)
-    if name in ("config_error", "contradiction"):
+    if name in ("config_error", "contradiction", "Why"):
         return "ConfigError"
     if name in ("warn_user", "warn", "warning"):
         return WARNING
@@ -138,9 +143,11 @@ class _Reader:
         self._under_way: set[str] = set()
 
     def said(self, call: ast.Call) -> list[str]:
-        """Of an exception, `config_error(field, value, problem, remedy)` or `contradiction(name, problem, remedy)`."""
+        """Of an exception, `config_error(field, value, problem, remedy)` or what makes one of fewer arguments."""
         if _name(call.func) == "contradiction":
             return self.joined(call.args, f" = {GAP}: ", "; ")
+        if _name(call.func) == "Why":
+            return [f"{GAP} = {GAP}: {text}" for text in self.joined(call.args, "; ")]
         if _name(call.func) != "config_error":
             texts = (self.texts(arg) for arg in call.args)  # an OSError begins with a number
             return next((found for found in texts if any(map(_words, found))), [])

@@ -128,7 +128,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                     _put_matrices(found, key, sharded, kind, state.detach())
                     continue
                 found.tensors[key] = state.detach()
-                if (folder := provider.folder_of(sharded.name, slot)) is not None:
+                if (folder := provider.places.get(sharded.name, {}).get(slot)) is not None:
                     found.folders[key] = folder
         else:
             found.buffers.append(f"model/{name}")

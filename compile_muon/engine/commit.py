@@ -64,17 +64,13 @@ def commit(
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     provider, ledger = trained.state_provider, trained.ledger
-    # Where the device decides whether to write, no momentum has been moved for good.
-    moved = provider.moved(fetches) if found_inf is None else frozenset[ShardedParam]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(sharded.spec.master for sharded in trained.muon)
-    with provider.writing(found_inf):
+    with provider.writing(fetches, found_inf) as confirm:
         with ledger.range("step commit muon"):
-            prepared = commit_states(
-                matrices, partial(trained.provide, moved=moved), found_inf, all_resident=provider.all_resident
-            )
+            prepared = commit_states(matrices, trained.provide, found_inf, all_resident=provider.all_resident)
             if masters and trained.summed:
-                provider.confirm()
+                confirm()
             if provider.all_resident or masters:
                 commit_weights(prepared, trained.summed, trained.group, found_inf, trained.provide if masters else None)
         with ledger.range("step commit adamw"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -55,9 +56,15 @@ class StateProvider:
 
     Attributes:
         all_resident: whether nothing is kept here, so that nobody need ask.
+        places: the states that are kept here, by names of parameter and state: in which folder a file has it, None in
+            memory.
+        bytes_off_device: of this rank's state that is not on the device.
+        bytes_in_buffers: of the device that buckets of it take turns in.
     """
 
     all_resident = True
+    places: Mapping[str, Mapping[str, Path | None]] = MappingProxyType({})
+    bytes_off_device = bytes_in_buffers = 0
 
     def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make room for what will be kept here, ahead of the first change of the model; on every rank.
@@ -70,29 +77,12 @@ class StateProvider:
     def keep_master(self, name: str, master: Tensor) -> None:
         """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
 
-    def names(self, sharded: ShardedParam) -> frozenset[str]:
-        """Of its states that are kept here, as methods name them."""
-        return frozenset()
-
     def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum of a parameter to ``out``; a direction is made of it and ``grad``."""
         raise LedgerError(f"{sharded.name}: its momentum is kept by the optimizer of the model that this is a copy of")
 
-    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """Those whose momentum was moved toward the gradient when it was fetched, to be kept by the step under way.
-
-        Args:
-            fetches: which fetch a direction that the step uses is made of.
-        """
-        return frozenset()
-
     def provide(
-        self,
-        sharded_params: Sequence[ShardedParam],
-        what: StateRequest,
-        step: int,
-        *,
-        moved: Collection[ShardedParam] = (),
+        self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
 
@@ -107,20 +97,22 @@ class StateProvider:
             what: of them. The block that is given master weights to write writes to the parameters too: they are put
                 back if the step fails.
             step: which one.
-            moved: of whom the momentum is not asked for.
         """
         yield from ()
 
-    def writing(self, found_inf: Tensor | None) -> AbstractContextManager[None]:
+    def writing(
+        self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Around all that a step writes to states: on every rank all of it is kept, or nothing. Gradients are final.
 
+        What it gives is called ahead of what takes all ranks: no disk has failed until now, or it raises on all.
+
         Args:
+            fetches: of momenta that were fetched, which one a direction that the step uses is made of. Those that were
+                moved toward the gradient then are kept, and not provided.
             found_inf: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
         """
-        return nullcontext()
-
-    def confirm(self) -> None:
-        """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""
+        return nullcontext(lambda: None)
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
         """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if
@@ -129,20 +121,3 @@ class StateProvider:
 
     def own(self) -> None:
         """What users put into the optimizer's state, as they may, becomes what is kept."""
-
-    def settle(self) -> None:
-        """Return when host memory has all that was written."""
-
-    def folder_of(self, name: str, state: str) -> Path | None:
-        """Where the file is that has this state of a parameter; None if it is in memory."""
-        return None
-
-    @property
-    def bytes_off_device(self) -> int:
-        """Of this rank's state that is not on the device."""
-        return 0
-
-    @property
-    def bytes_in_buffers(self) -> int:
-        """Of the device that buckets of it take turns in."""
-        return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,15 +66,11 @@ class Trained:
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
     def provide(
-        self, sharded_params: Sequence[ShardedParam], what: StateRequest, *, moved: Collection[ShardedParam] = ()
+        self, sharded_params: Sequence[ShardedParam], what: StateRequest
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Their states, to be read and written; all at once where they are resident.
-
-        Args:
-            moved: whose momentum has been moved already.
-        """
+        """Their states, to be read and written; all at once where they are resident."""
         if not self.state_provider.all_resident:
-            yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step, moved=moved)
+            yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step)
         elif sharded_params:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
@@ -119,7 +115,7 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                kept = self.state_provider.names(sharded)
+                kept = self.state_provider.places.get(sharded.name, {})
                 if sharded.spec.muon is not None and sharded.spec.muon.resident_momentum:
                     slots["momentum_buffer"] = sharded.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in kept]

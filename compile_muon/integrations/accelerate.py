@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
-from compile_muon.config import MeshConfig
-from compile_muon.errors import CheckpointError, ConfigError, config_error, listed, raise_all
+from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import open_plain, write_bytes
-from compile_muon.integrations.common import is_sharded, refused_tensor
+from compile_muon.integrations.common import WHY, Refusal, is_sharded, refuse
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
@@ -49,13 +48,8 @@ _STATE_FILE = re.compile(
     r"\.(safetensors|bin|pkl)"
 )
 
-#: how `accelerate launch` and the plugins say that something else shards the model
-_SHARDERS = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
+#: how the plugins and `accelerate launch` say that something else shards the model
+_SHARDERS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
 class AcceleratedMuonZero(AcceleratedOptimizer):
@@ -110,7 +104,14 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """
     again = isinstance(getattr(accelerator, "_muon_zero", None), _Sharded)
     pairs = _pairs(objects, needed=not again)
-    raise_all(_refused(accelerator, objects, pairs))
+    others = [each for each in objects if isinstance(each, torch.optim.Optimizer) and not isinstance(each, MuonZero)]
+    remedy = "leave it out: MuonZero trains all parameters of its model"
+    too = [type(other).__name__ for other in others if any(_trains(other, model) for model, _ in pairs)]
+    refuse([
+        *refused_settings(accelerator),
+        *(row for pair in pairs for row in _refused_pair(accelerator, *pair)),
+        *((True, "optimizer", kind, "trains a sharded model too", remedy) for kind in too),
+    ])  # fmt: skip
     if not again:
         accelerator._muon_zero = _Sharded(accelerator)
     if (mesh := pairs[0][1].engine.mesh if pairs else None) is not None:
@@ -143,89 +144,66 @@ def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]
     """
     remedy = "give prepare() both that compile_muon.initialize(model, config) returned"
     modules = [thing for thing in objects if is_sharded(thing)]
-    errors, pairs = [], []
-    for optimizer in (thing for thing in objects if isinstance(thing, MuonZero)):
-        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        model = next((m for m in modules if any(id(param) in trained for param in m.parameters())), None)
-        if model is None:
-            errors.append(config_error("optimizer", "MuonZero", "comes without the model it trains", remedy))
-        else:
-            pairs.append((model, optimizer))
-    found = {id(model) for model, _ in pairs}
-    for model in modules:
-        if id(model) not in found:
-            kind = type(model).__name__
-            errors.append(config_error("model", kind, "is sharded, and its MuonZero is not there", remedy))
-    if needed and not modules and not errors:
-        kinds = ", ".join(type(thing).__name__ for thing in objects)
-        errors.append(config_error("objects", kinds, "hold no sharded model and MuonZero", remedy))
-    raise_all(errors)
-    return pairs
+    optimizers = [thing for thing in objects if isinstance(thing, MuonZero)]
+    models = [next((model for model in modules if _trains(optimizer, model)), None) for optimizer in optimizers]
+    alone = [model for model in modules if not any(model is other for other in models)]
+    kinds = ", ".join(type(thing).__name__ for thing in objects)
+    refuse([
+        *((model is None, "optimizer", "MuonZero", "comes without the model it trains", remedy) for model in models),
+        *((True, "model", type(m).__name__, "is sharded, and its MuonZero is not there", remedy) for m in alone),
+        (needed and not modules + optimizers, "objects", kinds, "hold no sharded model and MuonZero", remedy),
+    ])  # fmt: skip
+    return list(zip(models, optimizers, strict=True))
 
 
-def _refused(
-    accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tuple[nn.Module, MuonZero]]
-) -> Iterator[ConfigError]:
-    """Settings that would train, or save, something else than they say."""
-    yield from refused_settings(accelerator)
-    for model, optimizer in pairs:
-        yield from _refused_pair(accelerator, model, optimizer)
-    sharded = {id(param) for model, _ in pairs for param in model.parameters()}
-    for other in objects:
-        if isinstance(other, torch.optim.Optimizer) and not isinstance(other, MuonZero):
-            if any(id(param) in sharded for group in other.param_groups for param in group["params"]):
-                remedy = "leave it out: MuonZero trains all parameters of its model"
-                yield config_error("optimizer", type(other).__name__, "trains a sharded model too", remedy)
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether it has a parameter of this model."""
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return any(id(param) in trained for param in model.parameters())
 
 
-def refused_settings(accelerator: Accelerator) -> Iterator[ConfigError]:
+def refused_settings(accelerator: Accelerator) -> list[Refusal]:
     """What the accelerator, its plugins and the environment say that cannot be honoured."""
-    # On a CPU Accelerate forgets its plugins, and leaves these flags.
-    given = {plugin for flag, plugin in _SHARDERS.items() if os.environ.get(flag, "false").lower() == "true"}
-    kind = accelerator.distributed_type.value
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        given.add(f"{kind.lower()}_plugin")
-    if accelerator.parallelism_config is not None:
-        given.add("parallelism_config")
-    for plugin in sorted(given):
-        remedy = "leave it out, and start with torchrun or `accelerate launch --multi_gpu`"
-        yield config_error(f"Accelerator({plugin}=...)", plugin, "shards the model too", remedy)
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        problem = "scales the loss or casts weights, which Muon's checks take for infinite gradients or an edit"
-        yield config_error("mixed_precision", accelerator.mixed_precision, problem, 'use "bf16"')
+    kind, precision = accelerator.distributed_type.value.lower(), accelerator.mixed_precision
+    given = set() if accelerator.parallelism_config is None else {"parallelism_config"}
+    for plugin in _SHARDERS:
+        name = plugin.removesuffix("_plugin")
+        # On a CPU Accelerate forgets its plugins, and leaves these flags.
+        if name == kind or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
+            given.add(plugin)
     dynamo = accelerator.state.dynamo_plugin.backend.value
-    if dynamo != "NO":
-        remedy = 'leave it out, and set "compile": true in the config, which compiles with backend="muon_zero"'
-        yield config_error("dynamo_backend", dynamo, "would compile the model a second time", remedy)
-    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    if hook is not None and hook.value != "no":
-        remedy = "leave it out, and set reduce_dtype (communication_data_type) in the config"
-        yield config_error("DistributedDataParallelKwargs.comm_hook", hook.value, "there is no DDP to hook", remedy)
+    hook = getattr(getattr(accelerator.ddp_handler, "comm_hook", None), "value", "no")
+    remedy = "leave it out, and set reduce_dtype (communication_data_type) in the config"
+    return [
+        *((True, f"Accelerator({plugin}=...)", plugin, *WHY["shards"]) for plugin in sorted(given)),
+        (precision not in ("no", "bf16"), "mixed_precision", precision, *WHY["casts"]),
+        (dynamo != "NO", "dynamo_backend", dynamo, *WHY["compiles"]),
+        (hook != "no", "DistributedDataParallelKwargs.comm_hook", hook, "there is no DDP to hook", remedy),
+    ]
 
 
-def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> Iterator[ConfigError]:
-    steps = optimizer.config.zero.gradient_accumulation_steps
-    if steps not in (None, 1):
-        remedy = "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"
-        problem = "is the accelerator's to say, which may end an accumulation early"
-        yield config_error("gradient_accumulation_steps", steps, problem, remedy)
-    if optimizer.engine.mesh is not None:
-        yield from refused_tensor(MeshConfig(tensor=optimizer.engine.mesh.axis("tensor").size))
-    device = next(model.parameters()).device
-    at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
-    if accelerator.device_placement and not at_home:
-        problem = f"is on {device}, where batches of the accelerator are on {accelerator.device}"
-        remedy = "shard model.to(accelerator.device): what is sharded cannot be moved"
-        yield config_error("model", type(model).__name__, problem, remedy)
-    world = 1 if optimizer.engine.group is None else optimizer.engine.group.size()
-    if world != accelerator.num_processes:
-        problem = f"is sharded over {world} of the accelerator's {accelerator.num_processes} processes"
-        remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
-        if accelerator.num_processes == 1:
-            remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
-        yield config_error("optimizer", "MuonZero", problem, remedy)
-    if any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator)):
-        yield config_error("optimizer", "MuonZero", "is prepared already", "prepare it once")
+def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> list[Refusal]:
+    steps, engine = optimizer.config.zero.gradient_accumulation_steps, optimizer.engine
+    device, home = next(model.parameters()).device, accelerator.device
+    away = device.type != home.type or device.index not in (home.index, None)
+    tensor = 1 if engine.mesh is None else engine.mesh.axis("tensor").size
+    world, processes = 1 if engine.group is None else engine.group.size(), accelerator.num_processes
+    remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
+    if processes == 1:
+        remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
+    again = any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator))
+    return [
+        (steps not in (None, 1), "gradient_accumulation_steps", steps,
+         "is the accelerator's to say, which may end an accumulation early",
+         "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"),
+        (tensor != 1, "mesh.tensor", tensor, *WHY["tensor"]),
+        (accelerator.device_placement and away, "model", type(model).__name__,
+         f"is on {device}, where batches of the accelerator are on {home}",
+         "shard model.to(accelerator.device): what is sharded cannot be moved"),
+        (world != processes, "optimizer", "MuonZero",
+         f"is sharded over {world} of the accelerator's {processes} processes", remedy),
+        (again, "optimizer", "MuonZero", "is prepared already", "prepare it once"),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- the accelerator's methods
@@ -261,10 +239,9 @@ class _Sharded:
         Raises:
             ConfigError: of shards, whose rows are no copies of each other.
         """
-        if isinstance(tensor, DTensor):
-            problem = "is sharded: LocalSGD and averages by hand want a copy on each rank"
-            remedy = "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives"
-            raise config_error("accelerator.reduce", "DTensor", problem, remedy)
+        problem = "is sharded: LocalSGD and averages by hand want a copy on each rank"
+        remedy = "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives"
+        refuse([(isinstance(tensor, DTensor), "accelerator.reduce", "DTensor", problem, remedy)])
         return self._plain["reduce"](tensor, *args, **kwargs)
 
     def join_uneven_inputs(self, joinables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,10 +250,9 @@ class _Sharded:
         Raises:
             ConfigError: of a sharded one.
         """
-        if any(is_sharded(model) for model in joinables):
-            problem = "a rank without a batch gathers nothing for any"
-            remedy = "leave it out: prepared loaders give every rank as many batches (even_batches)"
-            raise config_error("accelerator.join_uneven_inputs", "a sharded model", problem, remedy)
+        sharded, problem = any(map(is_sharded, joinables)), "a rank without a batch gathers nothing for any"
+        remedy = "leave it out: prepared loaders give every rank as many batches (even_batches)"
+        refuse([(sharded, "accelerator.join_uneven_inputs", "a sharded model", problem, remedy)])
         return self._plain["join_uneven_inputs"](joinables, *args, **kwargs)
 
     # ------------------------------------------------------------------ whole weights

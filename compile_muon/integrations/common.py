@@ -1,20 +1,20 @@
-"""What trainers have in common: ``"auto"`` in a configuration is what their own settings say of the same, say."""
+"""What trainers have in common: settings that they refuse, and ``"auto"``, which is what their own settings say."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from compile_muon.config import Config, MeshConfig
+from compile_muon.config import Config
 from compile_muon.config.checked import Mistakes
 from compile_muon.config.sources import as_mapping
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.errors import config_error, raise_all
 from compile_muon.model.readers import sharded_params_of
 
-__all__ = ["Source", "filled", "is_sharded", "refused_tensor"]
+__all__ = ["WHY", "Refusal", "Source", "Why", "contradicting", "filled", "is_sharded", "refuse"]
 
 #: what ``compile_muon.load_config`` takes
 Source = str | os.PathLike | Mapping[str, Any] | Config
@@ -25,12 +25,45 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(sharded_params_of(inner) for inner in model.modules())
 
 
-def refused_tensor(mesh: MeshConfig | None) -> list[ConfigError]:
-    """Tensor slices, which a trainer whose loader gives each process its own batches cannot serve."""
-    size = 1 if mesh is None else mesh.tensor
-    problem = "needs the same batches on its ranks, and loaders here give each process its own"
-    remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
-    return [config_error("mesh.tensor", size, problem, remedy)] if size != 1 else []
+class Why(NamedTuple):
+    """What is wrong with a setting of a trainer, and what to write instead."""
+
+    problem: str
+    remedy: str
+
+
+#: of settings that several trainers have
+WHY = {
+    "casts": Why(
+        "scales the loss or casts weights, which Muon's checks take for infinite gradients or an edit",
+        'leave it out, or use "bf16"',
+    ),
+    "compiles": Why("would compile the model a second time", 'leave it out, and set "compile": true in the config'),
+    "other": Why("is another optimizer", "leave it out: the config says which optimizer trains what"),
+    "shards": Why("shards the model too", "leave it out, and start with torchrun or `accelerate launch --multi_gpu`"),
+    "starts over": Why("starts over with a sharded model", "leave it out, and set the value yourself"),
+    "tensor": Why(
+        "needs the same batches on its ranks, and loaders here give each process its own",
+        "leave it out, or write the loop yourself (docs/how-to/meshes.md)",
+    ),
+}
+
+#: whether a trainer refuses a setting, its name, its value, what is wrong with it, and what to write instead
+Refusal = tuple[Any, str, Any, str, str]
+
+
+def contradicting(so: Any, field: str, value: object, setting: str, said: object) -> Refusal:
+    """The refusal of a ``value`` in the config, beside which the trainer's own ``setting`` has ``said`` another one."""
+    return so, field, value, f"contradicts {setting} = {said!r}", 'leave it out of the config, or write "auto"'
+
+
+def refuse(rows: Iterable[Refusal]) -> None:
+    """All that trainers refuse of their settings comes by here.
+
+    Raises:
+        ConfigError: about each row that is so.
+    """
+    raise_all(config_error(*row) for so, *row in rows if so)
 
 
 def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.integrations.common import Refusal
 from compile_muon.passes.sequence.exchange_heads import from_heads, to_heads
 from compile_muon.passes.sequence.place import Place
 
-__all__ = ["exchange_heads", "problem_of"]
+__all__ = ["exchange_heads", "refused_attention"]
 
 _FIELD = "parallelism.context_parallel_degree"
 _INNER = (FlexAttention, ScaledDotProductAttention)
@@ -29,25 +29,18 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if hasattr(module, "inner_attention"))
 
 
-def problem_of(model: Any, degree: int) -> ConfigError | None:
-    """The first thing in a decoder that does not work on a part of the positions, or with some of the heads."""
-    remedy = "set it to 1"
+def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
+    """What in a decoder does not work on a part of the positions, or with some of the heads."""
     for path, block in model.layers.named_children():
-        if not any(True for _ in _attentions(block)):
-            problem = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
-            return config_error(_FIELD, degree, problem, remedy)
+        without = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
+        yield next(_attentions(block), None) is None, _FIELD, degree, without, "set it to 1"
     for path, module in _attentions(model):
-        heads = getattr(module, "n_heads", degree)
-        if not isinstance(module.inner_attention, _INNER):
-            kind = type(module.inner_attention).__name__
-            problem = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
-            return config_error(_FIELD, degree, problem, remedy)
-        if hasattr(module, "sinks"):
-            problem = f"gives a rank some of the heads, and {path} adds sinks of all of them"
-            return config_error(_FIELD, degree, problem, remedy)
-        if heads % degree:
-            return config_error(_FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them")
-    return None
+        kind, heads = type(module.inner_attention).__name__, getattr(module, "n_heads", degree)
+        other = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
+        sinks = f"gives a rank some of the heads, and {path} adds sinks of all of them"
+        yield not isinstance(module.inner_attention, _INNER), _FIELD, degree, other, "set it to 1"
+        yield hasattr(module, "sinks"), _FIELD, degree, sinks, "set it to 1"
+        yield heads % degree, _FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them"
 
 
 def exchange_heads(model: Any, mesh: DeviceMesh) -> None:

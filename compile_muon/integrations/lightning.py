@@ -41,10 +41,10 @@ from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.engine import Extension
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, listed, raise_all
+from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, listed
 from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
+from compile_muon.integrations.common import WHY, Refusal, Source, Why, contradicting, filled, is_sharded, refuse
 from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import SequencePlan, plan_of, plan_sequence
 from compile_muon.weights import full_state_dict, load_full_state_dict
@@ -56,21 +56,20 @@ _COMPILED = "_orig_mod."
 
 _OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
 
-#: callbacks that would not do what they say, why not, and what to do instead
-_CALLBACKS: dict[type[plc.Callback] | tuple[type[plc.Callback], ...], tuple[str, str]] = {
-    (plc.WeightAveraging, plc.StochasticWeightAveraging): (
+#: callbacks that would not do what they say
+_CALLBACKS: dict[type[plc.Callback], Why] = {
+    **dict.fromkeys((plc.WeightAveraging, plc.StochasticWeightAveraging), Why(
         "copies the model before it is sharded",
         "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
-    ),
-    plc.ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
-    plc.BaseFinetuning: (
+    )),
+    plc.ModelPruning: Why("replaces parameters, which no graph would read", "prune before fit"),
+    plc.BaseFinetuning: Why(
         "gives what it unfreezes one rate for Muon and AdamW, and replaces the optimizer's groups where a run goes on",
         "unfreeze in a callback of your own: requires_grad_(True) in on_train_epoch_start, and a parameter joins the "
         "group that the config has for it",
     ),
-    plc.BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
-    plc.LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
-}
+    **dict.fromkeys((plc.BatchSizeFinder, plc.LearningRateFinder), WHY["starts over"]),
+}  # fmt: skip
 
 
 class MuonZeroStrategy(DDPStrategy):
@@ -138,8 +137,13 @@ class MuonZeroStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Refuse what cannot be honoured, then connect the ranks."""
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._resolved = self._read_and_refuse(self.lightning_module.trainer)
+        trainer, mistakes = self.lightning_module.trainer, Mistakes()
+        if trainer.state.fn == TrainerFn.FITTING:
+            with mistakes.collected():
+                refuse(self._refusals(trainer))
+            with mistakes.collected():
+                self._resolved = self._read(trainer)
+        mistakes.raise_all()
         super().setup_environment()
 
     def setup_distributed(self) -> None:
@@ -158,20 +162,12 @@ class MuonZeroStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ settings
 
-    def _read_and_refuse(self, trainer: pl.Trainer) -> Config | None:
+    def _read(self, trainer: pl.Trainer) -> Config | None:
         """The configuration, with ``"auto"`` filled in.
 
         Raises:
-            ConfigError: about all settings of config, Trainer and module that would train something else than they say.
+            ConfigError: about all that is wrong with it.
         """
-        mistakes, config = Mistakes(), None
-        mistakes.found += self._refusals(trainer)
-        with mistakes.collected():
-            config = self._read(trainer)
-        mistakes.raise_all()
-        return config
-
-    def _read(self, trainer: pl.Trainer) -> Config | None:
         if self.config is None:
             return None
         clips = trainer.gradient_clip_val if trainer.gradient_clip_algorithm != "value" else None
@@ -182,55 +178,52 @@ class MuonZeroStrategy(DDPStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        errors = refused_tensor(config.mesh)
-        if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
-            errors += _unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel))
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
-        if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
-            problem = f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
-            remedy = 'leave it out of the config, or write "auto"'
-            errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
-        if limit is not None and trainer.gradient_clip_val not in (None, limit):
-            problem = f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})"
-            errors.append(config_error("gradient_clipping", limit, problem, "give one of them"))
-        raise_all(errors)
+        count, value, tensor = (
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            config.mesh and config.mesh.tensor,
+        )
+        rows = [
+            (tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]),
+            contradicting(
+                steps not in (None, count) and not unsaid,
+                "gradient_accumulation_steps", steps, "Trainer.accumulate_grad_batches", count,
+            ),
+            contradicting(
+                limit is not None and value not in (None, limit),
+                "gradient_clipping", limit, "Trainer.gradient_clip_val", value,
+            ),
+        ]  # fmt: skip
+        if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
+            rows.append(_unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel)))
+        refuse(rows)
         # Lightning says which micro-batch is not the last: block_backward_sync.
         return replace(config, zero=replace(config.zero, gradient_accumulation_steps=1))
 
-    def _refusals(self, trainer: pl.Trainer) -> Iterator[ConfigError]:
-        module = trainer.lightning_module
-        plugin = self.precision_plugin
+    def _refusals(self, trainer: pl.Trainer) -> list[Refusal]:
+        module, plugin, device = trainer.lightning_module, self.precision_plugin, self.root_device.type
         half = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
         mixed = type(plugin) is MixedPrecision and plugin.scaler is None
-        if type(plugin) not in (Precision, DoublePrecision) and not half and not mixed:
-            yield config_error(
-                "Trainer.precision", getattr(plugin, "precision", type(plugin).__name__),
-                "scales the loss, or replaces layers or the step",
-                'use "32-true", "bf16-mixed", "bf16-true" or "64-true"',
-            )  # fmt: skip
-        if self.root_device.type not in ("cpu", "cuda"):
-            yield config_error("Trainer.accelerator", self.root_device.type, "is not supported", "use CPU or CUDA")
-        if self._layer_sync is not None:
-            yield config_error(
-                "Trainer.sync_batchnorm", True,
-                "puts collectives of its own between those of the compiled graphs, which has not been tried",
-                "leave it out: every rank then has statistics of its own batches",
-            )  # fmt: skip
-        if trainer._detect_anomaly and self.world_size > 1:
-            yield config_error(
-                "Trainer.detect_anomaly", True, "fails in PyTorch's DTensor on several ranks",
-                "use torch.autograd.set_detect_anomaly(True, check_nan=False), or one rank",
-            )  # fmt: skip
-        for callback in trainer.callbacks:
-            for kind, why in _CALLBACKS.items():
-                if isinstance(callback, kind):
-                    yield config_error("Trainer.callbacks", type(callback).__name__, *why)
-        if is_sharded(module) and self._muon is None:
-            yield config_error(
-                "model", type(module).__name__, "has been sharded by another strategy, or by an optimizer of its own",
-                "fit it again with the Trainer that did, where the strategy has a config; or save a checkpoint, and "
-                "begin from load_from_checkpoint",
-            )  # fmt: skip
+        exact = type(plugin) in (Precision, DoublePrecision)
+        return [
+            (not (exact or half or mixed), "Trainer.precision", getattr(plugin, "precision", type(plugin).__name__),
+             "scales the loss, or replaces layers or the step",
+             'use "32-true", "bf16-mixed", "bf16-true" or "64-true"'),
+            (device not in ("cpu", "cuda"), "Trainer.accelerator", device, "is not supported", "use CPU or CUDA"),
+            (self._layer_sync is not None, "Trainer.sync_batchnorm", True,
+             "puts collectives of its own between those of the compiled graphs, which has not been tried",
+             "leave it out: every rank then has statistics of its own batches"),
+            (trainer._detect_anomaly and self.world_size > 1, "Trainer.detect_anomaly", True,
+             "fails in PyTorch's DTensor on several ranks",
+             "use torch.autograd.set_detect_anomaly(True, check_nan=False), or one rank"),
+            *((isinstance(callback, kind), "Trainer.callbacks", type(callback).__name__, *why)
+              for callback in trainer.callbacks for kind, why in _CALLBACKS.items()),
+            (is_sharded(module) and self._muon is None, "model", type(module).__name__,
+             "has been sharded by another strategy, or by an optimizer of its own",
+             "fit it again with the Trainer that did, where the strategy has a config; or save a checkpoint, and begin "
+             "from load_from_checkpoint"),
+        ]  # fmt: skip
 
     # ------------------------------------------------------------------ model and optimizer
 
@@ -279,8 +272,9 @@ class MuonZeroStrategy(DDPStrategy):
 
     def _completed(self, configured: Any) -> Any:
         """What ``configure_optimizers`` returned; in place of None, the optimizer of ``config``."""
-        if configured is None and self._muon is None:
-            raise config_error("configure_optimizers", None, "makes no optimizer, and neither does the strategy", _OWN)
+        none = configured is None and self._muon is None
+        problem = "makes no optimizer, and neither does the strategy"
+        refuse([(none, "configure_optimizers", None, problem, _OWN)])
         return self._muon if configured is None else configured
 
     def _begin_anew(self, muon: MuonZero) -> None:
@@ -302,20 +296,18 @@ class MuonZeroStrategy(DDPStrategy):
             ConfigError: naming them.
         """
         remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
-        if (plan := plan_of(module)) is not None:
-            raise_all(_unseen(plan))
-        others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
-        if others:
-            names = ", ".join(type(optimizer).__name__ for optimizer in others)
-            raise config_error("configure_optimizers", names, "is another optimizer than the strategy's", remedy)
+        others = [type(each).__name__ for each in self.optimizers if not isinstance(each, MuonZero)]
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         left = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
-        if left:
-            raise config_error(
-                "configure_optimizers", listed(left), "are trainable, and in no optimizer",
-                "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it "
-                "was sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable",
-            )  # fmt: skip
+        rows: list[Refusal] = [
+            (others, "configure_optimizers", ", ".join(others), "is another optimizer than the strategy's", remedy),
+            (not others and left, "configure_optimizers", listed(left), "are trainable, and in no optimizer",
+             "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it was "
+             "sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable"),
+        ]  # fmt: skip
+        if (plan := plan_of(module)) is not None:
+            rows.append(_unseen(plan))
+        refuse(rows)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -445,13 +437,11 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 # ---------------------------------------------------------------------------------------- of a module
 
 
-def _unseen(plan: SequencePlan) -> list[ConfigError]:
-    """What is wrong where no hook sees the batch: a LightningModule's own ``forward`` is hardly ever called."""
-    if plan.causal is not None:
-        return []
+def _unseen(plan: SequencePlan) -> Refusal:
+    """Of what no hook sees the batch of: a LightningModule's own ``forward`` is hardly ever called."""
     problem = "is checked where a causal language model of Transformers is called, and the module has none"
     remedy = "leave it out, or write the loop yourself (docs/how-to/sequence.md)"
-    return [config_error("sequence_parallel.size", plan.size, problem, remedy)]
+    return plan.causal is None, "sequence_parallel.size", plan.size, problem, remedy
 
 
 def _ranks() -> Ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from compile_muon.errors import config_error
+from compile_muon.integrations.common import refuse
 from compile_muon.mesh import DataPlace
 
 __all__ = ["give_same_batches"]
@@ -51,12 +51,15 @@ class _Shared:
             ConfigError: it is prepared already, or ``dispatch_batches`` would give each rank a part of a batch.
         """
         accelerator, kind = self._accelerator, type(data_loader).__name__
-        if getattr(data_loader, "_is_accelerate_prepared", False):
-            problem = "gives each process its own batches, and ranks share a sequence here"
-            raise config_error("data_loader", kind, problem, "prepare it with the sharded model, or later")
-        if accelerator.dispatch_batches:
-            problem = "gives each process a part of a batch, and ranks share a sequence here"
-            raise config_error("dispatch_batches", True, problem, "leave it out")
+        begun, remedy = (
+            getattr(data_loader, "_is_accelerate_prepared", False),
+            "prepare it with the sharded model, or later",
+        )
+        problem = "gives each process batches or parts of its own, and ranks share a sequence here"
+        refuse([
+            (begun, "data_loader", kind, problem, remedy),
+            (accelerator.dispatch_batches, "dispatch_batches", True, problem, "leave it out"),
+        ])  # fmt: skip
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,

@@ -12,7 +12,7 @@ only there it is sharded, and gets its values shard by shard, so that no rank ev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
@@ -31,15 +31,15 @@ from torchtitan.trainer import Trainer
 
 from compile_muon.config import Config, load_config
 from compile_muon.config.checked import Mistakes
-from compile_muon.errors import ConfigError, config_error, raise_all
+from compile_muon.errors import config_error
 from compile_muon.initialize import initialize
-from compile_muon.integrations.common import Source, filled
-from compile_muon.integrations.context_parallel import exchange_heads, problem_of
+from compile_muon.integrations.common import WHY, Refusal, Source, contradicting, filled, refuse
+from compile_muon.integrations.context_parallel import exchange_heads, refused_attention
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
 
-_PENDING = "_pending_optimizer"
+_PENDING, _OFF = "_pending_optimizer", "set it to False"
 #: methods by the names of torchtitan's optimizers
 _METHODS = {"AdamW": "adamw", "DistMuon": "muon"}
 
@@ -62,13 +62,18 @@ def with_muon(
     if parallelism.context_parallel_load_balancer == "headtail":  # its default
         parallelism = replace(parallelism, context_parallel_load_balancer=None)
     mistakes = Mistakes()
-    mistakes.found += _problems(config.training, parallelism, config.compile, config.activation_checkpoint)
-    mistakes.found += _problems_of_trainer(config)
+    given, checking = config.model_spec, config.debug.spmd_typechecking
+    with mistakes.collected():
+        refuse([
+            *_refusals(config.training, parallelism, config.compile, config.activation_checkpoint),
+            (checking, "debug.spmd_typechecking", True,
+             "needs annotations that torchtitan's own parallelize function makes", _OFF),
+            _fault_tolerance(getattr(getattr(config, "fault_tolerance", None), "enable", False)),
+            (given is None, "model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')"),
+        ])  # fmt: skip
     with mistakes.collected():
         _read(muon_config, config.training, None)
     mistakes.raise_all()
-    if config.model_spec is None:
-        raise config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
     spec = replace(config.model_spec, parallelize_fn=parallelize)
     optimizer = MuonOptimizers.Config(muon_config=muon_config, param_groups=list(param_groups))
     return replace(config, model_spec=spec, parallelism=parallelism, optimizer=optimizer)
@@ -77,71 +82,36 @@ def with_muon(
 # ---------------------------------------------------------------------------------------------------- settings
 
 
-def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, ac_config: Any) -> list[ConfigError]:
+def _refusals(training: TrainingConfig, parallelism: Any, compile_config: Any, ac_config: Any) -> list[Refusal]:
     """Settings that a parallelize function is given and that would not be honoured."""
-    whole = "compile_muon shards over data-parallel and context-parallel ranks only"
-    sections: list[tuple[str, Any, Any, str, str]] = [
-        (f"parallelism.{name}", degree, degree > 1, whole, "set it to 1")
-        for name in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree")
-        for degree in [getattr(parallelism, name)]
-    ]
-    replicas = parallelism.data_parallel_replicate_degree
-    reshard = parallelism.fsdp_reshard_after_forward
+    kinds = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel_replicate")
+    degrees = {f"parallelism.{kind}_degree": getattr(parallelism, f"{kind}_degree") for kind in kinds}
+    reshard, backend = parallelism.fsdp_reshard_after_forward, parallelism.spmd_backend
     balancer = parallelism.context_parallel_load_balancer
     compiled = compile_config.enable and "model" in compile_config.components
-    budget = isinstance(ac_config, MemoryBudgetAC.Config)
-    inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
-    sections += [
-        (
-            "parallelism.data_parallel_replicate_degree", replicas, replicas > 1, "makes groups of shards",
-            'set it to 1; for whole copies on every rank, "zero_optimization": {"stage": 0} in muon_config',
-        ),
-        (
-            "parallelism.context_parallel_load_balancer", balancer,
-            parallelism.context_parallel_degree > 1 and balancer is not None,
-            "deals positions out in another order, which a causal mask does not know", "set it to None",
-        ),
-        (
-            "parallelism.spmd_backend", parallelism.spmd_backend, parallelism.spmd_backend == "full_dtensor",
-            "makes the inputs DTensors", "use 'spmd_types' or 'partial_dtensor'",
-        ),
-        (
-            "parallelism.fsdp_reshard_after_forward", reshard, reshard != "default", "belongs to FSDP",
-            'leave it out, and set "compile": {"reshard_after_forward": ...} in muon_config',
-        ),
-        (
-            "parallelism.enable_fsdp_symm_mem", True, parallelism.enable_fsdp_symm_mem, "belongs to FSDP",
-            "set it to False",
-        ),
-        (
-            "training.enable_cpu_offload", True, training.enable_cpu_offload, "moves what FSDP has sharded",
-            "set it to False",
-        ),
-        (
-            "training.disable_cuda_graphs", False, not training.disable_cuda_graphs,
-            "replays forward and backward without the Python that accounts for gradients", "set it to True",
-        ),
-        ("compile.components", compile_config.components, compiled, "would compile the model a second time", inside),
-        (
-            "activation_checkpoint", "memory-budget", budget, "needs torchtitan's own compiled blocks",
-            "use selective, full or none",
-        ),
+    return [
+        *((degree > 1, name, degree, "compile_muon shards over data-parallel and context-parallel ranks only",
+           'set it to 1; for whole copies on every rank, "zero_optimization": {"stage": 0} in muon_config')
+          for name, degree in degrees.items()),
+        (balancer is not None and parallelism.context_parallel_degree > 1,
+         "parallelism.context_parallel_load_balancer", balancer,
+         "deals positions out in another order, which a causal mask does not know", "set it to None"),
+        (backend == "full_dtensor", "parallelism.spmd_backend", backend, "makes the inputs DTensors",
+         "use 'spmd_types' or 'partial_dtensor'"),
+        (reshard != "default", "parallelism.fsdp_reshard_after_forward", reshard, "belongs to FSDP",
+         'leave it out, and set "compile": {"reshard_after_forward": ...} in muon_config'),
+        (parallelism.enable_fsdp_symm_mem, "parallelism.enable_fsdp_symm_mem", True, "belongs to FSDP", _OFF),
+        (training.enable_cpu_offload, "training.enable_cpu_offload", True, "moves what FSDP has sharded", _OFF),
+        (not training.disable_cuda_graphs, "training.disable_cuda_graphs", False,
+         "replays forward and backward without the Python that accounts for gradients", "set it to True"),
+        (compiled, "compile.components", compile_config.components, *WHY["compiles"]),
+        (isinstance(ac_config, MemoryBudgetAC.Config), "activation_checkpoint", "memory-budget",
+         "needs torchtitan's own compiled blocks", "use selective, full or none"),
     ]  # fmt: skip
-    return [config_error(name, value, *why) for name, value, wrong, *why in sections if wrong]
 
 
-def _problems_of_trainer(config: Any) -> Iterator[ConfigError]:
-    """The same of what only the trainer sees."""
-    if config.debug.spmd_typechecking:
-        why = "needs annotations that torchtitan's own parallelize function makes"
-        yield config_error("debug.spmd_typechecking", True, why, "set it to False")
-    if getattr(getattr(config, "fault_tolerance", None), "enable", False):
-        yield _no_fault_tolerance()
-
-
-def _no_fault_tolerance() -> ConfigError:
-    problem = "averages gradients of replica groups in hooks of FSDP"
-    return config_error("fault_tolerance.enable", True, problem, "set it to False")
+def _fault_tolerance(so: Any) -> Refusal:
+    return so, "fault_tolerance.enable", True, "averages gradients of replica groups in hooks of FSDP", _OFF
 
 
 def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config:
@@ -162,33 +132,22 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
         if isinstance(precision, dict) and "enabled" in precision:
             given, precision["enabled"] = precision["enabled"], low
         source = load_config(values)
-    errors = []
-    zero = source.zero
-    if given not in (None, "auto", low) or zero.param_dtype not in (None, dtype):
-        errors.append(config_error(
-            "bf16.enabled" if given is not None else "param_dtype",
-            given if given is not None else zero.param_dtype,
-            f"contradicts training.mixed_precision_param = {training.mixed_precision_param!r}",
-            "leave it out of muon_config, or set training.mixed_precision_param",
-        ))  # fmt: skip
-    if steps is not None and zero.gradient_accumulation_steps not in (None, steps):
-        errors.append(config_error(
-            "gradient_accumulation_steps", zero.gradient_accumulation_steps,
-            f"contradicts training.global_batch_size = {training.global_batch_size}, which takes {steps}",
-            'leave it out of muon_config, or write "auto"',
-        ))  # fmt: skip
-    if source.sequence_parallel.size > 1:
-        errors.append(config_error(
-            "sequence_parallel.size", source.sequence_parallel.size, "is for batches that nobody cuts",
-            "leave it out, and set parallelism.context_parallel_degree",
-        ))  # fmt: skip
-    if zero.gradient_clipping is not None:
-        errors.append(config_error(
-            "gradient_clipping", zero.gradient_clipping,
-            f"is a second limit beside training.max_norm = {training.max_norm}, by which the trainer clips",
-            'leave it out of muon_config, or write "auto"',
-        ))  # fmt: skip
-    raise_all(errors)
+    zero, sequence = source.zero, source.sequence_parallel.size
+    precision, own = ("param_dtype", zero.param_dtype) if given is None else ("bf16.enabled", given)
+    wrong = given not in (None, "auto", low) or zero.param_dtype not in (None, dtype)
+    count, clip = zero.gradient_accumulation_steps, zero.gradient_clipping
+    refuse([
+        contradicting(wrong, precision, own, "training.mixed_precision_param", training.mixed_precision_param),
+        contradicting(
+            steps is not None and count not in (None, steps), "gradient_accumulation_steps", count,
+            "training.global_batch_size", training.global_batch_size,
+        ),
+        (sequence > 1, "sequence_parallel.size", sequence, "is for batches that nobody cuts",
+         "leave it out, and set parallelism.context_parallel_degree"),
+        (clip is not None, "gradient_clipping", clip,
+         f"is a second limit beside training.max_norm = {training.max_norm}, by which the trainer clips",
+         'leave it out of the config, or write "auto"'),
+    ])  # fmt: skip
     if low:
         reduce_dtype = zero.reduce_dtype or TORCH_DTYPE_MAP[training.mixed_precision_reduce]
         zero = replace(zero, param_dtype=dtype, reduce_dtype=reduce_dtype)
@@ -230,19 +189,18 @@ def parallelize(
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
     """
-    errors = _problems(training, parallelism, compile_config, ac_config)
-    kind = type(model).__name__
-    if has_quantization(getattr(model, "config", None) or Module.Config()):
-        remedy = "build the model without quantization converters; muon_config has bf16"
-        errors.append(config_error("model_spec.model", kind, "has quantized layers", remedy))
-    degree = parallelism.context_parallel_degree
+    kind, degree = type(model).__name__, parallelism.context_parallel_degree
     head: Any = getattr(model, "lm_head", None)
-    if not errors and not isinstance(head, nn.Module):
-        remedy = "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"
-        errors.append(config_error("model_spec.model", kind, "has no lm_head, through which its loss goes", remedy))
-    elif degree > 1 and (problem := problem_of(model, degree)) is not None:
-        errors.append(problem)
-    raise_all(errors)
+    decoder, whole = isinstance(head, nn.Module), parallelism.pipeline_parallel_degree == 1
+    attention = refused_attention(model, degree) if decoder and degree > 1 else ()
+    refuse([
+        *_refusals(training, parallelism, compile_config, ac_config),
+        (has_quantization(getattr(model, "config", None) or Module.Config()), "model_spec.model", kind,
+         "has quantized layers", "build the model without quantization converters; muon_config has bf16"),
+        (whole and not decoder, "model_spec.model", kind, "has no lm_head, through which its loss goes",
+         "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"),
+        *[row for row in attention if row[0]][:1],
+    ])  # fmt: skip
     ranks = dist.get_world_size()
     if ranks > 1:
         head.register_forward_hook(lambda module, args, output: _SumOfRanks.apply(output, ranks))
@@ -302,11 +260,17 @@ class MuonOptimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module], **others: Any) -> None:
         (model,) = model_parts
         pending: _Pending | None = model.__dict__.get(_PENDING)
-        errors = [*_problems_of_optimizer(config, others)]
-        if pending is None and (dist.get_world_size() > 1 or isinstance(next(model.parameters()), DTensor)):
-            problem, remedy = "has sharded the model already", "use with_muon, or set it to parallelize of this module"
-            errors.append(config_error("model_spec.parallelize_fn", "another function", problem, remedy))
-        raise_all(errors)
+        factory, implementation = config.optimizer_factory_kwargs_by_name, config.implementation
+        sharded = pending is None and (dist.get_world_size() > 1 or isinstance(next(model.parameters()), DTensor))
+        refuse([
+            (factory, "optimizer.optimizer_factory_kwargs_by_name", factory, "is torchtitan's own optimizers'",
+             "leave it out: muon_config says how matrices are exchanged"),
+            (implementation == "fused_opt_states_bf16", "optimizer.implementation", implementation,
+             "would keep AdamW's moments in bfloat16", "leave it out"),
+            _fault_tolerance("ft_manager" in others),  # of torchtitan's experiments
+            (sharded, "model_spec.parallelize_fn", "another function", "has sharded the model already",
+             "use with_muon, or set it to parallelize of this module"),
+        ])  # fmt: skip
         if pending is None:  # a seed checkpoint, of which only weights are ever read: torchtitan leaves out the rest
             _, optimizer = initialize(model, load_config({}))
         else:
@@ -321,18 +285,6 @@ class MuonOptimizers(OptimizersContainer):
         return self.optimizers[0]
 
 
-def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Settings of another optimizer, and what trainers of torchtitan's experiments give beside the model."""
-    if value := config.optimizer_factory_kwargs_by_name:
-        problem, remedy = "is torchtitan's own optimizers'", "leave it out: muon_config says how matrices are exchanged"
-        yield config_error("optimizer.optimizer_factory_kwargs_by_name", value, problem, remedy)
-    if config.implementation == "fused_opt_states_bf16":
-        problem, remedy = "would keep AdamW's moments in bfloat16", "leave it out"
-        yield config_error("optimizer.implementation", config.implementation, problem, remedy)
-    if "ft_manager" in others:
-        yield _no_fault_tolerance()
-
-
 def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[str, Any]] | None:
     """Groups of torchtitan as ours.
 
@@ -342,11 +294,9 @@ def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[st
     left, found = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
     for group in given:
         own = [name for name in left if re.search(group.pattern, name)]
-        if not own:
-            problem = "is found in the name of no parameter that patterns before it have left"
-            raise config_error(
-                "optimizer.param_groups", group.pattern, problem, "leave it out, or put it further ahead"
-            )
+        problem = "is found in the name of no parameter that patterns before it have left"
+        remedy = "leave it out, or put it further ahead"
+        refuse([(not own, "optimizer.param_groups", group.pattern, problem, remedy)])
         rates = {key: value for key, value in group.optimizer_kwargs.items() if key not in ("fused", "foreach")}
         method = _METHODS.get(group.optimizer_name, group.optimizer_name)
         found.append({"name": group.pattern, "params": [left.pop(name) for name in own], "method": method, **rates})
@@ -359,9 +309,12 @@ def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) ->
     sharing = 1 if pending.context is None else pending.context.size()
     at_once = training.local_batch_size * dist.get_world_size() // sharing
     config = _read(given.muon_config, training, max(training.global_batch_size, at_once) // at_once)
-    if pending.context is not None and config.muon.qk_clip is not None:
-        problem = "notes the logits of all heads, and with parallelism.context_parallel_degree a rank sees some of them"
-        raise config_error("qk_clip", config.muon.qk_clip, problem, "leave one of the two out")
+    clip = config.muon.qk_clip
+    refuse([
+        (pending.context is not None and clip is not None, "qk_clip", clip,
+         "notes the logits of all heads, and with parallelism.context_parallel_degree a rank sees some of them",
+         "leave one of the two out"),
+    ])  # fmt: skip
 
     def init(module: nn.Module) -> None:
         if isinstance(module, Module):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,11 +29,11 @@ from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import AdamWConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.engine import Extension
-from compile_muon.errors import ConfigError, config_error, listed, raise_all
+from compile_muon.errors import listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
+from compile_muon.integrations.common import WHY, Refusal, Source, Why, contradicting, filled, is_sharded, refuse
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
@@ -44,8 +43,6 @@ from compile_muon.weights import save_pretrained
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
 _FOLDER = "muon_zero"
-
-_OURS = "muon_config says which optimizer trains what"
 
 #: "auto" in a config, by path, and the TrainingArguments that it stands for
 _AUTO = {
@@ -79,27 +76,31 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
         if isinstance(params := params.get("params", {}), dict):
             params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
             values["optimizer"] = {**values.get("optimizer", {}), "params": params}
-    return _as_the_arguments_say(load_config(values), args)
-
-
-def _as_the_arguments_say(config: Config, args: TrainingArguments) -> Config:
-    """Micro-batches and clipping, of which the Trainer has settings of its own."""
-    zero, steps = config.zero, args.gradient_accumulation_steps
+    config = load_config(values)
+    zero, count = config.zero, args.gradient_accumulation_steps
     limit = args.max_grad_norm if 0 < (args.max_grad_norm or 0) < math.inf else None
-    errors = [
-        config_error(key, ours, f"contradicts TrainingArguments.{name} = {theirs}", 'write "auto", or leave it out')
-        for key, ours, name, theirs in (
-            ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", steps),
-            ("gradient_clipping", zero.gradient_clipping, "max_grad_norm", limit),
-        )
-        if None not in (ours, theirs) and ours != theirs
+    rows = [
+        ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", count),
+        ("gradient_clipping", zero.gradient_clipping, "max_grad_norm", limit),
     ]
-    raise_all(errors)
-    limit = zero.gradient_clipping or limit
+    refuse(
+        contradicting(None not in (ours, theirs) and ours != theirs, key, ours, f"TrainingArguments.{name}", theirs)
+        for key, ours, name, theirs in rows
+    )
     # The Trainer says which micro-batch is a step's last, by accelerator.no_sync: an epoch may end with fewer of them.
-    zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=limit)
+    zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=zero.gradient_clipping or limit)
     return dataclasses.replace(config, zero=zero)
 
+
+#: TrainingArguments that would train, or save, something else than they say
+_REFUSED: dict[str, Why] = {
+    **dict.fromkeys(("deepspeed", "fsdp"), WHY["shards"]),
+    **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), WHY["casts"]),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), Why("belongs to another optimizer", "leave it out")),
+    "torch_compile": WHY["compiles"],
+    "auto_find_batch_size": WHY["starts over"],
+    "save_on_each_node": Why("would leave folders without weights", "share output_dir"),
+}
 
 #: optimizer settings of the TrainingArguments, the keys of the same in a configuration, and what it says
 _SETTINGS = {
@@ -111,54 +112,42 @@ _SETTINGS = {
 }
 
 
-def _contradictions(args: TrainingArguments, config: Config) -> Iterator[ConfigError]:
-    """Optimizer settings in the arguments, other than the defaults, that the configuration does not have."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, (key, of) in _SETTINGS.items():
-        value, said = getattr(args, name), of(config)
-        if value != defaults[name] and value not in said:
-            shown = " and ".join(dict.fromkeys(map(str, said)))
-            remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
-            problem = f"is not what muon_config says, {shown}, and would have no effect"
-            yield config_error(f"TrainingArguments.{name}", value, problem, remedy)
-
-
-def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[str, Any]) -> list[ConfigError]:
+def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> list[Refusal]:
     """Settings of the Trainer that would train, or save, something else than they say.
 
     Args:
         given: the Trainer's own keyword arguments.
     """
-    chosen = getattr(args.optim, "value", args.optim)
-    other = None if chosen in ("adamw_torch", "adamw_torch_fused") else chosen  # the defaults
-    inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
-    wrong: list[tuple[str, Any, str, str]] = [
-        ("fp16", args.fp16, "scales the loss, which Muon's checks take for infinite gradients", "use bf16"),
-        ("deepspeed", args.deepspeed, "shards the model too", "leave it out"),
-        ("fsdp", args.fsdp, "shards the model too", "leave it out"),
-        ("torch_compile", args.torch_compile, "would compile the model a second time", inside),
-        ("auto_find_batch_size", args.auto_find_batch_size, "starts over with a sharded model", "set it to False"),
-        ("optim", other, "is another optimizer", f"leave it out: {_OURS}"),
-        ("optim_args", args.optim_args, "belongs to another optimizer", "leave it out"),
-        ("optim_target_modules", args.optim_target_modules, "belongs to another optimizer", "leave it out"),
-        ("n_gpu", args.n_gpu if args.n_gpu > 1 else 0, "is DataParallel", "start one process per GPU with torchrun"),
-        ("save_on_each_node", args.save_on_each_node, "would leave folders without weights", "share output_dir"),
-        ("fp16_full_eval", args.fp16_full_eval, "casts the weights that train", "leave it out, and use bf16"),
-        ("bf16_full_eval", args.bf16_full_eval, "casts the weights that train", "leave it out, and use bf16"),
+    optim, several = getattr(args.optim, "value", args.optim), args.world_size > 1
+    uneven = not args.accelerator_config.even_batches
+    given = {name: given.get(name) or (None, None) for name in ("optimizers", "optimizer_cls_and_kwargs")}
+    rows: list[Refusal] = [
+        *((getattr(args, name), name, getattr(args, name), *why) for name, why in _REFUSED.items()),
+        (optim not in ("adamw_torch", "adamw_torch_fused"), "optim", optim, *WHY["other"]),  # the defaults
+        (args.n_gpu > 1, "n_gpu", args.n_gpu, "is DataParallel", "start one process per GPU with torchrun"),
+        (several and args.enable_jit_checkpoint, "enable_jit_checkpoint", True,
+         "saves on a rank by itself, and weights take all", "use save_steps"),
+        (several and uneven, "accelerator_config", "even_batches=False",
+         "gives ranks different numbers of batches, and weights take all", "leave it out"),
+    ]  # fmt: skip
+    return [(so, f"TrainingArguments.{name}", *row) for so, name, *row in rows] + [
+        (other != (None, None), name, type(other[0]).__name__, *WHY["other"]) for name, other in given.items()
     ]
-    if args.world_size > 1:
-        alone = "saves on a rank by itself, and weights take all"
-        uneven = "gives ranks different numbers of batches, and weights take all"
-        wrong.append(("enable_jit_checkpoint", args.enable_jit_checkpoint, alone, "use save_steps"))
-        if not args.accelerator_config.even_batches:
-            wrong.append(("accelerator_config", "even_batches=False", uneven, "leave it out"))
-    errors = [config_error(f"TrainingArguments.{name}", value, *why) for name, value, *why in wrong if value]
-    for name in ("optimizers", "optimizer_cls_and_kwargs"):
-        if given.get(name) not in (None, (None, None)):
-            kind = type(given[name][0]).__name__
-            errors.append(config_error(name, kind, "is another optimizer than MuonZero", f"leave it out: {_OURS}"))
-    # What `accelerate launch` says, which no argument shows.
-    return errors or list(refused_settings(accelerator))
+
+
+def _refused_beside(config: Config, args: TrainingArguments) -> Iterator[Refusal]:
+    """What the configuration says that cannot be here; and optimizer settings in the arguments, other than the
+    defaults, that it does not have."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, (key, of) in _SETTINGS.items():
+        value, said = getattr(args, name), of(config)
+        problem = f"is not what muon_config says, {' and '.join(dict.fromkeys(map(str, said)))}, and has no effect"
+        remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
+        yield value not in (defaults[name], *said), f"TrainingArguments.{name}", value, problem, remedy
+    tensor, inputs = config.mesh and config.mesh.tensor, config.sequence_parallel.inputs
+    whole = "cannot be: loaders here give ranks whole batches"
+    yield tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]
+    yield inputs == "sharded", "sequence_parallel.inputs", inputs, whole, "leave it out"
 
 
 class MuonTrainer(Trainer):
@@ -189,14 +178,12 @@ class MuonTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._muon_source, self._muon_groups, self._muon_extensions = muon_config, muon_groups, muon_extensions
         mistakes = Mistakes()
-        mistakes.found += _refuse(self.args, self.accelerator, kwargs)
+        with mistakes.collected():
+            refuse(_refusals(self.args, kwargs))
+            refuse(refused_settings(self.accelerator))  # of `accelerate launch` too, which no argument shows
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
-            mistakes.found += _contradictions(self.args, self.muon_config)
-            mistakes.found += refused_tensor(self.muon_config.mesh)
-            if self.muon_config.sequence_parallel.inputs == "sharded":
-                problem = "cannot be: loaders here give ranks whole batches"
-                mistakes.add(config_error("sequence_parallel.inputs", "sharded", problem, "leave it out"))
+            refuse(_refused_beside(self.muon_config, self.args))
             places = data_places(axis_sizes(self.muon_config, self.args.world_size))
         mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
@@ -219,13 +206,12 @@ class MuonTrainer(Trainer):
         """Shard the model in place, compile it if the config says so, and make its optimizer; once."""
         if self.optimizer is None:
             model = self.model if model is None else model
-            if is_sharded(model):
-                problem = "is sharded, and trained by the MuonZero of the trainer that did it"
-                remedy = (
-                    "call train() of that trainer once more, or give this one a whole copy: "
-                    "`with compile_muon.full_parameters(model): model = copy.deepcopy(model)`, on all ranks"
-                )
-                raise config_error("MuonTrainer.model", type(model).__name__, problem, remedy)
+            refuse([
+                (is_sharded(model), "MuonTrainer.model", type(model).__name__,
+                 "is sharded, and trained by the MuonZero of the trainer that did it",
+                 "call train() of that trainer once more, or give this one a whole copy: "
+                 "`with compile_muon.full_parameters(model): model = copy.deepcopy(model)`, on all ranks"),
+            ])  # fmt: skip
             decayed = set(self.get_decay_parameter_names(model))
             for name, param in model.named_parameters():
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
@@ -273,10 +259,9 @@ class MuonTrainer(Trainer):
         folders = {folder.name: folder for folder in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
         steps = {int(step): folder for name, folder in folders.items() if (step := name.rpartition("-")[2]).isdigit()}
         whole = [step for step, folder in steps.items() if (folder / TRAINER_STATE_NAME).is_file()]
-        if steps and not whole:
-            problem = f"saving {listed(sorted(folders))} was cut off, and there is no other"
-            remedy = f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out"
-            raise config_error("resume_from_checkpoint", True, problem, remedy)
+        problem = f"saving {listed(sorted(folders))} was cut off, and there is no other"
+        remedy = f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out"
+        refuse([(steps and not whole, "resume_from_checkpoint", True, problem, remedy)])
         return str(steps[max(whole)]) if whole else True
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,10 +270,9 @@ class MuonTrainer(Trainer):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            "hyperparameter_search: starts over with a sharded model, and with muon_config as it was; start each trial "
-            "with a MuonTrainer of its own"
-        )
+        problem = "starts over with a sharded model, and with muon_config as it was"
+        remedy = "start each trial with a MuonTrainer of its own"
+        refuse([(True, "hyperparameter_search", kwargs, problem, remedy)])
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, of the model that is saved: BatchNorm's statistics of rank 0 on every rank."""
@@ -370,11 +354,9 @@ class MuonTrainer(Trainer):
         if checkpoint is None:
             return
         found = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(self.model, self.muon, scheduler=self.lr_scheduler)
-        if found is None:
-            raise ConfigError(
-                f"resume_from_checkpoint = {checkpoint!r}: has no optimizer state of MuonZero in it; resume from one "
-                "that MuonTrainer saved (save_only_model=False), or begin anew from its weights with from_pretrained"
-            )
+        problem = "has no optimizer state of MuonZero in it"
+        remedy = "resume from one saved with save_only_model=False, or begin anew from its weights with from_pretrained"
+        refuse([(found is None, "resume_from_checkpoint", checkpoint, problem, remedy)])
 
 
 class MuonSeq2SeqTrainer(MuonTrainer, Seq2SeqTrainer):

@@ -1,12 +1,11 @@
 """Optimizer state that is not resident: in host memory, in a file, or in fewer bits.
 
-``choice`` says which, ``layout`` which of it is provided together, ``store`` keeps it, ``device_buffers`` has a few
-buckets of it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and
-``state`` provides it to graphs and steps.
+``layout`` says which, and which of it is provided together, ``store`` keeps it, ``device_buffers`` has a few buckets of
+it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and ``state`` provides
+it to graphs and steps.
 """
 
-from compile_muon.offload.choice import offloaded_states, with_fetches
-from compile_muon.offload.layout import keeps_momentum_alone
+from compile_muon.offload.layout import keeps_momentum_alone, with_fetches
 from compile_muon.offload.state import OffloadedStates
 
-__all__ = ["OffloadedStates", "keeps_momentum_alone", "offloaded_states", "with_fetches"]
+__all__ = ["OffloadedStates", "keeps_momentum_alone", "with_fetches"]

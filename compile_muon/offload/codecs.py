@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,25 +16,11 @@ from torch import Tensor
 from compile_muon.errors import config_error
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 
-__all__ = ["CODECS", "MOMENTUM", "Codec", "Kept"]
+__all__ = ["CODECS", "MOMENTUM", "SCALE", "Codec"]
 
 BLOCK = 256
-MOMENTUM = "momentum_buffer"
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One tensor that a momentum is kept in.
-
-    Args:
-        name: in the optimizer's state.
-        width: numbers a row; None for one an element.
-        dtype: None for that of the master weight.
-    """
-
-    name: str
-    width: int | None = None
-    dtype: torch.dtype | None = None
+#: what a momentum is kept in, by name in the optimizer's state
+MOMENTUM, SCALE = "momentum_buffer", "momentum_scale"
 
 
 class Codec:
@@ -45,13 +30,22 @@ class Codec:
         device: of the momenta.
 
     Attributes:
-        by_rows: whether some rows of it may be kept without the others.
+        name: of ``momentum_dtype``.
+        dtype: what elements are kept in; None for that of the master weight.
+        block: how many elements of a row share a scale, which is float32; 0 without scales.
     """
 
-    by_rows = True
+    name: str | None = None
+    dtype: torch.dtype | None = None
+    block = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether some rows may be kept without the others: chance and scales are of all of a momentum."""
+        return self.dtype is None
 
     def check(self, name: str, spec: ParamSpec) -> None:
         """Raise what forbids to keep the momentum of this parameter so.
@@ -59,10 +53,12 @@ class Codec:
         Raises:
             ConfigError: naming it.
         """
-
-    def kept(self, columns: int) -> tuple[Kept, ...]:
-        """What a momentum with rows of so many elements is kept in."""
-        return (Kept(MOMENTUM),)
+        if self.dtype is not None and decode_dtype(spec.state_dtype).itemsize < 4:
+            problem = f"rounds what is float32, and the master weight of {name} is not"
+            raise config_error("momentum_dtype", self.name, problem, "leave it out, or set master_dtype to float32")
+        if self.block and spec.cut_in_columns:
+            problem = f"scales rows of {name}, of which ranks have parts"
+            raise config_error("momentum_dtype", self.name, problem, 'use "bfloat16"')
 
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The momentum; may be the same memory."""
@@ -77,26 +73,11 @@ class Codec:
         """
 
 
-class _Rounded(Codec):
-    """In fewer bits than float32."""
-
-    name = ""
-    by_rows = False  # chance and scales are of all of it
-
-    def check(self, name: str, spec: ParamSpec) -> None:
-        if decode_dtype(spec.state_dtype).itemsize < 4:
-            problem = f"rounds what is float32, and the master weight of {name} is not"
-            raise config_error("momentum_dtype", self.name, problem, "leave it out, or set master_dtype to float32")
-
-
-class BFloat16(_Rounded):
+class BFloat16(Codec):
     """Rounded up or down by chance, so that the mean is right: rounded to nearest, a moving average with a factor near
     1 stands still, since each addition is less than half of the last place."""
 
-    name = "bfloat16"
-
-    def kept(self, columns: int) -> tuple[Kept, ...]:
-        return (Kept(MOMENTUM, dtype=torch.bfloat16),)
+    name, dtype = "bfloat16", torch.bfloat16
 
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return kept[MOMENTUM].to(dtype)
@@ -109,37 +90,28 @@ class BFloat16(_Rounded):
         kept[MOMENTUM].copy_((bits & -(1 << 16)).view(torch.float32))
 
 
-class EightBits(_Rounded):
+class EightBits(Codec):
     """Codes of torchao's and bitsandbytes' dynamic map, scaled by the largest of every 256 elements of a row.
 
     Source: Dettmers et al., arXiv 2110.02861. Their blocks run over the flat tensor; these end with a row, so that any
     rank can take up any rows.
     """
 
-    name = "8bit"
+    name, dtype, block = "8bit", torch.uint8, BLOCK
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._table = dynamic_map().to(device)
 
-    def check(self, name: str, spec: ParamSpec) -> None:
-        super().check(name, spec)
-        if spec.cut_in_columns:
-            problem = f"scales rows of {name}, of which ranks have parts"
-            raise config_error("momentum_dtype", self.name, problem, 'use "bfloat16"')
-
-    def kept(self, columns: int) -> tuple[Kept, ...]:
-        return (Kept(MOMENTUM, dtype=torch.uint8), Kept("momentum_scale", -(-columns // BLOCK), torch.float32))
-
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes, scale = kept[MOMENTUM], kept["momentum_scale"]
+        codes, scale = kept[MOMENTUM], kept[SCALE]
         columns = _columns(codes, scale)
         values = self._table[codes.int()].to(dtype)
         blocks = _blocks(values, scale, columns) * scale.to(dtype).view(-1, scale.shape[-1], 1)
         return blocks.flatten(1)[:, :columns].reshape(codes.shape)
 
     def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
-        codes, scale = kept[MOMENTUM], kept["momentum_scale"]
+        codes, scale = kept[MOMENTUM], kept[SCALE]
         columns = _columns(codes, scale)
         blocks = _blocks(momentum.float(), scale, columns)
         largest = blocks.abs().amax(-1, keepdim=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compile_muon.offload.store import Bucket, FileStore, Slot, Store
+from compile_muon.offload.store import Bucket, Slot, Store
 
 __all__ = ["DeviceBuffers", "ReadAhead"]
 
@@ -43,6 +43,8 @@ class DeviceBuffers:
             is copied: where that is a buffer between it and a disk, the disk waits for the work that was queued on it.
         count: how many buckets it holds.
         real: False for fake tensors, which have no streams.
+    Attributes:
+        stores: all of them; ``on_disk`` whether a disk has a part in it.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class DeviceBuffers:
     ) -> None:
         self.stores = [store for store, *_ in placed]
         self._store_of = {bucket: store for store, buckets, _ in placed for bucket in buckets}
+        self.on_disk = any(store.folder is not None for store in self.stores)
         self._keeper = {slot.whole: store for bucket, store in self._store_of.items() for slot in bucket.slots}
         self._users = {bucket: user for _, buckets, user in placed for bucket in buckets if user.type != "cpu"}
         copied = {bucket: user for bucket, user in self._users.items() if self._store_of[bucket].device != user}
@@ -64,18 +67,9 @@ class DeviceBuffers:
         self._in_use: dict[Bucket, dict[Slot, Tensor]] = {}
         self._clock = 0
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether a disk has a part in it."""
-        return any(isinstance(store, FileStore) for store in self.stores)
-
-    def keeper(self, slot: Slot) -> Store:
-        """The store of a whole slot."""
-        return self._keeper[slot]
-
     def in_file(self, bucket: Bucket) -> bool:
         """Whether it is in one."""
-        return isinstance(self._store_of[bucket], FileStore)
+        return self._store_of[bucket].folder is not None
 
     def current(self, slot: Slot) -> Tensor:
         """See :meth:`~compile_muon.offload.store.Store.current`."""
@@ -83,16 +77,15 @@ class DeviceBuffers:
 
     def start(self, bucket: Bucket) -> bool:
         """It will be asked for soon; whether there is room for it."""
-        store = self._store_of[bucket]
-        if isinstance(store, FileStore) or not self._has(bucket):
-            return store.start(bucket)
+        if self.in_file(bucket) or not self._has(bucket):
+            return self._store_of[bucket].start(bucket)
         if all(buffer.bucket in self._in_use for buffer in self._buffers):
             return False
-        self._lift(bucket, store)
+        self._lift(bucket)
         return True
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots on the device; call :meth:`close` or :meth:`leave` behind the work on them.
+        """Its slots on the device, by those that they are rows of; call :meth:`close` or :meth:`leave` behind the work.
 
         Raises:
             OffloadError: it cannot be read.
@@ -101,7 +94,7 @@ class DeviceBuffers:
         if bucket not in self._copied:
             return store.open(bucket)
         if self._has(bucket):
-            buffer = self._lift(bucket, store)
+            buffer = self._lift(bucket)
             assert buffer.arrived is not None
             torch.accelerator.current_stream().wait_event(buffer.arrived)
             found = bucket.views(buffer.memory)
@@ -152,21 +145,16 @@ class DeviceBuffers:
         for store in self.stores:
             store.finish()
 
-    def discard(self) -> None:
-        """Forget what is in buffers and in use: someone wrote to what is kept, or a step is given up."""
+    def forget(self, bucket: Bucket | None = None) -> None:
+        """Someone writes to what is kept of this one: nobody works on it now, and what was read of it ahead is old.
+        Of all, and what is in use too, where it is None: they are others now, or a step is given up."""
         self.settle()
-        self._in_use.clear()
+        if bucket is None:
+            self._in_use.clear()
         for store in self.stores:
-            store.discard()
+            store.forget(bucket)
         for buffer in self._buffers:
-            buffer.bucket = None
-
-    def forget(self, bucket: Bucket) -> None:
-        """Someone writes to what is kept of this one: nobody works on it now, and what was read of it ahead is old."""
-        self.settle()
-        self._store_of[bucket].forget(bucket)
-        for buffer in self._buffers:
-            if buffer.bucket is bucket:
+            if bucket in (None, buffer.bucket):
                 buffer.bucket = None
 
     def settle(self) -> None:
@@ -189,7 +177,7 @@ class DeviceBuffers:
             return None
         return torch.accelerator.current_stream().record_event().synchronize
 
-    def _lift(self, bucket: Bucket, store: Store) -> _Buffer:
+    def _lift(self, bucket: Bucket) -> _Buffer:
         """Begin to copy it, over what was used longest ago."""
         self._clock += 1
         for buffer in self._buffers:
@@ -197,6 +185,7 @@ class DeviceBuffers:
                 buffer.used = self._clock
                 return buffer
         buffer = min((each for each in self._buffers if each.bucket not in self._in_use), key=lambda each: each.used)
+        store = self._store_of[bucket]
         host = store.open(bucket)
         if buffer.free is not None:
             self._in.wait_event(buffer.free)
@@ -207,7 +196,7 @@ class DeviceBuffers:
             for slot, view in bucket.views(buffer.memory).items():
                 view.copy_(host[slot], non_blocking=True)
             buffer.arrived = self._in.record_event()
-        if isinstance(store, FileStore):
+        if self.in_file(bucket):
             buffer.arrived.synchronize()  # the store's buffer is for others now
             store.leave(bucket)
         return buffer
@@ -229,12 +218,12 @@ class ReadAhead:
         self._last: _Visit = None, 0
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots, by those that they are rows of; what is opened behind what is remembered."""
+        """Its slots; what is opened behind what is remembered."""
         if bucket is not self._last[0]:
             self._visits[bucket] += 1
             before, self._last = self._last, (bucket, self._visits[bucket])
             self._followed[before] = self._last
-        return {slot.whole: tensor for slot, tensor in self._buffers.open(bucket).items()}
+        return self._buffers.open(bucket)
 
     def go(self) -> None:
         """Begin to read what came behind the last in a step before, as far as there is room beside that."""

@@ -37,13 +37,18 @@ class HostStep:
     Args:
         device: that has them. Where it is the host itself, nothing travels.
         real: False for fake tensors, which have no streams, and none of which is skipped.
+    Attributes:
+        arrivals: what comes of the next bucket, by parameter, while the one behind it is on its way; it ends where the
+            step writes nothing. It waits for that to arrive, and with the first for the device, which is then done with
+            the gradients.
     """
+
+    arrivals: Iterator[dict[ShardedParam, dict[str, Tensor]]]
 
     def __init__(self, device: torch.device, *, real: bool) -> None:
         self._streams = device.type != "cpu" and real
         if self._streams:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
-        self._coming: Iterator[dict[ShardedParam, dict[str, Tensor]]]
 
     def begin(self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None) -> None:
         """Gradients of the first bucket, which are final, and weights without a master on the host set out.
@@ -53,14 +58,7 @@ class HostStep:
             found_inf: 1.0 on the device for a step that writes nothing: then nothing is given.
         """
         self.follow()
-        self._coming = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
-
-    def next(self) -> dict[ShardedParam, dict[str, Tensor]] | None:
-        """What came of the next bucket, while the one behind it is on its way; None if the step writes nothing.
-
-        It waits for that to arrive, and with the first for the device, which is then done with the gradients.
-        """
-        return next(self._coming, None)
+        self.arrivals = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
 
     def _arrivals(
         self, buckets: Sequence[Sequence[ShardedParam]], coming: _Coming

@@ -1,48 +1,97 @@
-"""Which states of a parameter are kept where, and which are provided together: slots, chunks and their buckets."""
+"""Which states are kept where, and which are provided together: parameters, slots, chunks and their buckets."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compile_muon.config import Config, OffloadConfig
 from compile_muon.engine.state_provider import MASTER, StateRequest
 from compile_muon.engine.states import row_state_shape
 from compile_muon.errors import config_error
+from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
-from compile_muon.offload.codecs import MOMENTUM, Codec
+from compile_muon.offload.codecs import MOMENTUM, SCALE, Codec
 from compile_muon.offload.store import ALIGNED, Bucket, Slot
 from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
-from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 
-__all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "check_master", "keeps_momentum_alone"]
+__all__ = ["Chunk", "OffloadLayout", "check_master", "keeps_momentum_alone", "offloaded_names", "with_fetches"]
 
 
-@dataclass(eq=False)
-class OffloadedParam:
-    """What of one parameter is offloaded.
+def offloaded_names(
+    config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module
+) -> frozenset[str]:
+    """Parameters whose states are offloaded, the same on every rank.
 
-    Args:
-        momentum: what its momentum is kept in, by name in the optimizer's state.
-        states: further states, by name.
-        masters: its master weight, likewise.
-        labels: what errors call them.
+    Where ``ratio`` keeps a part resident: a moment travels in and out once a step, a momentum in once
+    more, so moments save more bytes for each that travels; of equals the largest go.
+
+    Raises:
+        ConfigError: AdamW's step is to be on the host, and none of its moments is there.
     """
+    offload = config.zero.offload
+    if offload is None:
+        return frozenset()
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    candidates = []
+    for group in groups:
+        matrices = isinstance(group.method, MatrixMethod)
+        momentum = isinstance(group.method, MatrixMethod) and group.method.keeps_momentum and offload.momentum
+        slots = sum(state.each == "element" for state in group.method.states) + momentum
+        slots += offload.masters
+        for name in group.members:
+            batch, *shape = assignments[name].matrix or (0, 0, 0)
+            at_owners = batch * sum(math.prod(state.shape(*shape)) for state in group.method.states if state.at_owner)
+            if size := slots * sizes[name] + at_owners:
+                candidates.append((matrices, -size, name))
+    left = offload.ratio * sum(-size for _, size, _ in candidates)
+    chosen = []
+    for _, size, name in sorted(candidates):
+        if left <= 0:
+            break
+        chosen.append(name)
+        left += size
+    elements = {
+        name: each.method.on_host for each in groups if isinstance(each.method, ElementMethod) for name in each.members
+    }
+    if offload.adamw_on == "cpu" and elements and not any(elements.get(name) for name in chosen):
+        problem = "finds no moments of AdamW that are offloaded"
+        raise config_error("OffloadConfig.adamw_on", "cpu", problem, "raise ratio, or leave adamw_on out")
+    return frozenset(chosen)
 
-    momentum: dict[str, Slot] = field(default_factory=dict)
-    states: dict[str, Slot] = field(default_factory=dict)
-    masters: dict[str, Slot] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def slots(self) -> dict[str, Slot]:
-        """All of it, by name."""
-        return self.momentum | self.states | self.masters
+def with_fetches(
+    config: Config, assignments: Mapping[str, Assignment], offloaded: frozenset[str]
+) -> dict[str, Assignment]:
+    """The assignments, with those noted whose momentum graphs must fetch, or whose master weight is offloaded."""
+    compressed, offload = config.muon.momentum_dtype is not None, config.zero.offload
+    moved, masters = (False, False) if offload is None else (offload.momentum, offload.masters)
+    return {
+        name: replace(
+            row,
+            fetched=row.matrix is not None
+            and matrix_method(row.algorithm).keeps_momentum
+            and (compressed or (moved and name in offloaded)),
+            master_offloaded=masters and name in offloaded,
+        )
+        for name, row in assignments.items()
+    }
+
+
+#: which buckets of a chunk are asked for; of momenta that were moved already, not that
+_ASKED = {
+    StateRequest.STATES: ("momentum", "states"),
+    StateRequest.STATES_MASTERS_READ: ("momentum", "states", "masters"),
+    StateRequest.MASTERS: ("masters",),
+    StateRequest.MASTERS_READ: ("masters",),
+    StateRequest.ALL: ("momentum", "states", "masters"),
+}
 
 
 @dataclass(eq=False)
@@ -53,20 +102,14 @@ class Chunk:
         on_host: whether the host computes their step.
         rows: of the one parameter that it has state of, where the others are in other chunks.
         last: whether no further rows follow.
+        buckets: by use, "momentum", "states" and "masters"; of which there is none, none.
     """
 
     on_host: bool = False
     rows: range | None = None
     last: bool = True
     names: list[str] = field(default_factory=list)
-    momentum: Bucket | None = None
-    states: Bucket | None = None
-    masters: Bucket | None = None
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """All of them."""
-        return [bucket for bucket in (self.momentum, self.states, self.masters) if bucket is not None]
+    buckets: dict[str, Bucket] = field(default_factory=dict)
 
     @property
     def first(self) -> bool:
@@ -78,26 +121,18 @@ class Chunk:
         return tensor if self.rows is None else tensor.narrow(0, self.rows.start, len(self.rows))
 
     def asked_for(self, what: StateRequest, *, moved: bool) -> list[Bucket]:
-        """Which are asked for."""
-        states = [self.states] if moved else [self.momentum, self.states]
-        alone = {
-            StateRequest.STATES: states,
-            StateRequest.MASTERS: [self.masters],
-            StateRequest.MASTERS_READ: [self.masters],
-        }
-        asked = alone.get(what, [*states, self.masters])
-        return [bucket for bucket in asked if bucket is not None]
+        """Which buckets are asked for."""
+        uses = [use for use in _ASKED[what] if use in self.buckets and not (moved and use == "momentum")]
+        return [self.buckets[use] for use in uses]
 
-    def fill(self, kept: Mapping[str, OffloadedParam]) -> None:
+    def fill(self, kept: Mapping[str, Mapping[str, Slot]]) -> None:
         """Make the buckets of its parameters."""
-
-        def bucket(use: str) -> Bucket | None:
-            slots = [slot for name in self.names for slot in getattr(kept[name], use).values()]
-            if self.rows is not None:
-                slots = [slot.rows(self.rows.start, len(self.rows)) for slot in slots]
-            return Bucket(slots) if slots else None
-
-        self.momentum, self.states, self.masters = bucket("momentum"), bucket("states"), bucket("masters")
+        slots = [slot for name in self.names for slot in kept[name].values()]
+        if self.rows is not None:
+            slots = [slot.rows(self.rows.start, len(self.rows)) for slot in slots]
+        for use in _ASKED[StateRequest.ALL]:
+            if own := [slot for slot in slots if slot.use == use]:
+                self.buckets[use] = Bucket(own)
 
 
 class OffloadLayout:
@@ -132,7 +167,7 @@ class OffloadLayout:
             name: own
             for each in groups
             for name in each.members
-            if (own := self._slots(name, specs[name], each.method, name in offloaded)).slots
+            if (own := self._slots(name, specs[name], each.method, name in offloaded))
         }
         self.chunks = [
             chunk
@@ -144,9 +179,10 @@ class OffloadLayout:
             chunk.fill(self.kept)
             for name in chunk.names:
                 self.chunks_of.setdefault(name, []).append(chunk)
-        self.on_host = {bucket for chunk in self.chunks if chunk.on_host for bucket in chunk.buckets}
-        momenta = [chunk.momentum for chunk in self.chunks if chunk.momentum is not None]
-        others = [each for chunk in self.chunks for each in (chunk.states, chunk.masters) if each is not None]
+        self.on_host = {bucket for chunk in self.chunks if chunk.on_host for bucket in chunk.buckets.values()}
+        uses = [each for chunk in self.chunks for each in chunk.buckets.items()]
+        momenta = [bucket for use, bucket in uses if use == "momentum"]
+        others = [bucket for use, bucket in uses if use != "momentum"]
         self.here = momenta if offload is None or not offload.momentum else []
         self.there = others if self.here else [*momenta, *others]
 
@@ -155,31 +191,33 @@ class OffloadLayout:
         """How many buckets may be provided at a time: all of a chunk."""
         return max([self._offload.buffer_count, *(len(chunk.buckets) for chunk in self.chunks)])
 
-    def momenta_of(self, name: str) -> list[Bucket]:
-        """What has the momentum of a parameter."""
-        return [chunk.momentum for chunk in self.chunks_of.get(name, []) if chunk.momentum is not None]
+    def fetched(self, name: str) -> list[Bucket]:
+        """What has the momentum of a parameter, where that is not on the device."""
+        found = [chunk.buckets.get("momentum") for chunk in self.chunks_of.get(name, [])]
+        return [bucket for bucket in found if bucket is not None and bucket not in self.here]
 
-    def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> OffloadedParam:
-        kept, shape, dtype = OffloadedParam(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
+    def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> dict[str, Slot]:
+        found, shape, dtype = dict[str, Slot](), spec.layout.local_shape, decode_dtype(spec.state_dtype)
+
+        def keep(state: str, own: Sequence[int], kind: torch.dtype, use: str, label: str = "") -> None:
+            found[state] = Slot(f"{state} of {name}", tuple(own), kind, use, label)
+
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
-            columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
-            for part in self._codec.kept(columns):
-                own = shape if part.width is None else row_state_shape(spec, shape, part.width)
-                kept.momentum[part.name] = Slot(f"{part.name} of {name}", tuple(own), part.dtype or dtype)
-            kept.labels[MOMENTUM] = "momentum"
+            keep(MOMENTUM, shape, self._codec.dtype or dtype, "momentum", "momentum")
+            if self._codec.block:
+                columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
+                blocks = -(-columns // self._codec.block)
+                keep(SCALE, row_state_shape(spec, shape, blocks), torch.float32, "momentum")
         for state in method.states if offloaded else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
-                slot = Slot(f"{state.name} of {name}", tuple(shape), dtype)
+                keep(state.name, shape, dtype, "states", state.label)
             elif state.at_owner:
                 own = state_shape(spec, state, owned(spec, self._owners[name]))
-                slot = Slot(f"{state.name} of {name}", own, torch.promote_types(dtype, torch.float32))
-            else:
-                continue
-            kept.states[state.name], kept.labels[state.name] = slot, state.label
+                keep(state.name, own, torch.promote_types(dtype, torch.float32), "states", state.label)
         if spec.master:
-            kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
-        return kept
+            keep(MASTER, shape, dtype, "masters")
+        return found
 
     def _in_chunks(self, names: Sequence[str], method: Method) -> list[Chunk]:
         largest = self._offload.buffer_bytes
@@ -187,14 +225,14 @@ class OffloadLayout:
         chunks: list[Chunk] = []
         room = 0
         for name in names:
-            slots = [*self.kept[name].slots.values()]
+            slots = [*self.kept[name].values()]
             size = sum(slot.nbytes for slot in slots)
             if not on_host and self._by_rows(name, method) and (cut := _cut(slots, largest)):
                 chunks += [Chunk(rows=rows, last=rows is cut[-1], names=[name]) for rows in cut]
                 room = 0
                 continue
             # A momentum is fetched, and to a file written, by itself: two exchanges may have parts of a larger bucket.
-            if size > room or not chunks or self.kept[name].momentum:
+            if size > room or not chunks or any(slot.use == "momentum" for slot in slots):
                 chunks.append(Chunk(on_host))
                 room = max(largest, size)
             chunks[-1].names.append(name)
@@ -203,11 +241,10 @@ class OffloadLayout:
 
     def _by_rows(self, name: str, method: Method) -> bool:
         """Whether all that is kept of a parameter may be provided some rows after the other."""
-        kept = self.kept[name]
         if isinstance(method, MatrixMethod):
-            return keeps_momentum_alone(method) and self._codec.by_rows and not kept.masters
+            return keeps_momentum_alone(method) and self._codec.by_rows and MASTER not in self.kept[name]
         states = {state.name for state in method.states if state.each == "element"}
-        return states <= kept.states.keys() and all(s.each in ("element", "parameter") for s in method.states)
+        return states <= self.kept[name].keys() and all(s.each in ("element", "parameter") for s in method.states)
 
 
 def check_master(name: str, spec: ParamSpec, config: Config) -> None:

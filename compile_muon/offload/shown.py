@@ -57,9 +57,8 @@ class Shown:
             if edits_of(sharded.param) == rounded_at:
                 continue
             for chunk in self._layout.chunks_of[sharded.name]:
-                assert chunk.masters is not None
-                self._buffers.forget(chunk.masters)
-            master = self._buffers.current(self._layout.kept[sharded.name].masters[MASTER])
+                self._buffers.forget(chunk.buckets["masters"])
+            master = self._buffers.current(self._layout.kept[sharded.name][MASTER])
             param = sharded.local.detach().to(master.device)
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
             self._rounded_at[sharded] = edits_of(sharded.param)
@@ -67,7 +66,7 @@ class Shown:
     def show(self) -> None:
         """What is kept stands there."""
         for sharded, found in self._tensors.items():
-            for name, slot in self._layout.kept[sharded.name].slots.items():
+            for name, slot in self._layout.kept[sharded.name].items():
                 tensor = self._buffers.current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
                     found[name] = self._state(sharded, name, tensor)

@@ -45,6 +45,8 @@ class Slot:
     Args:
         name: of it, for errors.
         shape, dtype: of what this rank holds.
+        use: which of its parameter's buckets has it; see :class:`~compile_muon.offload.layout.Chunk`.
+        label: what errors call the state; empty where nobody asks whether it is finite.
         whole: the tensor that these are rows of; itself where it is no part of another.
         first: of these rows, in it.
     """
@@ -52,6 +54,8 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    use: str = ""
+    label: str = ""
     whole: Slot = None  # type: ignore[assignment]  # set below
     first: int = 0
 
@@ -86,10 +90,10 @@ class Bucket:
         return sum(_up(slot.nbytes) for slot in self.slots)
 
     def views(self, memory: Tensor) -> dict[Slot, Tensor]:
-        """The slots in ``memory``, which are bytes."""
+        """The slots in ``memory``, which are bytes, by the tensors that they are rows of."""
         found, begin = {}, 0
         for slot in self.slots:
-            found[slot] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+            found[slot.whole] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
             begin += _up(slot.nbytes)
         return found
 
@@ -102,10 +106,12 @@ class Store:
         pin: for copies that a GPU makes by itself.
     Attributes:
         device: whose memory :meth:`open` gives.
+        folder: on the disk that has it; None in memory.
         bytes_read, bytes_written: of a disk, so far.
     """
 
     device = torch.device("cpu")
+    folder: Path | None = None
     bytes_read = bytes_written = 0
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
@@ -121,18 +127,16 @@ class Store:
         return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Its slots in host or device memory, until :meth:`leave` or :meth:`close`.
+        """Its slots in host or device memory, by those that they are rows of, until :meth:`leave` or :meth:`close`.
 
         Args:
             read: False for who writes all of it.
         Raises:
             OffloadError: it cannot be read.
         """
-        wholes = {slot: self._tensors[slot.whole] for slot in bucket.slots}
-        return {
-            slot: tensor if slot is slot.whole else tensor.narrow(0, slot.first, slot.shape[0])
-            for slot, tensor in wholes.items()
-        }
+        found = {slot.whole: self._tensors[slot.whole] for slot in bucket.slots}
+        rows = {slot.whole: slot for slot in bucket.slots if slot is not slot.whole}
+        return found | {whole: found[whole].narrow(0, slot.first, slot.shape[0]) for whole, slot in rows.items()}
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """What :meth:`open` gave was only read. ``ready`` returns when nobody reads it any more."""
@@ -150,11 +154,9 @@ class Store:
     def commit(self, buckets: Collection[Bucket]) -> None:
         """What these were closed with, and is kept, is current from now on; what others were closed with is not."""
 
-    def discard(self) -> None:
-        """Forget what was closed since the last commit, and what is in buffers: someone wrote to :meth:`current`."""
-
-    def forget(self, bucket: Bucket) -> None:
-        """Someone writes to :meth:`current` of this one, which nobody works on."""
+    def forget(self, bucket: Bucket | None = None) -> None:
+        """Someone writes to :meth:`current` of this bucket, which nobody works on: what was read of it ahead is old.
+        Of all where it is None, with what was closed since the last commit."""
 
     def current(self, slot: Slot) -> Tensor:
         """What is kept, in host memory or as mapped from a file, for whoever looks at all of it.
@@ -163,19 +165,6 @@ class Store:
             slot: a whole one. Where its rows are slots, a step writes all of them or none.
         """
         return self._tensors[slot]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Of one slot in the file.
-
-    Args:
-        offset: of generation 0, in bytes.
-        begin: in its bucket.
-    """
-
-    offset: int
-    begin: int
 
 
 @dataclass(eq=False)
@@ -226,12 +215,7 @@ class FileStore(Store):
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike,
-        buckets: Sequence[Bucket],
-        *,
-        buffers: int,
-        pin: bool = False,
+        self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False
     ) -> None:
         self.folder = Path(folder)
         wholes = list(dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots))
@@ -239,7 +223,7 @@ class FileStore(Store):
         self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
-        self._places: dict[Slot, _Place] = {}
+        self._places: dict[Slot, tuple[int, int]] = {}  # bytes: in generation 0 of the file, and in the bucket
         # One mapping: each keeps a descriptor, of which a process may have a thousand.
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         start_of = dict(zip(wholes, starts, strict=True))
@@ -252,11 +236,10 @@ class FileStore(Store):
         for bucket in buckets:
             begin = 0
             for slot in bucket.slots:
-                self._places[slot] = _Place(start_of[slot.whole] + slot.begin, begin)
+                self._places[slot] = start_of[slot.whole] + slot.begin, begin
                 begin += _up(slot.nbytes)
-        largest = max((bucket.nbytes for bucket in buckets), default=0)
-        count = min(buffers, len(buckets)) if largest else 0
-        self._held = [_Held(self._buffer(largest, pin=pin)) for _ in range(count)]
+        largest = max([ALIGNED, *(bucket.nbytes for bucket in buckets)])
+        self._held = [_Held(_buffer(largest, pin=pin)) for _ in range(min(buffers, len(buckets)))]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
@@ -264,7 +247,7 @@ class FileStore(Store):
     def start(self, bucket: Bucket) -> bool:
         """Begin to read it, over what was used longest ago; never over what was read and not asked for."""
         with self._lock:
-            if not bucket.nbytes or any(held.bucket is bucket for held in self._held):
+            if any(held.bucket is bucket for held in self._held):
                 return True
             free = [held for held in self._held if not (held.opened or held.ahead or held.busy)]
             if not free:
@@ -275,8 +258,6 @@ class FileStore(Store):
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Its slots in a buffer, once they are read."""
         with self._lock:
-            if not bucket.nbytes:
-                return {slot: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in bucket.slots}
             held = next((held for held in self._held if held.bucket is bucket), None)
             if held is None:
                 free = [held for held in self._held if not held.opened]
@@ -309,8 +290,6 @@ class FileStore(Store):
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Write it to the other generation, from threads."""
         with self._lock:
-            if not bucket.nbytes:
-                return
             for other in self._held:
                 if other.wrote is bucket:  # to the same place
                     self._finish(other)
@@ -333,27 +312,21 @@ class FileStore(Store):
                 if held.bucket in buckets:
                     held.bucket, held.ahead = None, False  # read before
 
-    def discard(self) -> None:
-        """What was written is not current, and never will be."""
+    def forget(self, bucket: Bucket | None = None) -> None:
+        """What was read of it ahead; of all where it is None, with what was written, which never becomes current."""
         with self._lock:
             for held in self._held:
-                for request in held.writing:
-                    request.exception()
-                held.drop_reads()
-                held.writing, held.bucket = [], None
-                held.opened = held.ahead = False
+                if bucket is None:
+                    for request in held.writing:
+                        request.exception()
+                    held.writing, held.opened = [], False
+                if bucket in (None, held.bucket):
+                    held.drop_reads()
+                    held.bucket, held.ahead = None, False
 
     def current(self, slot: Slot) -> Tensor:
         """As mapped from the file."""
         return self._mapped[slot][self._generation[slot]]
-
-    def forget(self, bucket: Bucket) -> None:
-        """What was read of it ahead."""
-        with self._lock:
-            for held in self._held:
-                if held.bucket is bucket:
-                    held.drop_reads()
-                    held.bucket, held.ahead = None, False
 
     # ------------------------------------------------------------------ buffers
 
@@ -375,12 +348,6 @@ class FileStore(Store):
 
     # ------------------------------------------------------------------ the file
 
-    def _buffer(self, nbytes: int, *, pin: bool) -> Tensor:
-        """Bytes that start with a page; pinned memory does as well."""
-        if pin:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
     def _read(self, memory: Tensor, place: int) -> int:
         """From the file into a buffer; how many bytes it got, which may be fewer."""
         return os.preadv(self._file, [memory.numpy().data], place)
@@ -400,12 +367,12 @@ class FileStore(Store):
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot in bucket.slots:
-            own, generation = self._places[slot], self._generation[slot.whole] ^ other
-            size, place = _up(slot.nbytes), generation * self.nbytes + own.offset
+            (offset, begin), generation = self._places[slot], self._generation[slot.whole] ^ other
+            size, place = _up(slot.nbytes), generation * self.nbytes + offset
             if runs and runs[-1][2] + runs[-1][1] == place:
                 runs[-1][1] += size
             else:
-                runs.append([own.begin, size, place])
+                runs.append([begin, size, place])
         return [
             self._threads.submit(
                 _all_of, call, held.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
@@ -413,6 +380,13 @@ class FileStore(Store):
             for begin, size, place in runs
             for k in range(0, size, _PIECE)
         ]
+
+
+def _buffer(nbytes: int, *, pin: bool) -> Tensor:
+    """Bytes that start with a page; pinned memory does as well."""
+    if pin:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:

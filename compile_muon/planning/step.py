@@ -3,7 +3,7 @@ which buckets of offloaded state the graphs of a step ask for, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -161,7 +161,9 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         sharded = sharded_params[states[inputs[node.args[0]]]]
-        if moves := [move for bucket in provider.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
+        if moves := [
+            move for bucket in provider.layout.fetched(sharded.name) for move in ((Move.OPEN, bucket), (done, bucket))
+        ]:
             found[node] = moves
     return found
 
@@ -174,7 +176,8 @@ def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
     if isinstance(provider, OffloadedStates):
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and provider.fetched(a))
+        graded = [sharded for sharded in steps.muon if written and sharded.param.grad is not None]
+        fetched = frozenset(sharded for sharded in graded if provider.layout.fetched(sharded.name))
         steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
     yield
     steps.state_provider = provider
@@ -213,24 +216,15 @@ class _Noted:
     fetched: frozenset[ShardedParam]
     on_disk: bool
 
-    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        return self.fetched
-
     def provide(
-        self,
-        sharded_params: Sequence[ShardedParam],
-        what: StateRequest,
-        step: int,
-        *,
-        moved: Collection[ShardedParam] = (),
+        self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        for own, states in self.provider.provide(sharded_params, what, step, moved=moved):
+        for own, states in self.provider.provide(sharded_params, what, step):
             buckets, read_only = self.provider.provided
             computed: Moves = ()
             # Until the next are provided: what the host writes is looked at and sent back there, which COMPUTE has.
-            self.graph.elsewhere = self.provider.computes(own[0])
+            self.graph.elsewhere = any(bucket in self.provider.layout.on_host for bucket in buckets)
             if self.graph.elsewhere:
                 # States of a file cross no link, and count as if they did.
                 buckets, computed = buckets if self.on_disk else [], [(Move.COMPUTE, _on_host(own))]
@@ -240,10 +234,11 @@ class _Noted:
         self.graph.elsewhere = False
 
     @contextmanager
-    def writing(self, found_inf: Tensor | None) -> Iterator[None]:
+    def writing(self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None) -> Iterator[Callable[[], None]]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        with self.provider.writing(found_inf):
-            yield
+        with self.provider.writing(fetches, found_inf) as confirm:
+            self.provider.moved = self.fetched if found_inf is None else frozenset()
+            yield confirm
         self.graph.move([(Move.COMMIT, None)])
 
     def __getattr__(self, name: str) -> Any:

@@ -231,8 +231,8 @@ def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
     ]
     assert [each.problem for each in errors({}, mesh={"tensor": 2})] == [
         "needs the same batches on its ranks, and loaders here give each process its own",
-        "contradicts Trainer(accumulate_grad_batches=2)",
-        "contradicts Trainer(gradient_clip_val=0.5)",
+        "contradicts Trainer.accumulate_grad_batches = 2",
+        "contradicts Trainer.gradient_clip_val = 0.5",
     ]
 
 

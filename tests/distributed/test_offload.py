@@ -125,9 +125,9 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             run(*pair, range(3), **loop)
         if place is not None and given.get("tall"):
             states: Any = pair[1].engine.state_provider
-            assert (len(states._layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
+            assert (len(states.layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
             momenta = what["momentum"] and not what["masters"] and ratio == 1.0
-            assert (len(states._layout.chunks_of.get("tall.weight", [])) > 1) == momenta
+            assert (len(states.layout.chunks_of.get("tall.weight", [])) > 1) == momenta
         found.append(everything(*pair))
         if not given.get("tall"):  # momenta that are fetched share fewer exchanges, which are padded
             found[-1]["bytes"] = torch.tensor(pair[1].traffic.bytes_sent)

@@ -154,7 +154,7 @@ REFUSED = [
     ("transformers", "auto_find_batch_size=True", "TrainingArguments.auto_find_batch_size = True"),
     ("transformers", "optim='adafactor'", "TrainingArguments.optim = 'adafactor': is another optimizer; leave it out"),
     ("transformers", "save_on_each_node=True", "TrainingArguments.save_on_each_node = True: .* share output_dir"),
-    ("transformers", "bf16_full_eval=True", "TrainingArguments.bf16_full_eval = True: casts the weights that train"),
+    ("transformers", "bf16_full_eval=True", "Arguments.bf16_full_eval = True: scales the loss or casts weights"),
     ("transformers", "weight_decay=0.01", r'weight_decay = 0.01: is not .*, 0.1, .* "weight_decay": "auto"'),
     ("transformers", "adam_beta2=0.9", r'TrainingArguments.adam_beta2 = 0.9: is not .*, 0.95, .* "betas": "auto"'),
     ("transformers", "gradient_accumulation_steps=3, config={'gradient_accumulation_steps': 2}", "contradicts"),

@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_muon.offload.codecs import BLOCK, CODECS, dynamic_map
+from compile_muon.offload.codecs import BLOCK, CODECS, MOMENTUM, SCALE, dynamic_map
 
 
 def kept(dtype: str, momentum: Tensor, step: int = 1) -> Tensor:
     """`momentum`, encoded and decoded."""
     codec = CODECS[dtype](momentum.device)
-    shapes = {
-        each: momentum.shape if each.width is None else (len(momentum), each.width)
-        for each in codec.kept(momentum.shape[1])
-    }
-    parts = {each.name: torch.empty(shape, dtype=each.dtype) for each, shape in shapes.items()}
+    parts = {MOMENTUM: torch.empty(momentum.shape, dtype=codec.dtype)}
+    if codec.block:
+        parts[SCALE] = torch.empty(len(momentum), -(-momentum.shape[1] // codec.block))
     codec.encode(momentum, parts, "weight", step)
     return codec.decode(parts, torch.float32)
 

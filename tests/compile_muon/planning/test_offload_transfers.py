@@ -176,18 +176,24 @@ class Watched:
             patch.stop()
 
 
+#: masters too, with a part of the states resident
+PARTLY = {"update": "step", "ratio": 0.8, "masters": True, "param_dtype": torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"update": "step"},
-        *(pytest.param(each, marks=pytest.mark.full) for each in ({}, {"method": "adamuon", "momentum": False})),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ({}, {"method": "adamuon", "momentum": False}, PARTLY)
+        ),
     ],
 )
 def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path) -> None:
     tokens = torch.arange(16).reshape(2, 8)
     settings = {**settings, "offload": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_bytes": 2**16}}
-    if "momentum" in settings:
-        settings["offload"]["momentum"] = settings.pop("momentum")
+    settings["offload"] |= {name: settings.pop(name) for name in ("momentum", "masters", "ratio") if name in settings}
     model = tiny_gpt.one_layer()
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=1, **settings)
     compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
