@@ -38,7 +38,7 @@ from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import plan_of
-from compile_muon.weights import save_pretrained
+from compile_muon.weights.own_saving import save_by_class
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
@@ -332,7 +332,7 @@ class MuonTrainer(Trainer):
         if self.optimizer is None:  # nothing is sharded yet
             return super()._save(output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
-        save_pretrained(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+        save_by_class(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
         if not self.args.should_save:
             return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)

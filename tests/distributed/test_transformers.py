@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file
 from support.harness import Ranks
 from support.launched import accelerated
@@ -218,10 +219,10 @@ def test_transformers_own_saving_and_a_second_trainer(ranks: Callable[[int], Ran
     ranks(2).run(saved_and_trained_again, folder=str(tmp_path))
 
 
-class Normed(torch.nn.Module):
-    def __init__(self) -> None:
+class Normed(torch.nn.Module, PyTorchModelHubMixin):
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.norm, self.last = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+        self.norm, self.last = torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 4)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         found = self.last(self.norm(input_ids.float()))
@@ -243,8 +244,7 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
     """BatchNorm's statistics are of each rank's own batches, and rank 0's are saved."""
     found = ranks(2).run(evaluate_normed, folder=str(tmp_path))
     saved = load_file(tmp_path / "model.safetensors")
-    model = Normed().eval()
-    model.load_state_dict(saved)
+    model = Normed.from_pretrained(tmp_path).eval()  # its own class wrote what the constructor is given
     expected = model(Sentences(16).tokens)["loss"].item()
     for buffers, loss in found:
         assert all(torch.equal(saved[name], value) for name, value in buffers.items())

@@ -280,7 +280,7 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
         ({"model": "tiny_gpt:Broken"}, "MODEL", "cannot be traced"),
         ({"tokens": "17"}, "--tokens = 17", "no whole number of sequences of 8 tokens; use 16"),
         ({"tokens": "0"}, "--tokens = 0", "is out of range"),
-        ({"world": "0"}, "--world = 0", "at least 1"),
+        ({"world": "0"}, "--world = 0", "an integer from 1"),
         ({"price": "24"}, "--price = 24", "no whole number of micro-batches of 16 tokens"),
         ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
         ({"config": "/no/such.json"}, "config", "/no/such.json"),
