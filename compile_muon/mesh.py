@@ -26,6 +26,8 @@ __all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "data_places", "r
 
 _NAMES = ("replicate", "shard", "sequence", "expert", "tensor")
 _DIVIDE = "give a size that divides the ranks along shard"
+#: by which torchrun, SLURM, Open MPI and other MPIs tell a process how many there are
+_WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -297,12 +299,14 @@ def resolve_mesh(
     if mesh is not None and sizes is not None:
         raise config_error("mesh", mesh, "is given, and the config has sizes of one", "give one of the two")
     if mesh is None and process_group is None and not (dist.is_available() and dist.is_initialized()):
-        world_text = os.environ.get("WORLD_SIZE", "1")
-        if world_text not in ("", "0", "1"):
-            raise config_error(
-                "WORLD_SIZE", world_text, "says several processes, but there is no process group",
-                "call torch.distributed.init_process_group() first",
-            )  # fmt: skip
+        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # where nobody called srun
+        for name in _WORLD_SIZES:
+            said = os.environ.get(name, "")
+            if said not in ("", "0", "1") and not (interactive and name.startswith("SLURM")):
+                raise config_error(
+                    name, said, "says several processes, but there is no process group",
+                    "call torch.distributed.init_process_group() first, or unset it where one process trains alone",
+                )  # fmt: skip
         _fit(sizes, 1)
         _carve(None, "expert", experts)
         _carve(None, "sequence", sequence)

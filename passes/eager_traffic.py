@@ -42,7 +42,7 @@ def _traffic(spec: ParamSpec, category: Category, shape: tuple[int, ...], dtype:
         return transfers.unshard(x, x if spec.layout.resident else None, spec)
 
     with unobserved(), torch.no_grad(), FakeTensorMode():
-        gm = make_fx(run)(torch.empty(shape, dtype=decode_dtype(dtype)))
+        gm = make_fx(run)(torch.empty(shape, dtype=decode_dtype(dtype), device="cpu"))
     for node in gm.graph.nodes:
         note_work(node, Work(category, 0))
     return measure_traffic(gm, spec.layout.axes)

@@ -408,6 +408,23 @@ def test_python_of_the_page_runs(page: str, place: Path) -> None:
             exec(code, names)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_the_page_goes_on_as_if_it_had_not_stopped(place: Path) -> None:
+    page = "docs/start/from-nanogpt.md"
+    codes = [compiled(block) for block in of("python") if block.page == page and block.runs]
+
+    def trained(seed: int, iterations: int, folder: str) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        names = {**nanogpt(), "max_iters": iterations, "out_dir": folder, "__name__": "page"}
+        for code in codes:
+            exec(code, names)
+        return [param.detach() for param in names["model"].parameters()]
+
+    whole = trained(0, 4, "whole")
+    trained(0, 2, "stopped")
+    assert all(map(torch.equal, trained(1, 4, "stopped"), whole))
+
+
 FIVE = ("ns_method", "ns_dtype", "adamw_betas", "adamw_weight_decay", "adamw_decay_vectors")
 
 

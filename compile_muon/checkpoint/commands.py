@@ -125,7 +125,9 @@ def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
     unfinished = out / f"{FILE}.tmp"
     file = TensorFile(unfinished, facts)
     for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
-        staged = {weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n in batch}
+        staged = {
+            weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype), device="cpu") for n in batch
+        }
         read_tensors(reader, staged)
         for name in batch:
             file.write(staged[weights[name]].reshape(-1).view(torch.uint8))

@@ -204,7 +204,7 @@ def empty_like(tensor: Tensor, ranks: Ranks, folder: Path | None) -> Tensor:
 
 def _new(like: Tensor, folder: Path | None, *, pin: bool = False) -> Tensor:
     if folder is None:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pin)
     try:
         return memory_in_file(folder, like.shape, like.dtype)
     except OSError as error:

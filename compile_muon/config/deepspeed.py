@@ -153,9 +153,14 @@ def _put(given: Given, setting: str, value: object, path: str, algorithm: str) -
 def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> None:
     """The two keys that both halves share, where no other key sets the setting."""
     both = algorithm != "adamw"
-    if both and "lr" in params and "adamw_lr" not in given.values:
-        if params["lr"] != AdamWConfig.lr and not matches_adamw(params.get("adjust_lr")):
+    if both and "lr" in params and not matches_adamw(params.get("adjust_lr")):
+        if "adamw_lr" not in given.values and params["lr"] != AdamWConfig.lr:
             given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
+        elif "lr" not in given.values and params["lr"] == AdamWConfig.lr:
+            given.remarks.append(
+                f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}: matrices "
+                "move little by AdamW's; write muon_lr, or adjust_lr = \"match_rms_adamw\", which takes AdamW's rates"
+            )
     for key in _SHARED:
         if key not in params:
             continue

@@ -12,4 +12,4 @@ __all__ = ["pinned_numbers"]
 
 def pinned_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """In host memory, from which a GPU copies them without a wait of the host."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")

@@ -265,7 +265,7 @@ class StepChecks:
         vectors = [vector for _, vector in self._reduced]
         vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         if vector.is_cuda:
-            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
             host.copy_(vector, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

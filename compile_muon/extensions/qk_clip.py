@@ -88,7 +88,7 @@ class _Projection:
     def _order(self) -> Tensor:
         """Rows or columns of the whole parameter, part by part where a view says what its parts are."""
         muon = self.weight.spec.muon
-        order = torch.arange(self.rows)
+        order = torch.arange(self.rows, device="cpu")
         if muon is None or muon.view is None or muon.view.dim != self.dim:
             return order
         shape = (-1, 1) if self.dim == 0 else (1, -1)
@@ -100,9 +100,9 @@ class _Projection:
         Args:
             of: which rows of each head.
         """
-        numbers = torch.full((self.rows,), count)
+        numbers = torch.full((self.rows,), count, device="cpu")
         rows = self._order()[first : first + count * size].view(count, size)[:, of]
-        numbers[rows] = torch.arange(count)[:, None].expand_as(rows)
+        numbers[rows] = torch.arange(count, device="cpu")[:, None].expand_as(rows)
         for sharded, dim in ((self.weight, self.dim), (self.bias, 0)):
             if sharded is None:
                 continue

@@ -136,7 +136,7 @@ def unnamed_file(folder: Path, nbytes: int) -> int:
 def memory_in_file(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A new tensor in a file without a name, whose pages the kernel may write there; the file goes with the tensor."""
     if not (size := shape.numel()):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     file = unnamed_file(folder, size * dtype.itemsize)
     try:
         return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=dtype).view(shape)

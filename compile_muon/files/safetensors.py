@@ -44,7 +44,7 @@ def _code(dtype: str) -> str:
     """What safetensors calls a dtype, from its own mouth."""
     from safetensors.torch import save  # importing compile_muon stays lean
 
-    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype))})
+    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype), device="cpu")})
     return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
 
 

@@ -59,7 +59,7 @@ class _Product(TorchFunctionMode):
 class _StandIn(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
-        numbers = torch.rand(1, _LENGTH, rows, generator=torch.Generator().manual_seed(0)) + 0.5
+        numbers = torch.rand(1, _LENGTH, rows, generator=torch.Generator().manual_seed(0), device="cpu") + 0.5
         self.made = numbers.requires_grad_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ class _StandIn(nn.Module):
 
 def _copied(module: nn.Module) -> Any:
     """A copy in float32 whose weights take no memory, without hooks."""
-    one = torch.ones(())
+    one = torch.ones((), device="cpu")
     memo: dict[int, Any] = {id(x): nn.Parameter(one.expand(x.shape), requires_grad=False) for x in module.parameters()}
     for x in module.buffers():  # tables of rotations lie on the device
-        memo[id(x)] = torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu().clone()
+        memo[id(x)] = torch.ones(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.detach().cpu().clone()
     copied = copy.deepcopy(module, memo).eval()
     for each in copied.modules():
         each._forward_hooks.clear()
@@ -93,12 +93,12 @@ def _reached(
         width = getattr(module, child).weight.shape
         wide = width[0] if width[1] == rows and type(getattr(module, child)).__name__ == "Conv1D" else width[1]
         setattr(module, child, stand_in)
-        yield lambda: module(torch.ones(1, _LENGTH, wide))
+        yield lambda: module(torch.ones(1, _LENGTH, wide, device="cpu"))
 
     def in_model() -> Iterator[Callable[[], Any]]:
         whole = _copied(model)
         setattr(whole.get_submodule(path), child, stand_in)
-        ids = torch.zeros(1, _LENGTH, dtype=torch.long)
+        ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="cpu")
         yield lambda: whole(input_ids=ids)
         yield lambda: whole(ids)
 
@@ -121,7 +121,7 @@ def _sources(made: Tensor, found: Tensor) -> set[int]:
     """Rows of the stand-in's output that ``found`` depends on."""
     if not found.requires_grad:
         return set()
-    weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5
     (grad,) = torch.autograd.grad((found * weights).sum(), made, retain_graph=True, allow_unused=True)
     return set() if grad is None else set(grad.abs().sum((0, 1)).nonzero().flatten().tolist())
 

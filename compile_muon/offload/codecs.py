@@ -128,9 +128,9 @@ CODECS: dict[str | None, type[Codec]] = {None: Codec, "bfloat16": BFloat16, "8bi
 
 def dynamic_map() -> Tensor:
     """``[256]`` fp32, ascending to 1: seven decades to each side of 0, each with twice the codes of the one below."""
-    bounds = [torch.linspace(0.1, 1, (1 << i) + 1, dtype=torch.float64) for i in range(7)]
+    bounds = [torch.linspace(0.1, 1, (1 << i) + 1, dtype=torch.float64, device="cpu") for i in range(7)]
     positive = torch.cat([10.0 ** (i - 6) * (b[1:] + b[:-1]) / 2 for i, b in enumerate(bounds)])
-    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values.float()
+    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0], device="cpu")]).sort().values.float()
 
 
 def _columns(codes: Tensor, scale: Tensor) -> int:

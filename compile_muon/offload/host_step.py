@@ -114,7 +114,9 @@ class HostStep:
 def _pinned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """On its way into host memory; PyTorch keeps that until no stream copies from it or to it any more, and then gives
     it again, mapped as it is."""
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu", pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -385,7 +385,7 @@ class FileStore(Store):
 def _buffer(nbytes: int, *, pin: bool) -> Tensor:
     """Bytes that start with a page; pinned memory does as well."""
     if pin:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 

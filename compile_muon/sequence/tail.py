@@ -73,7 +73,7 @@ def _copied(model: nn.Module, path: str, mode: AbstractContextManager[Any]) -> n
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
-    ids = torch.zeros(_ROWS, _LENGTH, dtype=torch.long)
+    ids = torch.zeros(_ROWS, _LENGTH, dtype=torch.long, device="cpu")
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 

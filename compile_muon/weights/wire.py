@@ -95,7 +95,7 @@ class Wire:
 
     def _assembled(self, entry: Entry, layout: Layout) -> Tensor | None:
         """The whole tensor on rank 0, of pieces that are no rows of it."""
-        whole = torch.empty(entry.shape, dtype=entry.tensor.dtype) if self.rank == 0 else None
+        whole = torch.empty(entry.shape, dtype=entry.tensor.dtype, device="cpu") if self.rank == 0 else None
         if whole is not None:
             whole[layout.region(0)] = entry.local.cpu()
         for source in layout.holders[1:]:
@@ -117,7 +117,7 @@ class Wire:
             flat = None
             if self.rank == 0:
                 try:
-                    flat = torch.empty(entry.tensor.nbytes, dtype=torch.uint8)
+                    flat = torch.empty(entry.tensor.nbytes, dtype=torch.uint8, device="cpu")
                 except RuntimeError as failed:  # no memory
                     error = failed
             if not self.goes_on(error):

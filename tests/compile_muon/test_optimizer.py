@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from itertools import product
 
@@ -12,7 +13,7 @@ from support.reference import decayed_apart
 from torch import nn
 from torch.optim import lr_scheduler
 
-from compile_muon import ConfigError, MuonZero, initialize
+from compile_muon import Checkpointer, ConfigError, MuonZero, full_state_dict, initialize
 from compile_muon.config import config_from_kwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -316,3 +317,25 @@ def test_a_schedule_that_nobody_steps_is_an_error_in_the_second_step():
     optimizer.step()
     optimizer.step()
     assert MuonZero(Words()).scheduler is None
+
+
+def test_the_default_device_has_no_say(tmp_path):
+    def run(checks):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        x, found = torch.randn(5, 4), []
+        with torch.device("meta") if checks else contextlib.nullcontext():
+            optimizer = MuonZero(model, offload={"device": "cpu"}, gradient_clipping=0.1)
+            model.compile(backend="muon_zero", options={"codegen": "eager"})
+            for step in range(3):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(optimizer.metrics()["grad_norm"])
+            Checkpointer(tmp_path).save(1, model, optimizer)
+            Checkpointer(tmp_path).load(model, optimizer)
+            full_state_dict(model)
+        return found, [p.detach().clone() for p in model.parameters()]
+
+    (norms, weights), (expected, plain) = run(True), run(False)
+    assert norms == expected and all(map(torch.equal, weights, plain))

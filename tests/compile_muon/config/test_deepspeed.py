@@ -437,6 +437,10 @@ def test_defaults_that_are_not_deepspeeds_are_said():
 def test_one_rate_for_both_halves_is_said_unless_it_is_meant():
     with pytest.warns(UserWarning, match=r"optimizer.params.lr = 0.02 is AdamW's rate too.* takes 0.0003 .*muon_lr"):
         assert load_config(nested("optimizer.params.lr", 0.02)).adamw.lr == 0.02
+    with pytest.warns(
+        UserWarning, match=r"optimizer.params.lr = 0.0003 is Muon's rate too, whose default is 0.02.*muon_lr"
+    ):
+        assert load_config(nested("optimizer.params.lr", 3e-4)).muon.lr == 3e-4
     rms = ({"adjust_lr": "match_rms_adamw"}, {"adjust_lr": 0.18})
     for meant in ({"adam_lr": 0.02}, *rms, {"muon_lr": 0.02, "adamw_lr": 0.1}, {"muon_lr": 0.02, "lr": 3e-4}):
         with warnings.catch_warnings():
