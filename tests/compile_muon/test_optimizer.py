@@ -327,7 +327,7 @@ def test_the_default_device_has_no_say(tmp_path):
         with torch.device("meta") if checks else contextlib.nullcontext():
             optimizer = MuonZero(model, offload={"device": "cpu"}, gradient_clipping=0.1)
             model.compile(backend="muon_zero", options={"codegen": "eager"})
-            for step in range(3):
+            for _ in range(3):
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
