@@ -158,8 +158,8 @@ def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> Non
             given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
         elif "lr" not in given.values and params["lr"] == AdamWConfig.lr:
             given.remarks.append(
-                f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}: it is AdamW's "
-                'usual one; write muon_lr, or adjust_lr = "match_rms_adamw", by which both have one rate'
+                f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}; write "
+                'muon_lr, or adjust_lr = "match_rms_adamw", by which both have one rate'
             )
     for key in _SHARED:
         if key not in params:
