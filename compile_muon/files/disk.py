@@ -139,6 +139,6 @@ def memory_in_file(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tenso
         return torch.empty(shape, dtype=dtype, device="cpu")
     file = unnamed_file(folder, size * dtype.itemsize)
     try:
-        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=dtype).view(shape)
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=dtype, device="cpu").view(shape)
     finally:
         os.close(file)  # the mapping keeps it

@@ -272,7 +272,7 @@ class Reader(FileSystemReader):
                 stored = safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt")
             except Exception as error:  # SafetensorError is not an OSError
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-            with stored:
+            with stored, torch.device("cpu"):  # whatever the default device is
                 yield stored
 
     def _pieces(self, name: str, stored: Any) -> Iterator[tuple[str, _Piece]]:
