@@ -1,7 +1,7 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
 # make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
-# make test                             the default tests, about 9 minutes on two cores
+# make test                             the default tests, about 8 minutes on two cores
 # make test-full                        all tests but whole products; once all pass it notes the commit in .ci/full
 # make mutate                           breaks a copy of the code in 80 ways, and says which default test notices each
 # make lint | bench | docs | clean

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, BATCH, CONTEXT, VOCABULARY = 512, 4, 256, 256
+BATCH, CONTEXT, VOCABULARY = 4, 256, 256
 CHAIN = 16  # sides of the matrices of --matrices
 
 PLAIN, PLAIN_MUON = "torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"
@@ -97,7 +97,7 @@ class Clock:
         self.seconds["its kernels"] = kernels
 
 
-def model_on(device: str, layers: int, matrices: int) -> Any:
+def model_on(device: str, layers: int, width: int, matrices: int) -> Any:
     """The example's GPT, or a chain of equal matrices that returns a loss."""
     import torch
 
@@ -118,10 +118,10 @@ def model_on(device: str, layers: int, matrices: int) -> Any:
     from train_gpt import GPT
 
     with torch.device(device):
-        return GPT(layers, WIDTH, CONTEXT)
+        return GPT(layers, width, CONTEXT)
 
 
-def first_step(who: str, layers: int, rehearsed: bool, matrices: int = 0) -> dict[str, Any]:
+def first_step(who: str, layers: int, width: int, rehearsed: bool, matrices: int = 0) -> dict[str, Any]:
     """In this process.
 
     Args:
@@ -135,7 +135,7 @@ def first_step(who: str, layers: int, rehearsed: bool, matrices: int = 0) -> dic
         played = Device()
         torch.backends.cuda.enable_cudnn_sdp(False)  # the real one, which finds no device
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model_on(device, layers, matrices)
+    model = model_on(device, layers, width, matrices)
     batch = tuple(
         torch.randn(BATCH, CHAIN, device=device)
         if matrices
@@ -204,7 +204,7 @@ def in_process(who: str, options: argparse.Namespace, caches: str) -> dict[str, 
     environment.setdefault("OMP_NUM_THREADS", "1")
     path = Path(caches) / "found.json"
     command = [sys.executable, __file__, "--one", who, "--json", str(path), "--layers", str(options.layers)]
-    command += ["--matrices", str(options.matrices), *["--rehearse"] * options.rehearse]
+    command += ["--width", str(options.width), "--matrices", str(options.matrices), *["--rehearse"] * options.rehearse]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -234,7 +234,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     if options.matrices:
         model = {"matrices": options.matrices, "width": CHAIN, "batch": BATCH}
     else:
-        model = {"layers": options.layers, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
+        model = {"layers": options.layers, "width": options.width, "batch": BATCH, "context": CONTEXT}
     return {"rehearsed": options.rehearse, "machine": machine, "model": model, "contenders": least}
 
 
@@ -256,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="no GPU: on rehearse/'s, which computes nothing")
     parser.add_argument("--threads", type=int, default=min(32, os.cpu_count() or 1), help="Inductor's workers; 1: none")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512, help="256 is train_step.py's preset small")
     parser.add_argument("--matrices", type=int, default=0, metavar="N", help="of a chain in place of the GPT")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="also in a second process, with the caches of the first")
@@ -264,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
-        found = first_step(options.one, options.layers, options.rehearse, options.matrices)
+        found = first_step(options.one, options.layers, options.width, options.rehearse, options.matrices)
         options.json.write_text(json.dumps(found))
         return 0
     report = compare(options)
