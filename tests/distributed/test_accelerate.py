@@ -109,7 +109,7 @@ def several(folder: str) -> None:
             losses.append([one_step(accelerator, *pair) for pair in each])
             whole = accelerator.get_state_dict(third)  # the plain one's own, on every rank
             assert len(whole) == len(third.state_dict()) and g_opt.model is g and d_opt.model is d
-    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3, losses
 
 
 def test_several_models_share_an_accelerator(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def together() -> None:
         assert loader == [0, 1] and type(schedule).__name__ == "AcceleratedScheduler"  # may come later
         pair = compile_muon.initialize(nn.Linear(8, 8), CONFIG, process_group=alone)
         local = refusal(lambda: LocalSGD(accelerator, model, local_sgd_steps=1).__enter__().step())
-        assert "LocalSGD" in local and "enabled=False" in local
+        assert "LocalSGD" in local and "enabled=False" in local, local
         uneven = refusal(lambda: accelerator.join_uneven_inputs([model]).__enter__())
-        assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven
+        assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven, uneven
         other = refusal(lambda: prepare(Accelerator(cpu=True), *pair))
-        assert "is sharded over 1 of the accelerator's 2 processes" in other
+        assert "is sharded over 1 of the accelerator's 2 processes" in other, other
 
 
 def test_what_wants_copies_of_the_model_or_another_world_is_refused(ranks: Callable[[int], Ranks]) -> None:

@@ -47,7 +47,7 @@ def between(model, h):
 
 
 class Break(Net):
-    """Two frames; what comes between them and the head is up to others."""
+    """Two frames; others have more ahead of the head."""
 
     fail = None
 

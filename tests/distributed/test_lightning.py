@@ -44,7 +44,7 @@ def train_by_hand(expected: list[float]) -> None:
         module, trainer = ByHand(), trainer_of(config_of(1), accumulate_grad_batches=1, gradient_clip_val=None)
         trainer.fit(module, loader())
         assert trainer.global_step == on_lightning.STEPS
-        assert module.run.losses == pytest.approx(expected, rel=1e-5)
+        assert module.run.losses == pytest.approx(expected, rel=1e-5), module.run.losses
 
 
 @pytest.mark.full
@@ -61,7 +61,7 @@ def micro_batches_are_reduced_once() -> None:
             trainer = trainer_of(config_of(1), **settings)
             trainer.fit(Language(), loader())
             totals.append(trainer.strategy.muon.totals()["bytes_sent"])
-    assert totals[0] == totals[1] > 0
+    assert totals[0] == totals[1] > 0, totals
 
 
 def a_second_fit_begins_anew() -> None:

@@ -84,7 +84,7 @@ def compare_gradients(found: dict[str, Tensor], whole: nn.Module, size: int) -> 
 def beside(
     kind: str, size: int, capacity_factor: float | None = None, reentrant: bool | None = None
 ) -> tuple[Any, Any, list[str]]:
-    """The loss and the gradients of the whole model: with experts shared, and whole, and what backward called.
+    """A model whose experts are shared, the whole one with the same loss and gradients, and what backward called.
 
     Args:
         reentrant: how layers are checkpointed, if they are.
@@ -463,7 +463,7 @@ def what_cannot_be_shared_is_refused_on_every_rank() -> None:
     assert not any(isinstance(param, DTensor) for param in plan._model.parameters())
     say(loss_of, tiny("Mixtral", experts_implementation="compile_muon_expert_parallel"), 0)
     for message, part in zip(found, REFUSED, strict=True):
-        assert part in message
+        assert part in message, message
     # All of it in one error: both parameters that are placed already.
     assert "2 settings are wrong" in found[3] and "model.layers.1.mlp.experts.down_proj" in found[3]
 

@@ -88,7 +88,7 @@ def number(name: str) -> int:
 
 
 def experts_read(folder: str, build: Callable[[], tuple[Any, Any]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What this rank reads of experts for a model that has what is in the folder; it reads what it holds, no more."""
+    """What this rank reads of experts for a model that has what the folder has; it reads what it holds, no more."""
     with counted() as read:
         model, optimizer = build()
     compare(model, wanted(folder))

@@ -165,7 +165,6 @@ def trained(
 
 #: models, settings of :func:`trained`, and whether the default tier has them
 ONE = {"num_hidden_layers": 1}
-AROUND = {"attention": "ring"}
 MODELS = {
     "llama-1-odd-masked": ("Llama", {"stage": 1, "length": 15, "masked": True, "model": ONE}, True),
     "llama-3-checkpointed-accumulated": (
@@ -185,13 +184,13 @@ MODELS = {
     "mla": ("DeepseekV3", {"stage": 3}, False),
     "sinks": ("GptOss", {"stage": 3}, False),
     "encoder": ("ModernBert", {"stage": 2, "masked": True}, False),
-    "ring-packed-mqa": (
-        "Llama", {**AROUND, "stage": 2, "packed": True, "model": {"num_key_value_heads": 1, **ONE}}, True,
-    ),
-    "ring-compiled-odd": ("Llama", {**AROUND, "stage": 3, "compiled": True, "length": 15, "model": ONE}, False),
-    "ring-mla-checkpointed": ("DeepseekV3", {**AROUND, "stage": 1, "checkpointed": True}, False),
-    "ring-encoder": ("ModernBert", {**AROUND, "stage": 2, "masked": True, "length": 14}, False),
 }  # fmt: skip
+RING = {
+    "packed-mqa": ("Llama", {"stage": 2, "packed": True, "model": {"num_key_value_heads": 1, **ONE}}, True),
+    "compiled-odd": ("Llama", {"stage": 3, "compiled": True, "length": 15, "model": ONE}, False),
+    "mla-checkpointed": ("DeepseekV3", {"stage": 1, "checkpointed": True}, False),
+    "encoder": ("ModernBert", {"stage": 2, "masked": True, "length": 14}, False),
+}
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, **ONE}
 FOUR = {
     "more-ranks-than-heads": (
@@ -214,6 +213,11 @@ def listed(cases: dict[str, Any]) -> pytest.MarkDecorator:
 @listed(MODELS)
 def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
     assert ranks(2).run(trained, kind=kind, **settings) == [{}, {}]
+
+
+@listed(RING)
+def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+    assert ranks(2).run(trained, kind=kind, attention="ring", **settings) == [{}, {}]
 
 
 @listed(FOUR)
@@ -409,13 +413,13 @@ def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
     if by == "check":
         said = refusal(lambda: far.append(check_sequence(model, ids)))
         assert said or far[0] <= 1e-5
-        assert ("count positions from their own first one" in said) == counts
+        assert ("count positions from their own first one" in said) == counts, said
     else:
         given = batch(0, 0, 0, length=9, masked=False, packed=False)
         (model(**given).loss if own is None else model(ids).square().mean()).backward()
         said, shared = refusal(optimizer.step, model), optimizer.engine.extension(SharedSequences)
         assert said or (shared is not None and not shared.plan.unchecked)
-    assert (f"changes what {kind} computes" in said) == counts
+    assert (f"changes what {kind} computes" in said) == counts, said
 
 
 @pytest.mark.parametrize(
@@ -487,9 +491,9 @@ def ranks_of_a_sequence_with_different_batches_are_named() -> None:
                 break
             optimizer.zero_grad()
     later, first = said
-    assert later.startswith("1: ") and first.startswith("0: ")
+    assert later.startswith("1: ") and first.startswith("0: "), said
     for error in said:
-        assert "ranks 2, 3 share a sequence and were given different batches" in error and "data_place" in error
+        assert "ranks 2, 3 share a sequence and were given different batches" in error and "data_place" in error, error
 
 
 def other_shapes(compiled: bool, inputs: str, length: int) -> None:
@@ -499,8 +503,8 @@ def other_shapes(compiled: bool, inputs: str, length: int) -> None:
     sharded(model, blocks=("blocks",), stage=2, inputs=inputs)
     run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
     said = refusal(lambda: run(torch.ones(2 + rank, length, dtype=torch.int64)))
-    assert said.startswith(f"batch = [[{2 + rank}, {length}]]: ")
-    assert f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said
+    assert said.startswith(f"batch = [[{2 + rank}, {length}]]: "), said
+    assert f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said, said
 
 
 @pytest.mark.parametrize(
@@ -532,9 +536,9 @@ def saved(size: int, attention: str = "heads") -> int:
 
 
 def each_rank_keeps_its_part_of_the_activations() -> None:
-    half = saved(1) / 2
-    assert saved(2) == pytest.approx(half, rel=0.01)
-    assert saved(2, "ring") == pytest.approx(half, rel=0.05)
+    whole, part, around = saved(1), saved(2), saved(2, "ring")
+    assert part == pytest.approx(whole / 2, rel=0.01), (whole, part)
+    assert around == pytest.approx(whole / 2, rel=0.05), (whole, around)
 
 
 def generation_and_evaluation_have_all_positions() -> None:
@@ -565,11 +569,11 @@ def parts_are_evaluated_and_generation_is_whole() -> None:
     classifier = LlamaForTokenClassification(model.config)
     sharded(classifier, stage=1, inputs="sharded")
     unshifted = refusal(lambda: model.loss_function(labels=ids[:, :6], logits=logits, vocab_size=VOCABULARY))
-    assert "labels = [1, 6]: are a part" in unshifted and "shift_labels" in unshifted
+    assert "labels = [1, 6]: are a part" in unshifted and "shift_labels" in unshifted, unshifted
     kept = refusal(lambda: model(input_ids=ids[:, :6], logits_to_keep=1, vocab_size=VOCABULARY))
-    assert "logits_to_keep = 1" in kept
+    assert "logits_to_keep = 1" in kept, kept
     labels = refusal(lambda: classifier(input_ids=ids[:, :6], labels=ids[:, :6]))
-    assert "labels = [1, 6]: is for a loss of all positions" in labels
+    assert "labels = [1, 6]: is for a loss of all positions" in labels, labels
     assert torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text)
 
