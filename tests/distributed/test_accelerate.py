@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
 from support.harness import Ranks
 from support.launched import accelerated
 from support.on_accelerate import prepared
@@ -18,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import compile_muon
+from compile_muon.integrations.accelerate import prepare
 
 CONFIG = {"optimizer": MUON}
 FLAGS = [f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")]
@@ -82,12 +86,8 @@ def test_an_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
             accelerator.save_state(tmp_path)
 
 
-def several(folder: str) -> tuple[list[float], list[float]]:
+def several(folder: str) -> None:
     """Two sharded models and a plain one under DDP in one accelerator: losses before saving, and after loading."""
-    from accelerate import Accelerator
-
-    from compile_muon.integrations.accelerate import prepare
-
     losses: list[list[float]] = []
     for resume in (False, True):
         with accelerated():
@@ -109,13 +109,11 @@ def several(folder: str) -> tuple[list[float], list[float]]:
             losses.append([one_step(accelerator, *pair) for pair in each])
             whole = accelerator.get_state_dict(third)  # the plain one's own, on every rank
             assert len(whole) == len(third.state_dict()) and g_opt.model is g and d_opt.model is d
-    return losses[0], losses[1]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3, losses
 
 
 def test_several_models_share_an_accelerator(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for before, after in ranks(2).run(several, folder=str(tmp_path)):
-        assert before == after
-        assert len(set(before)) == 3
+    ranks(2).run(several, folder=str(tmp_path))
 
 
 # --------------------------------------------------------------------------------------------- the rest of the loop
@@ -144,8 +142,6 @@ def test_values_and_wrappers(ranks: Callable[[int], Ranks], tmp_path: Path) -> N
 
 def gathered(shared: int) -> tuple[list[int], list[str]]:
     """Rows of a shuffled epoch as ``gather_for_metrics`` has them, tensors and strings."""
-    from accelerate.utils import set_seed
-
     rows, words = list[int](), list[str]()
     with accelerated():
         accelerator, *_ = prepared(2, shared=shared)
@@ -186,8 +182,6 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_what_accelerate_launch_sets_is_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    from compile_muon.integrations.accelerate import prepare
-
     with accelerated():
         accelerator, *_ = prepared(2)
         monkeypatch.setenv(flag, "true")
@@ -196,10 +190,6 @@ def test_what_accelerate_launch_sets_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_pairs_that_are_not_are_refused() -> None:
-    from accelerate import Accelerator
-
-    from compile_muon.integrations.accelerate import prepare
-
     with accelerated():
         accelerator, plain_one = Accelerator(cpu=True), nn.Linear(4, 4)
         model, optimizer = compile_muon.initialize(small(), CONFIG)
@@ -214,13 +204,8 @@ def test_pairs_that_are_not_are_refused() -> None:
         assert "is prepared already" in refusal(lambda: prepare(accelerator, model, optimizer))
 
 
-def together() -> list[str]:
+def together() -> None:
     """What is said to what wants a copy of the model on every rank, and to ranks that would train alone."""
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-
-    from compile_muon.integrations.accelerate import prepare
-
     alone = [dist.new_group([rank]) for rank in range(2)][world_and_rank()[1]]
     with accelerated():
         accelerator = Accelerator(cpu=True)
@@ -228,15 +213,13 @@ def together() -> list[str]:
         loader, schedule = prepare(accelerator, [0, 1], torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
         assert loader == [0, 1] and type(schedule).__name__ == "AcceleratedScheduler"  # may come later
         pair = compile_muon.initialize(nn.Linear(8, 8), CONFIG, process_group=alone)
-        return [
-            refusal(lambda: LocalSGD(accelerator, model, local_sgd_steps=1).__enter__().step()),
-            refusal(lambda: accelerator.join_uneven_inputs([model]).__enter__()),
-            refusal(lambda: prepare(Accelerator(cpu=True), *pair)),
-        ]
+        local = refusal(lambda: LocalSGD(accelerator, model, local_sgd_steps=1).__enter__().step())
+        assert "LocalSGD" in local and "enabled=False" in local, local
+        uneven = refusal(lambda: accelerator.join_uneven_inputs([model]).__enter__())
+        assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven, uneven
+        other = refusal(lambda: prepare(Accelerator(cpu=True), *pair))
+        assert "is sharded over 1 of the accelerator's 2 processes" in other, other
 
 
 def test_what_wants_copies_of_the_model_or_another_world_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    for local, uneven, alone in ranks(2).run(together):
-        assert "LocalSGD" in local and "enabled=False" in local
-        assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven
-        assert "is sharded over 1 of the accelerator's 2 processes" in alone
+    ranks(2).run(together)

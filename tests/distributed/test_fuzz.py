@@ -11,7 +11,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,26 +47,25 @@ def between(model, h):
 
 
 class Break(Net):
-    fail = None
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(between(self, torch.tanh(self.a(x))))))
-
-
-class Tied(nn.Module):
-    """One matrix read in two frames, beside others read in one."""
+    """Two frames; others have more ahead of the head."""
 
     fail = None
 
     def __init__(self):
         super().__init__()
-        self.first, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(6, 3)
+        self.c = nn.Identity()
 
     def forward(self, x):
-        return self.head(self.second(torch.tanh(self.b(between(self, torch.tanh(self.first(x)))))))
+        return self.head(self.c(torch.tanh(self.b(between(self, torch.tanh(self.a(x)))))))
+
+
+class Tied(Break):
+    """One matrix read in two frames, beside others read in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6, bias=bias) for bias in (False, True, False))
+        self.c.weight = self.a.weight
 
 
 class Frozen(Break):
@@ -77,9 +76,6 @@ class Frozen(Break):
         self.c, self.unused = nn.Linear(6, 6), nn.Linear(4, 4)
         self.c.weight.requires_grad_(False)
         self.a.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.head(self.c(torch.tanh(self.b(between(self, torch.tanh(self.a(x)))))))
 
 
 class Pair(nn.Module):
@@ -209,22 +205,15 @@ def train(side, x):
     loss_of(side.run, x).backward()
 
 
-def in_eval_mode(action):
-    def evaluated(side, x):
-        side.model.eval()
-        action(side, x)
-        side.model.train()
-
-    return evaluated
+@contextlib.contextmanager
+def in_eval_mode(side):
+    side.model.eval()
+    yield
+    side.model.train()
 
 
 def forward_only(side, x):
     side.run(x)
-
-
-def without_grad(side, x):
-    with torch.no_grad():
-        side.run(x)
 
 
 def two_forwards(first, second):
@@ -259,18 +248,22 @@ def raise_before_backward(side, x):
         out.square().mean().backward()
 
 
+def of_the_input(action):
+    """With a gradient of the input."""
+    return lambda side, x: action(side, x.clone().requires_grad_())
+
+
 def raise_after_backward(side, x):
     """Which gradients had arrived is up to autograd: the batch is dropped, as people do."""
-    x = x.clone().requires_grad_()
     x.register_hook(boom)
     with contextlib.suppress(Boom):
         train(side, x)
     side.zero_grad()
 
 
-def gradient_of_the_input(side, x):
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(loss_of(side.run, x), x)
+def with_input_gradient(side, x):
+    train(side, x)
+    return (x.grad,)
 
 
 def gradients_of_parameters(side, x):
@@ -278,20 +271,19 @@ def gradients_of_parameters(side, x):
     return side.gradients(loss_of(side.run, x), wanted)
 
 
-def with_input_gradient(side, x):
-    x = x.clone().requires_grad_()
-    train(side, x)
-    return (x.grad,)
-
-
 def for_one_parameter(side, x):
     """backward(inputs=[...]) delivers to the head only."""
     loss_of(side.run, x).backward(inputs=[p for name, p in side.model.named_parameters() if "head" in name])
 
 
-def accumulated(side, x):
-    with side.accumulate():
-        train(side, x)
+def inside(context, action):
+    """The action of a side in a context that it gives."""
+
+    def entered(side, x):
+        with context(side):
+            action(side, x)
+
+    return entered
 
 
 def read_a_weight(side, x):
@@ -366,12 +358,12 @@ ON_GRADIENTS = {
 }
 ACTIONS = ON_GRADIENTS | {
     "train": train,
-    "accumulated": accumulated,
+    "accumulated": inside(lambda side: side.accumulate(), train),
     "eagerly": lambda side, x: loss_of(side.eager, x).backward(),  # outside the compiled model, a metric that trains
     "drop gradients": lambda side, x: side.model.zero_grad(),  # the optimizer is not told
-    "train in eval mode": in_eval_mode(train),
-    "evaluate": in_eval_mode(forward_only),
-    "without grad": without_grad,
+    "train in eval mode": inside(in_eval_mode, train),
+    "evaluate": inside(in_eval_mode, forward_only),
+    "without grad": inside(lambda side: torch.no_grad(), forward_only),
     "forward only": forward_only,
     "two forwards, one backward": lambda side, x: (loss_of(side.run, x) + loss_of(side.run, 2 * x)).backward(),
     "two forwards, two backwards": two_forwards(0, 1),
@@ -380,10 +372,10 @@ ACTIONS = ON_GRADIENTS | {
     "raise in forward": raising("forward"),
     "raise between frames": raising("between"),
     "raise before backward": raise_before_backward,
-    "raise after backward": raise_after_backward,
-    "gradient of the input": gradient_of_the_input,
+    "raise after backward": of_the_input(raise_after_backward),
+    "gradient of the input": of_the_input(lambda side, x: torch.autograd.grad(loss_of(side.run, x), x)),
     "gradients of parameters": gradients_of_parameters,
-    "with input gradient": with_input_gradient,
+    "with input gradient": of_the_input(with_input_gradient),
     "for one parameter": for_one_parameter,
     "zero grad": lambda side, x: side.zero_grad(),
     "zero in place": lambda side, x: side.zero_grad(set_to_none=False),
@@ -395,15 +387,6 @@ ACTIONS = ON_GRADIENTS | {
     "reload": lambda side, x: side.reload(),  # state dicts of model and optimizer, saved and loaded
 }
 OFTEN = ["train"] * 9 + ["accumulated"] * 2 + ["eagerly", "clip"] + list(ACTIONS)
-
-
-@dataclass
-class Counts:
-    loops: int = 0
-    compared: int = 0
-    used: int = 0
-    discarded: int = 0
-    done: set = field(default_factory=set)
 
 
 def one_loop(seed, ours, reference, counts):
@@ -456,7 +439,7 @@ def random_loops(kind, loops, **settings):
     limits = torch._dynamo.config.patch(recompile_limit=64), torch._functorch.config.patch(donated_buffer=False)
     with limits[0], limits[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "auto" says when it stops
-        ours, counts = Ours(kind, **settings), Counts()
+        ours, counts = Ours(kind, **settings), SimpleNamespace(loops=0, compared=0, done=set())
         reference = Reference(plain, ours.matrices())
         for number in range(loops):
             one_loop(f"{kind}-{number}", ours, reference, counts)

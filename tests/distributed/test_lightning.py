@@ -19,8 +19,6 @@ from torch import Tensor, nn
 import compile_muon
 from compile_muon.integrations.lightning import grad_norm
 
-ONCE = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-
 
 class ByHand(Language):
     """Manual optimization, as Lightning's guide has it."""
@@ -41,22 +39,20 @@ class ByHand(Language):
             self.lr_schedulers().step()
 
 
-def train_by_hand() -> list[float]:
+def train_by_hand(expected: list[float]) -> None:
     with launched():
-        module, trainer = ByHand(), trainer_of(config_of(1), **ONCE)
+        module, trainer = ByHand(), trainer_of(config_of(1), accumulate_grad_batches=1, gradient_clip_val=None)
         trainer.fit(module, loader())
         assert trainer.global_step == on_lightning.STEPS
-        return module.run.losses
+        assert module.run.losses == pytest.approx(expected, rel=1e-5), module.run.losses
 
 
 @pytest.mark.full
 def test_manual_optimization(ranks: Callable[[int], Ranks]) -> None:
-    expected = plain(on_lightning, [2] * on_lightning.STEPS)
-    for losses in ranks(2).run(train_by_hand):
-        assert losses == pytest.approx(expected.losses, rel=1e-5)
+    ranks(2).run(train_by_hand, expected=plain(on_lightning, [2] * on_lightning.STEPS).losses)
 
 
-def bytes_sent() -> list[int]:
+def micro_batches_are_reduced_once() -> None:
     """At stage 1, without accumulation and with it."""
     totals = []
     with launched():
@@ -65,15 +61,10 @@ def bytes_sent() -> list[int]:
             trainer = trainer_of(config_of(1), **settings)
             trainer.fit(Language(), loader())
             totals.append(trainer.strategy.muon.totals()["bytes_sent"])
-    return totals
+    assert totals[0] == totals[1] > 0, totals
 
 
-def test_micro_batches_are_reduced_once(ranks: Callable[[int], Ranks]) -> None:
-    for once, twice in ranks(2).run(bytes_sent):
-        assert once == twice > 0
-
-
-def train_twice() -> tuple[int, list[Tensor]]:
+def a_second_fit_begins_anew() -> None:
     """Losses of a second fit of the same module, and its momenta where it begins."""
     with launched():
         trainer, module = trainer_of(config_of(3), max_epochs=1), Language()
@@ -84,12 +75,12 @@ def train_twice() -> tuple[int, list[Tensor]]:
             value for name, value in state_of(module.model, trainer.strategy.muon).items() if "momentum" in name
         )
         trainer.fit(module, loader())
-        return len(module.run.losses) - done, begun
+    assert len(module.run.losses) - done == SAVED and begun and not any(momentum.any() for momentum in begun)
 
 
-def test_a_second_fit_begins_anew(ranks: Callable[[int], Ranks]) -> None:
-    for steps, momenta in ranks(2).run(train_twice):
-        assert steps == SAVED and momenta and not any(momentum.any() for momentum in momenta)
+@pytest.mark.parametrize("check", [micro_batches_are_reduced_once, a_second_fit_begins_anew])
+def test_on_two_ranks(ranks: Callable[[int], Ranks], check: Callable[[], None]) -> None:
+    ranks(2).run(check)
 
 
 def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:

@@ -9,6 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.errors import ConfigError
+from compile_muon.experts.plan import plan_experts
 
 
 def loss_of(model: Any, rank: int, length: int = 6) -> Tensor:
@@ -36,8 +38,6 @@ def expert_mesh(size: int) -> DeviceMesh:
 
 
 def shared(model: nn.Module, size: int, capacity_factor: float | None = None) -> Any:
-    from compile_muon.experts.plan import plan_experts
-
     plan_experts(model, size, capacity_factor=capacity_factor).apply(expert_mesh(size))
     return model
 
@@ -81,27 +81,37 @@ def compare_gradients(found: dict[str, Tensor], whole: nn.Module, size: int) -> 
         close(found[name], expected, name)
 
 
-def reference(kind: str, world: int, **settings: Any) -> tuple[Any, list[Tensor]]:
-    whole = tiny(kind, **settings)
+def beside(
+    kind: str, size: int, capacity_factor: float | None = None, reentrant: bool | None = None
+) -> tuple[Any, Any, list[str]]:
+    """A model whose experts are shared, the whole one with the same loss and gradients, and what backward called.
+
+    Args:
+        reentrant: how layers are checkpointed, if they are.
+    """
+    world, rank = world_and_rank()
+    whole, model = tiny(kind), shared(tiny(kind), size, capacity_factor)
     losses = [loss_of(whole, other) for other in range(world)]
     sum(losses).backward()
-    return whole, [loss.detach() for loss in losses]
+    if reentrant is not None:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        assert model.is_gradient_checkpointing
+    loss = loss_of(model, rank)
+    with contextlib.nullcontext([]) if reentrant is None else watched() as ops:
+        loss.backward()
+    close(loss, losses[rank], kind)
+    compare_gradients(summed_gradients(model, size), whole, size)
+    return model, whole, ops
 
 
 # ----------------------------------------------------------------------------------------------------- whole models
 
 
 def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
-    world, rank = world_and_rank()
     for kind in kinds:
-        whole, losses = reference(kind, world)
-        model = shared(tiny(kind), size)
-        logits = model(input_ids=tokens_of(rank)).logits
-        close(logits, whole(input_ids=tokens_of(rank)).logits, kind)
-        loss = loss_of(model, rank)
-        loss.backward()
-        close(loss, losses[rank], kind)
-        compare_gradients(summed_gradients(model, size), whole, size)
+        model, whole, _ = beside(kind, size)
+        found, expected = (each(input_ids=tokens_of(world_and_rank()[1])).logits for each in (model, whole))
+        close(found, expected, kind)
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
@@ -116,11 +126,10 @@ def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Rank
 def experts_of(kind: str) -> nn.Module:
     """An experts module of its own kind, in a model of nothing else."""
     import importlib
-    from types import SimpleNamespace
 
     own = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     cls = next(value for name, value in vars(own).items() if name.endswith("Experts"))
-    config = SimpleNamespace(
+    config = Config(
         num_local_experts=8, n_routed_experts=8, moe_num_experts=8, hidden_size=16, intermediate_size=12,
         moe_intermediate_size=12, moe_hidden_size=16, hidden_act="silu", mlp_hidden_act="relu2", moe_latent_size=None,
         swiglu_alpha=1.7, swiglu_limit=2.0, post_norm_eps=1e-6, num_experts=8,
@@ -128,18 +137,14 @@ def experts_of(kind: str) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(3)
     made = cls(config)
-    made.config = Implementation(config)
     with torch.no_grad():
         for param in made.parameters():
             param.normal_(std=0.3)
     return nn.ModuleDict({"experts": made})
 
 
-class Implementation:
-    """The part of a config that an experts module reads when it runs."""
-
-    def __init__(self, config: Any) -> None:
-        self._experts_implementation_internal = config._experts_implementation_internal
+class Config(SimpleNamespace):
+    """As Transformers' own it has a property that an experts module reads when it runs."""
 
     @property
     def _experts_implementation(self) -> str:
@@ -168,40 +173,60 @@ def gradients_of(experts: nn.Module, case: tuple[Tensor, ...], *, hidden_grad: b
     return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]  # type: ignore[list-item]
 
 
-def run_experts(kind: str, case: str, capacity_factor: float | None = None, frozen: str = "") -> None:
+def compare_experts(
+    model: nn.Module, whole: nn.Module, batches: list[tuple[Tensor, ...]], what: str, *,
+    hidden_grad: bool = True, capacity: int | None = None,
+) -> int:  # fmt: skip
+    """One rank's batch each, beside all of them by the whole; how many pairs ``capacity`` drops."""
     world, rank = world_and_rank()
-    among, tokens = range(8), [5] * world
-    if case == "one expert gets none":
-        among = range(1, 8)
-    elif case == "one rank gets none":
-        among = range(8 // world, 8)
-    elif case == "one rank has none":
-        tokens = [5] * (world - 1) + [0]
-    elif case == "no rank has any":
-        tokens = [0] * world
-    whole, model = experts_of(kind), experts_of(kind)
-    shared(model, world, capacity_factor)
+    expected, dropped = list[list[Tensor]](), 0
+    for hidden, index, weights, factor in batches:
+        kept = kept_by_hand(index, weights, capacity)
+        dropped += int((~kept).sum())
+        left = (hidden, index, torch.where(kept, weights, 0.0), factor)
+        expected.append(gradients_of(whole, left, hidden_grad=hidden_grad))
+        expected[-1][1] = torch.where(kept, expected[-1][1], 0.0)
+    mine = gradients_of(model, batches[rank], hidden_grad=hidden_grad)
+    for found_one, expected_one in zip(mine, expected[rank], strict=True):
+        close(found_one, expected_one, what)
+    compare_gradients(summed_gradients(model, world), whole, world)
+    return dropped
+
+
+def kept_by_hand(index: Tensor, weights: Tensor, capacity: int | None) -> Tensor:
+    """Which pairs stay: for each expert those with the largest weights, among equals the earlier token's."""
+    kept = torch.zeros_like(weights, dtype=torch.bool)
+    for expert in index.unique().tolist():
+        pairs = sorted((-float(weights[t, s]), t, s) for t, s in (index == expert).nonzero().tolist())
+        for _, token, slot in pairs[:capacity]:
+            kept[token, slot] = True
+    return kept
+
+
+#: the experts that get tokens, and how many tokens each of two ranks has
+CASES = {
+    "all": (range(8), (5, 5)),
+    "one expert gets none": (range(1, 8), (5, 5)),
+    "one rank gets none": (range(4, 8), (5, 5)),
+    "one rank has none": (range(8), (5, 0)),
+    "no rank has any": (range(8), (0, 0)),
+}
+
+
+def run_experts(kind: str, case: str, frozen: str = "") -> None:
+    among, tokens = CASES[case]
+    whole, model = experts_of(kind), shared(experts_of(kind), 2)
     for both in (whole, model):
         for name, param in both.named_parameters():
             param.requires_grad_(not frozen or frozen not in name)
-    hidden_grad = frozen != "hidden"
-    expected: list[Tensor] = []
-    for other in range(world):
-        found = gradients_of(whole, routed(other, tokens[other], among), hidden_grad=hidden_grad)
-        expected = found if other == rank else expected
-    mine = gradients_of(model, routed(rank, tokens[rank], among), hidden_grad=hidden_grad)
-    for found_one, expected_one in zip(mine, expected, strict=True):
-        close(found_one, expected_one, f"{kind}, {case}")
+    batches = [routed(rank, count, among) for rank, count in enumerate(tokens)]
+    compare_experts(model, whole, batches, f"{kind}, {case}", hidden_grad=frozen != "hidden")
     for name, param in whole.named_parameters():
         if not param.requires_grad:
             assert model.get_parameter(name).grad is None
-    compare_gradients(summed_gradients(model, world), whole, world)
 
 
-CASES = ("all", "one expert gets none", "one rank gets none", "one rank has none", "no rank has any")
-
-
-def run_all_experts() -> None:
+def every_kind_of_experts_with_and_without_tokens() -> None:
     for kind in ("mixtral", "gpt_oss"):
         for case in CASES:
             run_experts(kind, case)
@@ -212,30 +237,20 @@ def run_all_experts() -> None:
         run_experts("mixtral", "one rank has none", frozen=frozen)
 
 
-def test_every_kind_of_experts_with_and_without_tokens(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(run_all_experts)
-
-
-def test_one_rank_computes_bit_for_bit_what_transformers_does(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(alone)
-
-
-def alone() -> None:
+def one_rank_computes_bit_for_bit_what_transformers_does() -> None:
     """A group of one: no collective, and the numbers of Transformers' own grouped products."""
-    for kind in ("GptOss",):
-        whole = tiny(kind, experts_implementation="grouped_mm")
-        model = shared(tiny(kind), 1)
-        _, rank = world_and_rank()
-        with watched() as ops:
-            loss = loss_of(model, rank)
-            loss.backward()
-        assert not any("c10d" in op for op in ops)
-        expected = loss_of(whole, rank)
-        expected.backward()
-        assert torch.equal(loss, expected)
-        for name, param in whole.named_parameters():
-            grad: Any = model.get_parameter(name).grad
-            close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)  # type: ignore[arg-type]
+    whole, model = tiny("GptOss", experts_implementation="grouped_mm"), shared(tiny("GptOss"), 1)
+    _, rank = world_and_rank()
+    with watched() as ops:
+        loss = loss_of(model, rank)
+        loss.backward()
+    assert not any("c10d" in op for op in ops)
+    expected = loss_of(whole, rank)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for name, param in whole.named_parameters():
+        grad: Any = model.get_parameter(name).grad
+        close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -255,38 +270,13 @@ def watched() -> Iterator[list[str]]:
 # ------------------------------------------------------------------------------------------------------- capacity
 
 
-def dropped_by_hand(index: Tensor, weights: Tensor, capacity: int) -> Tensor:
-    """Which pairs stay: for each expert those with the largest weights, among equals the earlier token's."""
-    kept = torch.zeros_like(weights, dtype=torch.bool)
-    for expert in index.unique().tolist():
-        pairs = sorted((-float(weights[t, s]), t, s) for t, s in (index == expert).nonzero().tolist())
-        for _, token, slot in pairs[:capacity]:
-            kept[token, slot] = True
-    return kept
-
-
 def drop(capacity_factor: float) -> int:
-    from compile_muon.experts.plan import plan_experts
-
-    world, rank = world_and_rank()
+    world, _ = world_and_rank()
     tokens, slots, experts = 12, 2, 8
-    whole, model = experts_of("gpt_oss"), experts_of("gpt_oss")
-    plan_experts(model, world, capacity_factor=capacity_factor).apply(expert_mesh(world))
+    whole, model = experts_of("gpt_oss"), shared(experts_of("gpt_oss"), world, capacity_factor)
     capacity = math.ceil(capacity_factor * tokens * slots / experts)
-    dropped = 0
-    expected: list[Tensor] = []
-    for other in range(world):
-        hidden, index, weights, factor = crowded(other, tokens)
-        kept = dropped_by_hand(index, weights, capacity)
-        dropped += int((~kept).sum())
-        found = gradients_of(whole, (hidden, index, torch.where(kept, weights, 0.0), factor))
-        found[1] = torch.where(kept, found[1], 0.0)
-        expected = found if other == rank else expected
-    mine = gradients_of(model, crowded(rank, tokens))
-    for found_one, expected_one in zip(mine, expected, strict=True):
-        close(found_one, expected_one, f"capacity {capacity}")
-    compare_gradients(summed_gradients(model, world), whole, world)
-    return dropped
+    batches = [crowded(rank, tokens) for rank in range(world)]
+    return compare_experts(model, whole, batches, f"capacity {capacity}", capacity=capacity)
 
 
 def crowded(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -300,21 +290,12 @@ def test_capacity_drops_the_least_probable(ranks: Callable[[int], Ranks]) -> Non
     assert found[0] > found[1] > found[2] == 0
 
 
-def capacity_of_whole_models() -> None:
+def capacity_that_drops_nothing_is_exact() -> None:
     world, rank = world_and_rank()
-    whole, losses = reference("GptOss", world)
-    model = shared(tiny("GptOss"), world, capacity_factor=8.0)
-    loss = loss_of(model, rank)
-    loss.backward()
-    close(loss, losses[rank])
-    compare_gradients(summed_gradients(model, world), whole, world)
+    model, *_ = beside("GptOss", world, capacity_factor=8.0)
     # Fewer tokens on one rank would be buffers of another size.
     with pytest.raises(ConfigError, match=r"capacity_factor = 8.0: ranks have \[12, 10\] tokens"):
         loss_of(model, rank, 6 - rank)
-
-
-def test_capacity_that_drops_nothing_is_exact(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(capacity_of_whole_models)
 
 
 # ---------------------------------------------------------------------------------------- compiled, recomputed, cast
@@ -356,61 +337,36 @@ def test_a_block_is_one_graph_where_it_can_be(
     assert found == [graphs, graphs]
 
 
-def recomputed() -> None:
-    world, rank = world_and_rank()
-    for kind, capacity_factor, reentrant in (
-        ("DeepseekV3", None, True),
-        ("GptOss", None, False),
-        ("Mixtral", 8.0, False),
-    ):
-        whole, losses = reference(kind, world)
-        model = shared(tiny(kind), world, capacity_factor).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        assert model.is_gradient_checkpointing
-        loss = loss_of(model, rank)
-        with watched() as ops:
-            loss.backward()
-        assert sum("all_to_all_single" in op for op in ops) > 2 * len(
-            model.model.layers
-        )  # more than gradients there and back
-        close(loss, losses[rank], kind)
-        compare_gradients(summed_gradients(model, world), whole, world)
+def checkpointed_layers_dispatch_again() -> None:
+    for kind, *how in (("DeepseekV3", None, True), ("GptOss", None, False), ("Mixtral", 8.0, False)):
+        model, _, ops = beside(kind, world_and_rank()[0], *how)
+        exchanges = sum("all_to_all_single" in op for op in ops)
+        assert exchanges > 2 * len(model.model.layers)  # more than gradients there and back
 
 
-def test_checkpointed_layers_dispatch_again(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(recomputed)
-
-
-def cast() -> None:
+def half_precision() -> None:
     """Under bf16 autocast as in Transformers' grouped products, whose rows these are."""
     world, rank = world_and_rank()
-    for kind in ("GptOss",):
-        whole = tiny(kind, experts_implementation="grouped_mm")
-        for capacity_factor in (None, 8.0):
-            model = shared(tiny(kind), world, capacity_factor)
-            with torch.autocast("cpu", torch.bfloat16):
-                found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
-                loss = loss_of(model, rank)
-            assert found.dtype is torch.bfloat16
-            close(found.float(), expected.float(), kind, limit=1e-2)
-            loss.backward()
-            assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
-        low = shared(tiny(kind).bfloat16(), world)
-        loss_of(low, rank).backward()
-        found, expected = (each(input_ids=tokens_of(rank)).logits.float() for each in (low, whole.bfloat16()))
-        close(found, expected, kind, limit=1e-2)
-
-
-def test_half_precision(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(cast)
+    whole = tiny("GptOss", experts_implementation="grouped_mm")
+    for capacity_factor in (None, 8.0):
+        model = shared(tiny("GptOss"), world, capacity_factor)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
+            loss = loss_of(model, rank)
+        assert found.dtype is torch.bfloat16
+        close(found.float(), expected.float(), limit=1e-2)
+        loss.backward()
+        assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
+    low = shared(tiny("GptOss").bfloat16(), world)
+    loss_of(low, rank).backward()
+    found, expected = (each(input_ids=tokens_of(rank)).logits.float() for each in (low, whole.bfloat16()))
+    close(found, expected, limit=1e-2)
 
 
 # ------------------------------------------------------------------------------------------- what the switch leaves be
 
 
-def switch() -> None:
-    from compile_muon.experts.plan import plan_experts
-
+def a_model_is_switched_by_itself() -> None:
     world, rank = world_and_rank()
     model = tiny("GptOss")
     stack = model.model.layers[0].mlp.experts.gate_up_proj
@@ -447,76 +403,69 @@ def switch() -> None:
     assert torch.equal(loss_of(pickle.loads(pickle.dumps(model)), rank), expected)
 
 
-def test_a_model_is_switched_by_itself(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(switch)
-
-
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def refused() -> list[str]:
-    from compile_muon.experts.plan import plan_experts
-
+def what_cannot_be_shared_is_refused_on_every_rank() -> None:
     world, _ = world_and_rank()
     mesh = expert_mesh(world)
     found = []
 
-    def refuse(model: nn.Module, size: int) -> None:
-        before = dict(model.named_parameters())
+    def say(call: Callable[..., Any], *given: Any) -> None:
         with pytest.raises(ConfigError) as error:
-            plan_experts(model, size)
+            call(*given)
         found.append(str(error.value))
+
+    def refuse(model: nn.Module, size: int = 2) -> None:
+        before = dict(model.named_parameters())
+        say(plan_experts, model, size)
         assert all(param is before[name] for name, param in model.named_parameters())
 
     refuse(tiny("Mixtral"), 3)
-    refuse(nn.Sequential(nn.Linear(2, 2)), 2)
-    refuse(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])}), 2)
+    refuse(nn.Sequential(nn.Linear(2, 2)))
+    refuse(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])}))
 
     two = tiny("Mixtral")
     first, second = (layer.mlp.experts for layer in two.model.layers)
     tensor_parallel = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
     first.gate_up_proj = nn.Parameter(distribute_tensor(first.gate_up_proj.detach(), tensor_parallel, [Shard(1)]))
     second.down_proj = nn.Parameter(distribute_tensor(second.down_proj.detach(), tensor_parallel, [Replicate()]))
-    refuse(two, 2)
+    refuse(two)
 
     quantized = tiny("Mixtral")
     stack = quantized.model.layers[1].mlp.experts.down_proj
     quantized.model.layers[1].mlp.experts.down_proj = nn.Parameter(stack.detach().to(torch.int8), requires_grad=False)
-    refuse(quantized, 2)
+    refuse(quantized)
 
     odd = tiny("Mixtral")
     odd.model.layers[0].mlp.experts.scales = nn.Parameter(torch.ones(8))
-    refuse(odd, 2)
+    refuse(odd)
 
     tied = tiny("Mixtral")
     tied.model.layers[0].register_parameter("copy", tied.model.layers[0].mlp.experts.down_proj)
-    refuse(tied, 2)
+    refuse(tied)
 
     hooked = tiny("Mixtral")
     experts = hooked.model.layers[0].mlp.experts
     experts.forward = experts.forward
-    refuse(hooked, 2)
+    refuse(hooked)
 
     nn.utils.parametrizations.weight_norm(odd.model.layers[1].mlp.experts, "down_proj")
-    refuse(odd, 2)
-
-    done = shared(tiny("Mixtral"), world)
-    refuse(done, 2)
+    refuse(odd)
+    refuse(shared(tiny("Mixtral"), world))
 
     plan = plan_experts(tiny("Mixtral"), 2)
     for wrong in (tensor_parallel, init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "expert"))):
-        with pytest.raises(ConfigError) as error:
-            plan.apply(wrong)
-        found.append(str(error.value))
+        say(plan.apply, wrong)
     plan._model.model.layers[0].mlp.experts.scales = nn.Parameter(torch.ones(8))
     with pytest.raises(ConfigError, match="looks like a stack"):
         plan.apply(mesh)
     assert not any(isinstance(param, DTensor) for param in plan._model.parameters())
-    alone = tiny("Mixtral", experts_implementation="compile_muon_expert_parallel")
-    with pytest.raises(ConfigError) as error:
-        loss_of(alone, 0)
-    found.append(str(error.value))
-    return found
+    say(loss_of, tiny("Mixtral", experts_implementation="compile_muon_expert_parallel"), 0)
+    for message, part in zip(found, REFUSED, strict=True):
+        assert part in message, message
+    # All of it in one error: both parameters that are placed already.
+    assert "2 settings are wrong" in found[3] and "model.layers.1.mlp.experts.down_proj" in found[3]
 
 
 REFUSED = (
@@ -539,10 +488,17 @@ REFUSED = (
 )
 
 
-def test_what_cannot_be_shared_is_refused_on_every_rank(ranks: Callable[[int], Ranks]) -> None:
-    for found in ranks(2).run(refused):
-        assert len(found) == len(REFUSED)
-        for message, part in zip(found, REFUSED, strict=True):
-            assert part in message
-        # All of it in one error: both parameters that are placed already.
-        assert "2 settings are wrong" in found[3] and "model.layers.1.mlp.experts.down_proj" in found[3]
+ON_TWO_RANKS = [
+    every_kind_of_experts_with_and_without_tokens,
+    one_rank_computes_bit_for_bit_what_transformers_does,
+    capacity_that_drops_nothing_is_exact,
+    checkpointed_layers_dispatch_again,
+    half_precision,
+    a_model_is_switched_by_itself,
+    what_cannot_be_shared_is_refused_on_every_rank,
+]
+
+
+@pytest.mark.parametrize("check", ON_TWO_RANKS)
+def test_on_two_ranks(ranks: Callable[[int], Ranks], check: Callable[[], None]) -> None:
+    ranks(2).run(check)

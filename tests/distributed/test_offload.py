@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from compile_muon.offload import store
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.passes.methods import adamw
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")  # which a file system may not have; said once
 SMALL = {"buffer_bytes": 1}  # so that there are many buckets
 
 
@@ -190,8 +191,8 @@ def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], t
     assert not list(tmp_path.iterdir())
 
 
-def reads_of_two_steps(folder: str) -> set[int]:
-    """How often a bucket is read, once its order is known."""
+def a_step_reads_a_state_once(folder: str) -> None:
+    """What is read ahead is what is wanted, and as it is wanted, once the order of buckets is known."""
     model, optimizer = made(stage=2, update="backward", **offload("nvme", folder, buffer_count=2))
     called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     run(called, optimizer, range(2))
@@ -205,16 +206,11 @@ def reads_of_two_steps(folder: str) -> set[int]:
     with mock.patch.object(store.FileStore, "_requests", counted):
         run(called, optimizer, range(2, 4))
     assert len(found) > 4
-    return {*found.values()}
+    assert {*found.values()} == {2}, found
 
 
-def test_a_step_reads_a_state_once(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """What is read ahead is what is wanted, and as it is wanted."""
-    assert ranks(1).run(reads_of_two_steps, folder=str(tmp_path)) == [{2}]
-
-
-def asked_for_first() -> list[str]:
-    """The momenta in host memory that a step opens without having begun to read them, once their order is known."""
+def host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(folder: str) -> None:
+    """They open the same momenta, in another order: none that has not begun to be read, once their order is known."""
     model, optimizer = made(stage=2, update="backward", **offload("cpu", "", buffer_count=2))
     called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     run(called, optimizer, range(2))
@@ -236,12 +232,8 @@ def asked_for_first() -> list[str]:
     with mock.patch.object(DeviceBuffers, "start", started), mock.patch.object(DeviceBuffers, "open", asked):
         run(called, optimizer, range(2, 4))
     assert len({*opened}) > 4
-    return [name for name in found if name.startswith("momentum")][1:]  # the first was begun ahead of these steps
-
-
-def test_host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(ranks: Callable[[int], Ranks]) -> None:
-    """They open the same momenta, in another order."""
-    assert ranks(1).run(asked_for_first) == [[]]
+    momenta = [name for name in found if name.startswith("momentum")]
+    assert momenta[1:] == [], momenta  # the first was begun ahead of these steps
 
 
 # ------------------------------------------------------------------------------------------------ from place to place
@@ -283,12 +275,6 @@ def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return everything(model, optimizer)
-
-
-@pytest.mark.full
-def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    places = (None, "nvme")
-    assert not differing(*(ranks(2).run(written_by_users, where=x, folder=str(tmp_path))[0] for x in places))
 
 
 def with_averages(where: str | None, folder: str) -> dict[str, Tensor]:
@@ -336,9 +322,14 @@ def test_the_host_steps_weights_in_any_memory_format() -> None:
     assert torch.equal(*found)
 
 
-def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loop", "world"), [(with_averages, 1), pytest.param(written_by_users, 2, marks=pytest.mark.full)]
+)
+def test_states_and_master_weights_follow_edits(
+    ranks: Callable[[int], Ranks], tmp_path: Path, loop: Callable[..., Any], world: int
+) -> None:
     places = (None, "nvme")
-    assert not differing(*(ranks(1).run(with_averages, where=x, folder=str(tmp_path))[0] for x in places))
+    assert not differing(*(ranks(world).run(loop, where=x, folder=str(tmp_path))[0] for x in places))
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -429,50 +420,50 @@ def untouched(**given: Any) -> dict[str, Tensor]:
     return everything(*pair)
 
 
-def without_room(folder: str) -> tuple[str, bool]:
+def no_room_is_known_before_anything_is_sharded(folder: str) -> None:
     torch.manual_seed(0)
     model = Odd()
     params = list(model.parameters())
     full_disk = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with mock.patch.object(os, "posix_fallocate", full_disk if world_and_rank()[1] == 1 else os.posix_fallocate):
-        try:
+        with pytest.raises(OffloadError) as error:
             compile_muon.MuonZero(model, stage=3, **offload("nvme", folder))
-        except OffloadError as error:
-            return str(error), all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    return "", False
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    own = ("No space left on device", folder, "nothing was sharded")
+    for part in own if world_and_rank()[1] == 1 else ("rank 1 has no place",):
+        assert part in str(error.value), error.value
 
 
-def test_no_room_is_known_before_anything_is_sharded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    (other, same), (own, unchanged) = ranks(2).run(without_room, folder=str(tmp_path))
-    assert same and unchanged
-    assert "No space left on device" in own and str(tmp_path) in own and "nothing was sharded" in own
-    assert "rank 1 has no place" in other
-    assert not list(tmp_path.iterdir())
-
-
-def without_room_for_a_copy(folder: str) -> list[str]:
+def no_room_for_a_copy_beside_the_file_changes_nothing(folder: str) -> None:
     model, optimizer = made(stage=2, update="step", **offload("nvme", folder))
     saved = Path(folder) / "saved"
     compile_muon.Checkpointer(saved).save(0, model, optimizer)
     run(model, optimizer, range(1))
-    before, errors = everything(model, optimizer), []
+    before = everything(model, optimizer)
     full_disk = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with mock.patch.object(os, "posix_fallocate", full_disk if world_and_rank()[1] == 1 else os.posix_fallocate):
-        for call in (
-            lambda: compile_muon.Checkpointer(saved, asynchronous=True).save(1, model, optimizer),
-            lambda: compile_muon.Checkpointer(saved).load(model, optimizer),
+        for done, call in (
+            ("saved", lambda: compile_muon.Checkpointer(saved, asynchronous=True).save(1, model, optimizer)),
+            ("loaded", lambda: compile_muon.Checkpointer(saved).load(model, optimizer)),
         ):
-            with pytest.raises(compile_muon.CheckpointError) as error:
+            with pytest.raises(compile_muon.CheckpointError, match="No space") as error:
                 call()
-            errors.append(str(error.value))
+            assert f"was not {done}: rank 1: offload.nvme_path = {folder!r}" in str(error.value), error.value
     assert not differing(before, everything(model, optimizer))
-    return errors
 
 
-def test_no_room_for_a_copy_beside_the_file_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for errors in ranks(2).run(without_room_for_a_copy, folder=str(tmp_path)):
-        for error, done in zip(errors, ("saved", "loaded"), strict=True):
-            assert f"was not {done}: rank 1: offload.nvme_path = {str(tmp_path)!r}" in error and "No space" in error
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        (a_step_reads_a_state_once, 1),
+        (host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step, 1),
+        (no_room_is_known_before_anything_is_sharded, 2),
+        (no_room_for_a_copy_beside_the_file_changes_nothing, 2),
+    ],
+)
+def test_on_ranks(ranks: Callable[[int], Ranks], tmp_path: Path, check: Callable[..., None], world: int) -> None:
+    ranks(world).run(check, folder=str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} <= {"saved"}
 
 
 def test_descriptors_do_not_grow_with_the_state(tmp_path: Path) -> None:
@@ -535,13 +526,3 @@ def test_momenta_in_fewer_bits_train_alike(ranks: Callable[[int], Ranks], tmp_pa
 def test_directions_of_backward_are_made_of_the_same_momenta(ranks: Callable[[int], Ranks], dtype: str) -> None:
     updates = ("step", "backward")
     assert not differing(*(ranks(2).run(kept_in, dtype=dtype, update=x, compiled=True)[0][1] for x in updates))
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """A file system without O_DIRECT is said once; here it does not matter."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*O_DIRECT")
-        yield

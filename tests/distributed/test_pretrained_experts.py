@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks
 from support.mixtures import tiny
@@ -80,10 +80,6 @@ def held(model: nn.Module, optimizer: compile_muon.MuonZero) -> int:
     return sum(tensor.numel() for tensor in [*(a.local for a in optimizer.engine.params), *buffers])
 
 
-def elements(read: list[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(math.prod(shape) for _, shape in read)
-
-
 def number(name: str) -> int:
     return int(name.split(".experts.")[1].split(".")[0])
 
@@ -91,24 +87,29 @@ def number(name: str) -> int:
 # ------------------------------------------------------------------------------------------- what is read
 
 
+def experts_read(folder: str, build: Callable[[], tuple[Any, Any]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What this rank reads of experts for a model that has what the folder has; it reads what it holds, no more."""
+    with counted() as read:
+        model, optimizer = build()
+    compare(model, wanted(folder))
+    assert sum(math.prod(shape) for _, shape in read) == held(model, optimizer)
+    return [(name, shape) for name, shape in read if ".experts." in name]
+
+
 def load(folders: dict[str, str], size: int) -> None:
     world, rank = world_and_rank()
     for kind, folder in folders.items():
         for stage in (0, 3):
-            with counted() as read:
-                model, optimizer = initialized(kind, folder, stage, size)
-            compare(model, wanted(folder))
-            assert elements(read) == held(model, optimizer), (kind, stage)
+            read = experts_read(folder, partial(initialized, kind, folder, stage, size))
             if kind == "GptOss":
                 continue
             # Ranks along "expert" are neighbours; each one's experts are cut among the ranks of its place.
             outer, inner = divmod(rank, size)
             parts = world if stage else size
             first = 8 // parts * ((inner * (world // size) + outer) if stage else inner)
-            experts = [name for name, _ in read if ".experts." in name]
-            assert {number(name) for name in experts} == set(range(first, first + 8 // parts)), (kind, stage)
-            assert len(set(experts)) == len(experts) == 2 * 3 * 8 // parts
-            assert {math.prod(shape) for name, shape in read if name in experts} == {MATRIX}
+            assert {number(name) for name, _ in read} == set(range(first, first + 8 // parts)), (kind, stage)
+            assert len({name for name, _ in read}) == len(read) == 2 * 3 * 8 // parts
+            assert {math.prod(shape) for _, shape in read} == {MATRIX}
 
 
 @pytest.mark.parametrize(
@@ -129,12 +130,10 @@ def load_pieces(folder: str) -> None:
     """Pieces of slices (HFSDP), and parts of matrices along both of their dims."""
     _, rank = world_and_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = on_meta()
-    with counted() as read:
-        optimizer = compile_muon.MuonZero(model, stage=3, shard_state_over="all", mesh=mesh, weights=folder)
-    compare(model, wanted(folder))
-    assert elements(read) == held(model, optimizer)
-    assert len({number(name) for name, _ in read if ".experts." in name}) == 2
+    model = on_meta()
+    settings: dict[str, Any] = {"stage": 3, "shard_state_over": "all", "mesh": mesh, "weights": folder}
+    read = experts_read(folder, lambda: (model, compile_muon.MuonZero(model, **settings)))
+    assert len({number(name) for name, _ in read}) == 2
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = on_meta()
@@ -143,15 +142,11 @@ def load_pieces(folder: str) -> None:
             stack = getattr(layer.mlp.experts, name)
             part = distribute_tensor(stack.detach(), mesh["tensor"], [Shard(dim)])
             setattr(layer.mlp.experts, name, nn.Parameter(part))
-    with counted() as read:
-        optimizer = compile_muon.MuonZero(model, stage=3, mesh=mesh, weights=folder)
-    compare(model, wanted(folder))
-    assert elements(read) == held(model, optimizer)
+    read = experts_read(folder, lambda: (model, compile_muon.MuonZero(model, stage=3, mesh=mesh, weights=folder)))
     shard, tensor = divmod(rank, 2)
-    experts = [(name, shape) for name, shape in read if ".experts." in name]
-    assert {number(name) for name, _ in experts} == set(range(4 * shard, 4 * shard + 4))
+    assert {number(name) for name, _ in read} == set(range(4 * shard, 4 * shard + 4))
     # One has the gates, the other what goes up; both have half of each row that goes down.
-    assert {name.split(".")[-2]: shape for name, shape in experts} == {
+    assert {name.split(".")[-2]: shape for name, shape in read} == {
         ("w3" if tensor else "w1"): (16, 32), "w2": (32, 8)
     }  # fmt: skip
 
@@ -242,6 +237,8 @@ def misfits(folders: dict[str, str]) -> dict[str, str]:
     model = tiny("Mixtral", num_hidden_layers=1)
     compile_muon.MuonZero(model, stage=3)
     before = {name: local_tensor(param).detach().clone() for name, param in model.named_parameters()}
+    parameters = model.model.layers[0].mlp.experts._parameters
+    kept = full(parameters["gate_up_proj"]).clone()
 
     def refuse(case: str, folder: str) -> None:
         with counted() as read, pytest.raises(CheckpointError) as error:
@@ -276,18 +273,10 @@ def misfits(folders: dict[str, str]) -> dict[str, str]:
 
     compile_muon.load_pretrained(model, folders["few"], strict=False)
     expected = wanted(folders["good"])
-    stack = full(model.model.layers[0].mlp.experts._parameters["gate_up_proj"])
-    kept = full_before(before["model.layers.0.mlp.experts.gate_up_proj"], stack)
     changed = expected["model.layers.0.mlp.experts.gate_up_proj"].clone()
     changed[3, 16:] = kept[3, 16:]
-    assert torch.equal(stack, changed)
+    assert torch.equal(full(parameters["gate_up_proj"]), changed)
     return said
-
-
-def full_before(local: Tensor, like: Tensor) -> Tensor:
-    parts = [torch.empty_like(local) for _ in range(world_and_rank()[0])]
-    dist.all_gather(parts, local)
-    return torch.cat(parts).view(like.shape)
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Attention(nn.Module):
             self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys * SIZE) for _ in range(2))
         if kind == "normed":
             self.q_norm = nn.RMSNorm(SIZE)
+        if kind == "shifted":  # each entry of each head of queries
+            self.shift = nn.Parameter(torch.ones(3, 1, SIZE))
         self.merge = nn.Linear(3 * SIZE, WIDTH)
         self.head = nn.Linear(WIDTH, 16, bias=False)
 
@@ -62,6 +64,7 @@ class Attention(nn.Module):
             q = self.q_norm(q)
         turn = torch.arange(h.shape[1], dtype=h.dtype)[:, None] / 7  # a rotation of sorts
         q, k = (torch.cat([x[..., :2] * turn.cos() - x[..., 2:] * turn.sin(), x[..., 2:]], -1) for x in (q, k))
+        q = q + self.shift if self.kind == "shifted" else q
         return [q, k, v] if self.own_mask else [q, *(x.repeat_interleave(3 // self.keys, 1) for x in (k, v))]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -124,7 +127,7 @@ def train_nothing(run: Callable[[Tensor], Tensor], loud: Tensor, evaluates: bool
     run(loud)
 
 
-def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codegen: str, flex: bool = False) -> None:
+def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codegen: str, flex: bool) -> None:
     world, rank = world_and_rank()
     torch.manual_seed(0)
     whole = Attention(kind, keys, own_mask, flex)
@@ -161,39 +164,21 @@ def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codege
     scale(plain, queries, shared.repeat_interleave(3 // keys) ** 0.3)
     scale(plain, key, shared**0.7)
     assert (shared < 1).any()
-    close(found, plain)
-    assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
+    close(found, plain, optimizer, seen)
     whole.load_state_dict(found)  # what is resident has been scaled too
     torch.testing.assert_close(run(batch(9, 0, 0)), whole(batch(9, 0, 0)), rtol=1e-4, atol=1e-5)
 
 
-#: world, kind, key heads, own mask, stage, micro-batches, codegen
-CASES = [
-    pytest.param((2, "apart", 1, True, 3, 2, "eager"), marks=pytest.mark.full),
-    (2, "fused", 1, False, 2, 1, "eager"),
-    (1, "turned", 3, True, 2, 1, "eager"),
-    pytest.param((1, "fused", 3, False, 2, 2, "inductor"), marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], case: tuple[Any, ...]) -> None:
-    names = ("kind", "keys", "own_mask", "stage", "micro", "codegen")
-    ranks(case[0]).run(clipped, **dict(zip(names, case[1:], strict=True)))
-
-
-def clipped_flex(**given: Any) -> None:
+def all_heads(case: tuple[Any, ...]) -> None:
     """On a CPU FlexAttention has a backward that is only kept from users: its products are unfused there."""
     with mock.patch.object(flex_attention, "_validate_device", lambda *tensors: None):
-        clipped(own_mask=True, micro=1, codegen="eager", flex=True, **given)
+        clipped(*case)
 
 
-@pytest.mark.full
-def test_flex_attention_says_its_largest_logits(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(clipped_flex, kind="apart", keys=1, stage=2)
+QUERIES = "model.layers.0.self_attn.q_b_proj.weight"
 
 
-def latent(low_rank: int) -> nn.Module:
+def latent() -> nn.Module:
     """DeepSeek V3's attention (MLA): 4 heads of 6 entries of their own and 4 that keys share, values of 5."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -201,16 +186,11 @@ def latent(low_rank: int) -> nn.Module:
     shape = dict(vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, first_k_dense_replace=1)
     heads = dict(num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
     model = DeepseekV3ForCausalLM(
-        DeepseekV3Config(**shape, **heads, q_lora_rank=low_rank, kv_lora_rank=8, use_cache=False, pad_token_id=0)
+        DeepseekV3Config(**shape, **heads, q_lora_rank=8, kv_lora_rank=8, use_cache=False, pad_token_id=0)
     )
     with torch.no_grad():
-        queries(model).view(4, 10, -1).mul_(torch.arange(1.0, 5)[:, None, None] * 30)
+        model.get_parameter(QUERIES).view(4, 10, -1).mul_(torch.arange(1.0, 5)[:, None, None] * 30)
     return model
-
-
-def queries(model: Any) -> nn.Parameter:
-    attention = model.model.layers[0].self_attn
-    return (attention.q_b_proj if attention.q_proj is None else attention.q_proj).weight
 
 
 def seen_by(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -227,8 +207,8 @@ def seen_by(model: nn.Module, tokens: Tensor) -> Tensor:
     return torch.stack(found).amax(0)
 
 
-def beside(whole: Any, clip: float, stage: int, batches: list[Tensor], over: str = "") -> tuple[Any, Any, float]:
-    """Weights behind a step without clipping and with it, and the largest logit that was seen.
+def beside(whole: Any, clip: float, stage: int, batches: list[Tensor], over: str = "") -> tuple[Any, Any, Any]:
+    """Weights behind a step without clipping and with it, and the optimizer that did it.
 
     Args:
         over: "sequence" where two ranks share sequences, "tensor" where each has a part of the weights.
@@ -250,38 +230,33 @@ def beside(whole: Any, clip: float, stage: int, batches: list[Tensor], over: str
         optimizer.step()
         after.append({name: full(param).detach().clone() for name, param in model.named_parameters()})
     torch._dynamo.reset()
-    return *after, optimizer.metrics()["max_logit"]
+    return *after, optimizer
 
 
-def close(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+def close(found: dict[str, Tensor], plain: dict[str, Tensor], optimizer: compile_muon.MuonZero, seen: Tensor) -> None:
     for name, expected in plain.items():
         torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
 
 
-def clipped_latent() -> None:
-    whole = latent(8)
+def latent_attention() -> None:
+    """What is of a head is scaled."""
+    whole = latent()
     batches = [batch(0, 0, rank) for rank in range(world_and_rank()[0])]
     seen = torch.stack([seen_by(whole, tokens) for tokens in batches]).amax(0)
     threshold = float(seen[:3].max()) / 2
-    plain, found, largest = beside(whole, threshold, 3, batches)
+    plain, found, optimizer = beside(whole, threshold, 3, batches)
     factor = (threshold / seen).clamp(max=1).float()
     assert (factor < 1).any() and (factor == 1).any()
-    query = next(name for name, param in whole.named_parameters() if param is queries(whole))
-    own, shared = plain[query].view(4, 10, -1).split([6, 4], 1)
+    own, shared = plain[QUERIES].view(4, 10, -1).split([6, 4], 1)
     own.mul_(factor[:, None, None] ** 0.3)
     shared.mul_(factor[:, None, None])
     key = plain["model.layers.0.self_attn.kv_b_proj.weight"]
     key.view(4, 11, -1)[:, :6].mul_(factor[:, None, None] ** 0.7)
-    close(found, plain)
-    assert largest == pytest.approx(float(seen.max()), rel=1e-5)
+    close(found, plain, optimizer, seen)
 
 
-@pytest.mark.full
-def test_latent_attention_scales_what_is_of_a_head(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(clipped_latent)
-
-
-def clipped_in_parts(over: str) -> None:
+def some_of_the_heads(over: str) -> None:
     """Two ranks see the logits of two of four heads each, of which two share a key head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -298,20 +273,34 @@ def clipped_in_parts(over: str) -> None:
     tokens = batch(0, 0, 0)
     seen = seen_by(whole, tokens)
     threshold = float(seen.median())
-    plain, found, largest = beside(whole, threshold, 2, [tokens], over)
+    plain, found, optimizer = beside(whole, threshold, 2, [tokens], over)
     factor = (threshold / seen).clamp(max=1).float().view(2, 2).amin(1)
     assert len(set(factor.tolist())) == 2
     for part, rows, power in (("q", 8, 0.3), ("k", 4, 0.7)):
         plain[weights[part]].view(2, rows, -1).mul_(factor[:, None, None] ** power)
         plain[biases[part]].view(2, rows).mul_(factor[:, None] ** power)
-    close(found, plain)
-    assert largest == pytest.approx(float(seen.max()), rel=1e-5)
+    close(found, plain, optimizer, seen)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("over", ["sequence", "tensor"])
-def test_ranks_that_share_sequences_or_weights_see_some_of_the_heads(ranks: Callable[[int], Ranks], over: str) -> None:
-    ranks(2).run(clipped_in_parts, over=over)
+#: the function; kind, key heads, own mask, stage, micro-batches, codegen, flex; how many ranks
+CASES = {
+    "fused": (all_heads, {"case": ("fused", 1, False, 2, 1, "eager", False)}, 2),
+    "turned": (all_heads, {"case": ("turned", 3, True, 2, 1, "eager", False)}, 1),
+}
+MORE = {
+    "apart": (all_heads, {"case": ("apart", 1, True, 3, 2, "eager", False)}, 2),
+    "fused, inductor": (all_heads, {"case": ("fused", 3, False, 2, 2, "inductor", False)}, 1),
+    "flex attention": (all_heads, {"case": ("apart", 1, True, 2, 1, "eager", True)}, 2),
+    "latent attention": (latent_attention, {}, 2),
+    "sequences that ranks share": (some_of_the_heads, {"over": "sequence"}, 2),
+    "weights that ranks share": (some_of_the_heads, {"over": "tensor"}, 2),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], name: str) -> None:
+    function, given, world = (CASES | MORE)[name]
+    ranks(world).run(function, **given)
 
 
 class Checkpointed(Attention):
@@ -360,41 +349,25 @@ def test_blocks_of_rows_see_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(largest_logits(q, k, given, 0.3, causal), expected.amax((0, 2, 3)))
 
 
-class Shifted(Attention):
-    """Adds a number to each entry of each head of its queries."""
-
-    def __init__(self, kind: str, keys: int, own_mask: bool) -> None:
-        super().__init__(kind, keys, own_mask)
-        self.shift = nn.Parameter(torch.ones(3, 1, SIZE))
-
-    def projected(self, h: Tensor) -> list[Tensor]:
-        q, k, v = super().projected(h)
-        return [q + self.shift, k, v]
-
-
 @pytest.mark.parametrize(
-    ("cls", "kind", "said"),
+    ("kind", "said"),
     [
-        (Attention, "normed", r"a norm lies between projection and attention"),
-        (Attention, "fused", "set split_fused, or say in muon_views"),
-        (Attention, "frozen", r"train k_proj.weight, too, or leave qk_clip out"),
-        (Shifted, "apart", "is added behind the projection and not scaled with it"),
+        ("normed", r"a norm lies between projection and attention"),
+        ("fused", "set split_fused, or say in muon_views"),
+        ("frozen", r"train k_proj.weight, too, or leave qk_clip out"),
+        ("shifted", "is added behind the projection and not scaled with it"),
+        ("not compiled", "no compiled graph has noted a logit in backward"),
     ],
 )
-def test_what_cannot_be_scaled(cls: type[Attention], kind: str, said: str) -> None:
+def test_what_cannot_be_scaled(kind: str, said: str) -> None:
     torch.manual_seed(0)
-    model = cls(kind, 3, own_mask=False)
+    model = Attention(kind, 3, own_mask=False)
     if kind == "frozen":
         model.k_proj.requires_grad_(False)
-    optimizer = compile_muon.MuonZero(model, qk_clip=1.0)
-    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.BackendCompilerFailed), match=said):
-        loss(torch.compile(model, backend="muon_zero", options={"codegen": "eager"}), batch(0, 0, 0)).backward()
-        optimizer.step()
-
-
-def test_a_model_that_is_not_compiled() -> None:
-    model = Attention("apart", 3, own_mask=False)
-    optimizer = compile_muon.MuonZero(model, qk_clip=1.0, update="step")
-    loss(model, batch(0, 0, 0)).backward()
-    with pytest.raises(UnsupportedModelError, match="no compiled graph has noted a logit in backward"):
+    plain = kind == "not compiled"
+    optimizer = compile_muon.MuonZero(model, qk_clip=1.0, update="step" if plain else "auto")
+    run = model if plain else torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    raised = UnsupportedModelError if plain else (UnsupportedModelError, torch._dynamo.exc.BackendCompilerFailed)
+    with pytest.raises(raised, match=said):
+        loss(run, batch(0, 0, 0)).backward()
         optimizer.step()

@@ -240,11 +240,14 @@ def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> 
     [(False, 3, "heads"), *(pytest.param(True, *each, marks=pytest.mark.full) for each in ((2, "heads"), (3, "ring")))],
 )
 def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:  # type: ignore[no-untyped-def]
-    for problems in ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention):
-        assert problems == {}
+    assert ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention) == [{}, {}]
 
 
 IMAGE = 60
+TEXT: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, use_cache=False,
+)  # fmt: skip
 
 
 def pictures(step: int, micro: int, place: int) -> dict[str, Tensor]:
@@ -263,13 +266,8 @@ def llava() -> tuple[Any, Callable[..., dict[str, Tensor]]]:
     vision = CLIPVisionConfig(
         hidden_size=24, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4
     )
-    text = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
-    model: Any = LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
-    )
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_id=IMAGE)
+    model: Any = LlavaForConditionalGeneration(config)
     model(**pictures(0, 0, 0)).loss.backward()
     for name, param in model.named_parameters():  # what follows the layer that is read, and what is noise
         param.requires_grad_(param.grad is not None and "k_proj.bias" not in name)
@@ -281,16 +279,12 @@ def qwen(kind: str) -> tuple[Any, Callable[..., dict[str, Tensor]]]:
     """A tiny Qwen2-VL or Qwen3-VL, whose images come as patches with a grid."""
     import transformers
 
-    text: dict[str, Any] = dict(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, use_cache=False,
-        rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
-    )  # fmt: skip
+    text = {**TEXT, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     vision: dict[str, Any] = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
     if kind == "Qwen2VL":
-        del text["head_dim"]
         vision |= dict(embed_dim=16, hidden_size=32, mlp_ratio=2)
     else:
+        text["head_dim"] = 8
         vision |= dict(hidden_size=16, intermediate_size=24, out_hidden_size=32)
         vision |= dict(num_position_embeddings=64, deepstack_visual_indexes=[0])
     ids = dict(image_token_id=IMAGE, video_token_id=59, vision_start_token_id=58, vision_end_token_id=57)
@@ -360,17 +354,19 @@ class MaskedBlock(nn.Module):
 
 
 class Masked(nn.Module):
+    """The whole, or what a pipeline stage has of it."""
+
     def __init__(self, *, counts: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
         self.blocks = nn.ModuleList(MaskedBlock(counts=counts) for _ in range(2))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-        x = self.embed(ids)
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = x if self.embed is None else self.embed(x)
         for block in self.blocks:
             x = block(x, mask)
-        return self.head(x)
+        return x if self.head is None else self.head(x)
 
 
 def sharded(
@@ -384,24 +380,18 @@ def sharded(
     return MuonZero.from_config(model, config)
 
 
-def checked(*, counts: bool, compiled: bool) -> str:
-    ids, model = torch.arange(20).view(2, 10), masked(Masked, counts)
-    if compiled:
-        model.compile(backend="muon_zero", options={"codegen": "eager"})
+def refusal(call: Callable[[], Any], model: nn.Module | None = None, errors: Any = ConfigError) -> str:
+    """What an error says, which leaves the model as it was; or nothing."""
+    params = [] if model is None else list(model.parameters())
+    before = [full(param.detach()).clone() for param in params]
     try:
-        assert check_sequence(model, ids) <= 1e-5
-    except ConfigError as error:
+        call()
+    except errors as error:
+        assert all(torch.equal(old, full(new)) for old, new in zip(before, params, strict=True))
         return str(error)
     finally:
         torch._dynamo.reset()
     return ""
-
-
-@pytest.mark.parametrize(("counts", "compiled"), [pytest.param(False, True, marks=pytest.mark.full), (True, False)])
-def test_a_check_tells_blocks_that_count_positions_by_themselves(ranks, counts, compiled) -> None:  # type: ignore[no-untyped-def]
-    for said in ranks(2).run(checked, counts=counts, compiled=compiled):
-        assert ("changes what Masked computes" in said) == counts
-        assert ("count positions from their own first one" in said) == counts
 
 
 class Losing(Masked):
@@ -411,62 +401,51 @@ class Losing(Masked):
         return super().forward(ids).logsumexp(-1).square().mean()
 
 
-def masked(kind: type[Masked], counts: bool) -> Any:
+def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
+    """What is said of blocks that count positions by themselves: by a check, or by the first step."""
     torch.manual_seed(0)
-    model = kind(counts=counts)
-    model.optimizer = sharded(model, blocks=("blocks",))
-    return model
-
-
-def first_step(*, kind: str, counts: bool) -> str:
-    if kind == "Llama":  # compiled
-        model: Any = built("Llama", use_cache=True)
-        model.optimizer = sharded(model)
-        model.compile(backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
-        loss = model(**batch(0, 0, 0, length=9, masked=False, packed=False)).loss
+    own, far = {"Masked": Masked, "Losing": Losing}.get(kind), list[float]()
+    model: Any = built(kind, use_cache=True) if own is None else own(counts=counts)
+    optimizer = sharded(model, blocks=None if own is None else ("blocks",))
+    if compiled:
+        model.compile(backend="muon_zero", options={"codegen": "eager"}, fullgraph=own is None)
+    ids = torch.arange(20).view(2, 10)
+    if by == "check":
+        said = refusal(lambda: far.append(check_sequence(model, ids)))
+        assert said or far[0] <= 1e-5
+        assert ("count positions from their own first one" in said) == counts, said
     else:
-        model = masked(Losing if kind == "Losing" else Masked, counts)
-        loss = model(torch.arange(20).view(2, 10)).square().mean()
-    loss.backward()
-    before = [full(param.detach()).clone() for param in model.parameters()]
-    try:
-        model.optimizer.step()
-    except ConfigError as error:
-        assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
-        return str(error)
-    shared = model.optimizer.engine.extension(SharedSequences)
-    assert shared is not None and not shared.plan.unchecked
-    torch._dynamo.reset()
-    return ""
+        given = batch(0, 0, 0, length=9, masked=False, packed=False)
+        (model(**given).loss if own is None else model(ids).square().mean()).backward()
+        said, shared = refusal(optimizer.step, model), optimizer.engine.extension(SharedSequences)
+        assert said or (shared is not None and not shared.plan.unchecked)
+    assert (f"changes what {kind} computes" in said) == counts, said
 
 
 @pytest.mark.parametrize(
-    ("kind", "counts"),
-    [("Masked", False), ("Masked", True), ("Losing", True), pytest.param("Llama", False, marks=pytest.mark.full)],
+    ("kind", "counts", "compiled", "by"),
+    [
+        ("Masked", True, False, "check"),
+        *(("Masked", counts, False, "step") for counts in (False, True)),
+        ("Losing", True, False, "step"),  # a loss, where that is all
+        pytest.param("Masked", False, True, "check", marks=pytest.mark.full),
+        pytest.param("Llama", False, True, "step", marks=pytest.mark.full),
+    ],
 )
-def test_the_first_step_compares_outputs_or_a_loss_where_that_is_all(ranks, kind, counts) -> None:  # type: ignore[no-untyped-def]
-    for said in ranks(2).run(first_step, kind=kind, counts=counts):
-        assert (f"changes what {kind} computes" in said) == counts
+def test_a_check_and_the_first_step_compare_outputs(ranks, kind, counts, compiled, by) -> None:  # type: ignore[no-untyped-def]
+    ranks(2).run(told, kind=kind, counts=counts, compiled=compiled, by=by)
 
 
-class Part(nn.Module):
-    """A pipeline stage of a :class:`Masked`: the first with the embedding, the second with the head."""
-
-    def __init__(self, whole: Masked, stage: int) -> None:
-        super().__init__()
-        self.embed, self.head = (whole.embed, None) if stage == 0 else (None, whole.head)
-        self.blocks = nn.ModuleList([whole.blocks[stage]])
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        x = x if self.embed is None else self.embed(x)
-        for block in self.blocks:
-            x = block(x, mask)
-        return x if self.head is None else self.head(x)
+def part(whole: Masked, stage: int) -> Masked:
+    """A pipeline stage: the first with the embedding, the second with the head."""
+    made = Masked()
+    made.embed, made.head = (whole.embed, None) if stage == 0 else (None, whole.head)
+    made.blocks = nn.ModuleList([whole.blocks[stage]])
+    return made
 
 
-def piped() -> float:
-    """Two stages of two ranks that share sequences, beside the whole model on one; the worst parameter after steps."""
+def stages_of_a_pipeline_share_sequences() -> None:
+    """Two stages of two ranks that share sequences, beside the whole model on one."""
 
     def ids(step: int) -> Tensor:
         return torch.randint(0, VOCABULARY, (4, 10), generator=torch.Generator().manual_seed(step))
@@ -478,14 +457,14 @@ def piped() -> float:
     stage = mesh.get_local_rank("pipeline")
     torch.manual_seed(0)
     whole = Masked()
-    part = Part(copy.deepcopy(whole), stage)
+    own = part(copy.deepcopy(whole), stage)
     plain = config_from_kwargs(ns_dtype="float32", stage=0, gradient_clipping=0.1)
     config = config_from_kwargs(ns_dtype="float32", stage=2, gradient_clipping=0.1, gradient_accumulation_steps=2)
     config = dataclasses.replace(config, sequence_parallel=SequenceParallelConfig(2, ("blocks",)))
-    optimizer = MuonZero.from_config(part, config, mesh=mesh["sequence"], norm_group=mesh["pipeline"])
+    optimizer = MuonZero.from_config(own, config, mesh=mesh["sequence"], norm_group=mesh["pipeline"])
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     reference = MuonZero.from_config(whole, plain, process_group=alone)
-    pipeline = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    pipeline = PipelineStage(own, stage, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
     schedule = ScheduleGPipe(pipeline, 2, loss_fn=loss)
     for step in range(2):
         schedule.step(*(() if stage else (ids(step),)), **({"target": ids(step)} if stage else {}))
@@ -493,67 +472,50 @@ def piped() -> float:
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
-    theirs = dict(Part(whole, stage).named_parameters())
-    return max(float((full(p.detach()) - full(theirs[n].detach())).abs().max()) for n, p in part.named_parameters())
+    theirs = dict(part(whole, stage).named_parameters())
+    for name, param in own.named_parameters():
+        assert (full(param.detach()) - full(theirs[name].detach())).abs().max() < 1e-5, name
 
 
-@pytest.mark.full
-def test_stages_of_a_pipeline_share_sequences(ranks) -> None:  # type: ignore[no-untyped-def]
-    assert max(ranks(4).run(piped)) < 1e-5  # noqa: PLR2004
-
-
-def other_batches(world: int) -> list[str]:
+def ranks_of_a_sequence_with_different_batches_are_named() -> None:
     """Two steps, in the second or in both of which the last rank has another batch."""
-    rank, said = world_and_rank()[1], []
+    (world, rank), said = world_and_rank(), []
     for wrong in ((1,), (0, 1)):
         model = built("Llama")
         optimizer = sharded(model)
         for step in range(2):
             place = 1 if rank == world - 1 and step in wrong else 0
             model(**batch(step, 0, place, length=8, masked=False, packed=False)).loss.backward()
-            before = [full(param.detach()).clone() for param in model.parameters()]
-            try:
-                optimizer.step()
-            except (ConfigError, NonFiniteError) as error:
-                assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
+            if error := refusal(optimizer.step, model, (ConfigError, NonFiniteError)):
                 said.append(f"{step}: {error}")
                 break
             optimizer.zero_grad()
-    return said
+    later, first = said
+    assert later.startswith("1: ") and first.startswith("0: "), said
+    for error in said:
+        assert "ranks 2, 3 share a sequence and were given different batches" in error and "data_place" in error, error
 
 
-@pytest.mark.full
-def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  # type: ignore[no-untyped-def]
-    for later, first in ranks(4).run(other_batches, world=4):
-        assert later.startswith("1: ") and first.startswith("0: ")
-        for said in (later, first):
-            assert "ranks 2, 3 share a sequence and were given different batches" in said and "data_place" in said
-
-
-def other_shapes(compiled: bool, inputs: str) -> str:
+def other_shapes(compiled: bool, inputs: str, length: int) -> None:
     """What a rank is told whose batch has more rows than that of the other."""
     zoo, rank = ZOO["gpt"], dist.get_rank()
     model = zoo.build()
     sharded(model, blocks=("blocks",), stage=2, inputs=inputs)
     run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
-    with pytest.raises(ConfigError) as caught:
-        run(torch.ones(2 + rank, 6 if inputs == "sharded" else 12, dtype=torch.int64))
-    torch._dynamo.reset()
-    return str(caught.value)
+    said = refusal(lambda: run(torch.ones(2 + rank, length, dtype=torch.int64)))
+    assert said.startswith(f"batch = [[{2 + rank}, {length}]]: "), said
+    assert f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said, said
 
 
 @pytest.mark.parametrize(
-    ("compiled", "inputs"),
+    ("compiled", "inputs", "length"),
     [
-        (False, "whole"),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole"), (False, "sharded"))),
+        (False, "whole", 12),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole", 12), (False, "sharded", 6))),
     ],
 )
-def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs) -> None:  # type: ignore[no-untyped-def]
-    fewer, more = ranks(2).run(other_shapes, compiled=compiled, inputs=inputs)
-    length = 6 if inputs == "sharded" else 12
-    assert fewer.startswith(f"batch = [[2, {length}]]: ") and more.startswith(f"batch = [[3, {length}]]: ")
-    assert all(f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said for said in (fewer, more))
+def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs, length) -> None:  # type: ignore[no-untyped-def]
+    ranks(2).run(other_shapes, compiled=compiled, inputs=inputs, length=length)
 
 
 def saved(size: int, attention: str = "heads") -> int:
@@ -573,17 +535,13 @@ def saved(size: int, attention: str = "heads") -> int:
     return sum(value.untyped_storage().nbytes() for value in seen.values())
 
 
-def all_saved() -> tuple[int, int, int]:
-    return saved(1), saved(2), saved(2, "ring")
+def each_rank_keeps_its_part_of_the_activations() -> None:
+    whole, part, around = saved(1), saved(2), saved(2, "ring")
+    assert part == pytest.approx(whole / 2, rel=0.01), (whole, part)
+    assert around == pytest.approx(whole / 2, rel=0.05), (whole, around)
 
 
-def test_each_rank_keeps_its_part_of_the_activations(ranks) -> None:  # type: ignore[no-untyped-def]
-    for whole, part, around in ranks(2).run(all_saved):
-        assert part == pytest.approx(whole / 2, rel=0.01)
-        assert around == pytest.approx(whole / 2, rel=0.05)
-
-
-def generated() -> tuple[bool, bool, bool]:
+def generation_and_evaluation_have_all_positions() -> None:
     model = built("Llama", use_cache=True).eval()
     ids = torch.arange(3, 13).view(1, 10)
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -592,18 +550,15 @@ def generated() -> tuple[bool, bool, bool]:
     with torch.no_grad():
         cached = model(ids, use_cache=True).logits
         joined = model(ids, use_cache=False).logits
-    same = torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
-    if world_and_rank()[1] == 0:  # alone
-        same = same and torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
-    return same, torch.allclose(cached, logits, atol=1e-5), torch.allclose(joined, logits, atol=1e-5)
+    for _ in range(1 if world_and_rank()[1] else 2):  # once more alone
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    assert torch.allclose(cached, logits, atol=1e-5) and torch.allclose(joined, logits, atol=1e-5)
 
 
-def test_generation_and_evaluation_have_all_positions(ranks) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(2).run(generated) == [(True, True, True)] * 2
-
-
-def evaluated_in_parts() -> tuple[bool, bool, list[str]]:
+def parts_are_evaluated_and_generation_is_whole() -> None:
     """A model whose config reads a cache; what a rank has of the logits, and what is refused."""
+    from transformers import LlamaForTokenClassification
+
     model = built("Llama", use_cache=True).eval()
     ids = torch.arange(3, 15).view(1, 12)
     expected, text = model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)
@@ -611,35 +566,36 @@ def evaluated_in_parts() -> tuple[bool, bool, list[str]]:
     rank, world = optimizer.sequence_place
     with torch.no_grad():
         logits = model(ids.chunk(world, 1)[rank]).logits
-    said = []
-    for given in ({"labels": ids[:, :6], "logits": logits}, {"logits_to_keep": 1, "input_ids": ids[:, :6]}):
-        call = model.loss_function if "logits" in given else model
-        with pytest.raises(ConfigError) as caught:
-            call(**given, vocab_size=VOCABULARY)
-        said.append(str(caught.value))
-    from transformers import LlamaForTokenClassification
-
     classifier = LlamaForTokenClassification(model.config)
     sharded(classifier, stage=1, inputs="sharded")
-    with pytest.raises(ConfigError) as caught:
-        classifier(input_ids=ids[:, :6], labels=ids[:, :6])
-    close = torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
-    return close, torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text), [*said, str(caught.value)]
+    unshifted = refusal(lambda: model.loss_function(labels=ids[:, :6], logits=logits, vocab_size=VOCABULARY))
+    assert "labels = [1, 6]: are a part" in unshifted and "shift_labels" in unshifted, unshifted
+    kept = refusal(lambda: model(input_ids=ids[:, :6], logits_to_keep=1, vocab_size=VOCABULARY))
+    assert "logits_to_keep = 1" in kept, kept
+    labels = refusal(lambda: classifier(input_ids=ids[:, :6], labels=ids[:, :6]))
+    assert "labels = [1, 6]: is for a loss of all positions" in labels, labels
+    assert torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text)
 
 
-def test_parts_are_evaluated_and_generation_is_whole(ranks) -> None:  # type: ignore[no-untyped-def]
-    for close, same, (unshifted, kept, labels) in ranks(2).run(evaluated_in_parts):
-        assert close and same
-        assert "labels = [1, 6]: are a part" in unshifted and "shift_labels" in unshifted
-        assert "logits_to_keep = 1" in kept
-        assert "labels = [1, 6]: is for a loss of all positions" in labels
+@pytest.mark.parametrize(
+    ("world", "check"),
+    [
+        (2, each_rank_keeps_its_part_of_the_activations),
+        (2, generation_and_evaluation_have_all_positions),
+        (2, parts_are_evaluated_and_generation_is_whole),
+        pytest.param(4, stages_of_a_pipeline_share_sequences, marks=pytest.mark.full),
+        pytest.param(4, ranks_of_a_sequence_with_different_batches_are_named, marks=pytest.mark.full),
+    ],
+)
+def test_on_ranks(ranks, world, check) -> None:  # type: ignore[no-untyped-def]
+    ranks(world).run(check)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    def refused(model: nn.Module, *said: str, size: int = 2, **settings: Any) -> None:
-        with pytest.raises(ConfigError) as caught:
-            plan_sequence(model, SequenceParallelConfig(size, **settings))
-        assert all(each in str(caught.value) for each in said), str(caught.value)
+    def refused(model: nn.Module, *parts: str, size: int = 2, **settings: Any) -> None:
+        said = refusal(lambda: plan_sequence(model, SequenceParallelConfig(size, **settings)))
+        assert said and all(each in said for each in parts), said
 
     heads = "does not divide the 4 heads of model.layers.0.self_attn"
     refused(built("Llama"), heads, 'use one of 1, 2, 4, or "attention": "both"', size=3)
@@ -664,11 +620,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def wrong_world() -> str:
-    try:
-        sharded(built("Llama"), 3)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: sharded(built("Llama"), 3))
 
 
 def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:  # type: ignore[no-untyped-def]
