@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,28 +18,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 CONFIG = ROOT / "examples" / "config.json"
 TINY = ("--layers", "1", "--width", "32", "--context", "32", "--batch", "2", "--sample-bytes", "4")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-def train(*arguments: str, ranks: int | None = 2) -> str:
-    """Run the example on CPU: under torchrun with `ranks` processes, or with None as a plain script."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
-    command = [sys.executable, *launcher, str(SCRIPT), *TINY, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+def run(script: Path, *arguments: str, launcher: Sequence[str] = TORCHRUN, **environment: str) -> str:
+    """What a script prints on CPU: under torchrun, or with no launcher as a plain script."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", **environment}
+    given.pop("PYTHONSAFEPATH", None)  # torchtitan's example imports one beside it
+    command = [sys.executable, *launcher, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def losses(printed: str) -> dict[int, float]:
     """Step to validation loss, from the lines printed on the way."""
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) .*validation ([\d.]+)", printed)}
-
-
-def settings(folder: Path, **changes: object) -> str:
-    """A copy of the example's config with some keys replaced."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(CONFIG.read_text()), **changes}))
-    return str(path)
 
 
 def test_the_script_is_a_page_or_two() -> None:
@@ -57,7 +52,7 @@ def test_the_config_is_valid_and_compiles() -> None:
 def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
-    printed = train("--steps", "3", "--data", str(text), "--out", str(tmp_path / "runs"))
+    printed = run(SCRIPT, *TINY, "--steps", "3", "--data", str(text), "--out", str(tmp_path / "runs"))
     for row in ("ZeRO stage | world size", "3 | 2 (cpu)", "tokens per second", "step time", "peak memory per rank"):
         assert row in printed
     # one block of width 32 has 12 · 32² weights for Muon; the embedding, the head and three norms are AdamW's
@@ -72,12 +67,14 @@ def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
 def test_one_process_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"abcdefgh" * 1000)
-    common = ("--config", settings(tmp_path, compile=False), "--data", str(text), "--out", str(tmp_path / "runs"))
-    first = losses(train(*common, "--steps", "16", ranks=None))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(CONFIG.read_text()), "compile": False}))
+    common = (SCRIPT, *TINY, "--config", str(config), "--data", str(text), "--out", str(tmp_path / "runs"))
+    first = losses(run(*common, "--steps", "16", launcher=()))
     assert list(first) == [2, 4, 6, 8, 10, 12, 14, 16]
     assert first[16] < first[2] - 0.5
 
-    printed = train(*common, "--steps", "32", ranks=None)
+    printed = run(*common, "--steps", "32", launcher=())
     then = losses(printed)
     assert "going on from step 16" in printed
     assert list(then) == [20, 24, 28, 32]  # the first 16 steps are not done again
@@ -151,15 +148,8 @@ def test_an_example_trains_and_goes_on(example: str, tmp_path: Path) -> None:
         pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install compile_muon[torchtitan]")
     script = ROOT / "examples" / f"train_{example}.py"
     assert len(script.read_text().splitlines()) < most
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    environment.pop("PYTHONSAFEPATH", None)  # torchtitan's imports one beside it
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    printed = ""
-    for run in runs:  # Lightning has a launcher of its own
-        command = [sys.executable, *([] if example == "lightning" else torchrun), str(script)]
-        command += run.format(folder=tmp_path).split()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed += done.stdout + done.stderr
+    launcher = () if example == "lightning" else TORCHRUN  # it has one of its own
+    lines = [each.format(folder=tmp_path).split() for each in runs]
+    printed = "".join(run(script, *line, launcher=launcher, TORCHDYNAMO_DISABLE="1") for line in lines)
     assert re.search(said, printed, re.DOTALL), printed
     assert (tmp_path / file).exists()

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,13 @@ def start(command: Sequence[str], folder: Path, **environment: str) -> subproces
     )
 
 
-def finish(*processes: subprocess.Popen[str]) -> list[str]:
-    printed = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(printed)
-    return printed
+def until(fact: Callable[[], bool], process: subprocess.Popen[str], seconds: float) -> None:
+    """Waits for it, as long as the process runs."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        time.sleep(0.05)
 
 
 def saved(folder: Path) -> list[int]:
@@ -79,10 +82,7 @@ def test_torchrun_is_tried_again_and_stops_when_told(tmp_path: Path) -> None:
         'echo x >> tries; [ "$(wc -l < tries)" -eq 1 ] && exit 1; echo "$$" > pid; exec sleep 600',
     )
     process = start([str(LAUNCH / "torchrun.sh")], tmp_path, HOST="nowhere", TRIES="2")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text() != "", process, 60)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "try 1 of 2" in printed
@@ -116,22 +116,17 @@ def slurm(folder: Path, steps: int) -> subprocess.Popen[str]:
 @pytest.mark.full
 def test_slurm_runs_two_nodes_and_goes_on_after_its_time_limit(tmp_path: Path) -> None:
     first = slurm(tmp_path, 100_000)
-    deadline = time.monotonic() + 240
-    while len(saved(tmp_path)) < 2:
-        assert time.monotonic() < deadline
-        assert first.poll() is None, first.communicate()[0][-4000:]
-        time.sleep(0.05)
+    until(lambda: len(saved(tmp_path)) >= 2, first, 240)
     first.send_signal(signal.SIGUSR1)
-    while "requeue 7" not in (tmp_path / "asked").read_text():
-        assert time.monotonic() < deadline
-        assert first.poll() is None, first.communicate()[0][-4000:]
-        time.sleep(0.05)
+    until(lambda: "requeue 7" in (tmp_path / "asked").read_text(), first, 240)
     assert first.poll() is None  # it waits for SLURM to end it, which it does with its steps
     os.kill(int((tmp_path / "srun").read_text()), signal.SIGTERM)
     first.communicate(timeout=120)
     assert first.returncode != 0
     done = saved(tmp_path)[-1]
-    (printed,) = finish(slurm(tmp_path, done + 2))
+    second = slurm(tmp_path, done + 2)
+    printed, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, printed
     assert f"going on from step {done}" in printed and "2 (cpu)" in printed
     assert saved(tmp_path)[-1] == done + 2
 

@@ -34,7 +34,7 @@ MODULES = [module for module, path in SOURCES.items() if path.name != "__main__.
 def in_a_fresh_process(code: str, folder: Path) -> str:
     """Run `code` in its own interpreter; in a folder away from the checkout, only what is installed can be imported."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -89,9 +89,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
     for name in ("compile_muon", "passes", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for folder, build in ((source, "build_sdist"), (target / f"compile_muon-{VERSION}", "build_wheel")):
-        code = f"import setuptools.build_meta as backend; backend.{build}({str(target)!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
+        in_a_fresh_process(f"import setuptools.build_meta as backend; backend.{build}({str(target)!r})", folder)
         if build == "build_sdist":
             with tarfile.open(target / f"compile_muon-{VERSION}.tar.gz") as sdist:
                 sdist.extractall(target, filter="data")
@@ -163,12 +161,9 @@ def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.
     folder = "compile_muon/config/machines"
     machines = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.json")}
     assert machines and machines <= set(names)
-    sources = {
-        f"{package.replace('.', '/')}/{path.relative_to(folder)}"
-        for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items()
-        for path in folder.rglob("*.py")
-    }
-    assert sources == {name for name in names if name.endswith(".py")}  # a new subpackage must be listed in pyproject
+    sources = {str(path.relative_to(ROOT)).removeprefix("compile_muon/") for path in SOURCES.values()}
+    # a new subpackage must be listed in pyproject
+    assert sources == {name.removeprefix("compile_muon/") for name in names if name.endswith(".py")}
 
 
 def test_the_wheel_declares_the_backend_and_the_license(wheel: zipfile.ZipFile) -> None:
@@ -203,21 +198,18 @@ def imported_names(path: Path, module: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def forbidden_imports(path: Path, module: str, allowed: tuple[str, ...]) -> list[str]:
-    return [
-        name
-        for name in imported_names(path, module)
-        if name.partition(".")[0] in ("compile_muon", "passes", "kernels")
-        and not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)
-    ]
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_lower_layers_never_import_upper_ones(layer: str) -> None:
     allowed = tuple(LAYERS)[: 1 + (layer == "compile_muon.passes")]
     of_layer = {module: path for module, path in SOURCES.items() if f"{module}.".startswith(f"{layer}.")}
     assert of_layer
-    assert not {m: names for m, path in of_layer.items() if (names := forbidden_imports(path, m, allowed))}
+    assert not [
+        (module, name)
+        for module, path in of_layer.items()
+        for name in imported_names(path, module)
+        if name.partition(".")[0] in ("compile_muon", "passes", "kernels")
+        and not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)
+    ]
 
 
 def private_reaches(sources: Mapping[str, str]) -> list[str]:
@@ -251,14 +243,8 @@ def private_reaches(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-def texts(*names: str) -> dict[str, str]:
-    """Of all files below folders."""
-    paths = [path for name in names for path in sorted((ROOT / name).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-
-
 def test_no_module_names_what_another_keeps_to_itself() -> None:
-    assert not private_reaches(texts("compile_muon", "passes", "kernels"))
+    assert not private_reaches({module: path.read_text() for module, path in SOURCES.items()})
 
 
 #: what loops over extensions and names none, beside all of engine/
@@ -304,20 +290,14 @@ def folder_of(name: str) -> str | None:
     return ".".join(max(found, key=len).split(".")[:2]) if found else None
 
 
-def folders() -> dict[str, set[str]]:
-    """Folder -> the folders that it imports from, in functions as well."""
-    graph: dict[str, set[str]] = {}
+def test_folders_import_one_way() -> None:
+    """The planner is above: nothing but the command line imports it. What ranks know of each other is below."""
+    graph: dict[str, set[str]] = {}  # folder -> the folders that it imports from, in functions as well
     for module, path in SOURCES.items():
         own = folder_of(module)
         if own is not None and path.name != "__main__.py":
             found = {folder_of(name) for name in imported_names(path, module)} - {own, None}
             graph.setdefault(own, set()).update(found)
-    return graph
-
-
-def test_folders_import_one_way() -> None:
-    """The planner is above: nothing but the command line imports it. What ranks know of each other is below."""
-    graph = folders()
     assert graph["compile_muon.agreement"] <= {"compile_muon.errors", "compile_muon.passes"}
     assert {"compile_muon.planning", "compile_muon.engine", "compile_muon.passes"} <= graph.keys()
     assert [name for name, targets in graph.items() if "compile_muon.planning" in targets] == []
@@ -341,11 +321,7 @@ def test_files_import_no_circle() -> None:
 def test_the_map_of_folders_is_whole() -> None:
     """CONTRIBUTING.md has a line for each folder of the package, and none for one that is gone."""
     said = set(re.findall(r"^((?:kernels|passes|compile_muon)/\S*)  ", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
-    there = {
-        f"{path.parent.relative_to(ROOT)}/"
-        for top in ("kernels", "passes", "compile_muon")
-        for path in (ROOT / top).rglob("__init__.py")
-    }
+    there = {f"{path.parent.relative_to(ROOT)}/" for path in SOURCES.values() if path.name == "__init__.py"}
     assert said == there
 
 

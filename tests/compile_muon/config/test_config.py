@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
-from support.drawn import FIELDS, keywords, range_of
+from support.drawn import FIELDS, adamw, keywords, nested, params, range_of
 
 from compile_muon import errors
 from compile_muon.config import (
@@ -53,20 +53,6 @@ def refused(call, field, *words):
     with pytest.raises(ConfigError) as caught:
         call()
     check(caught.value, field, *words)
-
-
-def params(**kwargs):
-    return {"optimizer": {"type": "Muon", "params": kwargs}}
-
-
-def adamw(**kwargs):
-    return {"optimizer": {"type": "AdamW", "params": kwargs}}
-
-
-def nested(path, value):
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -201,11 +187,8 @@ def leaves(config, prefix=""):
 
 def as_key(name, value):
     """A keyword in a config: rates each by itself, groups beside the parameters."""
-    return (
-        {"optimizer": {"params": value} if name == "rates" else {"groups": value}}
-        if name in ("rates", "groups")
-        else (params(**{name: value}))
-    )
+    apart = {"rates": nested("optimizer.params", value), "groups": nested("optimizer.groups", value)}
+    return apart.get(name, params(**{name: value}))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.params.lr = ")
@@ -296,35 +279,6 @@ def test_the_whole_vocabulary_from_a_file_a_dict_and_a_config(tmp_path):
     assert load_config(config) is config
 
 
-@pytest.mark.parametrize(
-    ("given", "muon", "adamw"),
-    [
-        ({}, 0.02, 3e-4),
-        ({"lr": 0.5}, 0.5, 0.5),
-        ({"lr": 0.5, "muon_lr": 0.1}, 0.1, 0.5),
-        ({"lr": 0.5, "adam_lr": 0.1}, 0.5, 0.1),
-        ({"adamw_lr": 0.1, "lr": 0.5}, 0.5, 0.1),
-        ({"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2}, 0.1, 0.2),
-    ],
-)
-def test_lr_rule(given, muon, adamw):
-    config = load_config(params(**given))
-    assert (config.muon.lr, config.adamw.lr) == (muon, adamw)
-
-
-@pytest.mark.parametrize(
-    ("given", "muon", "adamw"),
-    [
-        ({"weight_decay": 0.5}, 0.5, 0.5),
-        ({"weight_decay": 0.5, "adamw_weight_decay": 0}, 0.5, 0.0),
-        ({"adamw_weight_decay": 0.3}, 0.1, 0.3),
-    ],
-)
-def test_weight_decay_rule(given, muon, adamw):
-    config = load_config(params(**given))
-    assert (config.muon.weight_decay, config.adamw.weight_decay) == (muon, adamw)
-
-
 BF16 = {"bf16": {"enabled": True}}
 CPU_PARAM = {"stage": 3, "offload_param": "cpu"}
 
@@ -349,6 +303,17 @@ CPU_PARAM = {"stage": 3, "offload_param": "cpu"}
             Config(adamw=AdamWConfig(betas=(0.9, 0.9)), zero=ZeroConfig(3, param_dtype=torch.bfloat16)),
         ),  # the same thing twice
         ({"mesh": {"replicate": 2}}, Config(mesh=MeshConfig(2, -1))),
+        # rates of both halves, and decays
+        (params(), Config(MuonConfig(0.02), AdamWConfig(3e-4))),
+        (params(lr=0.5), Config(MuonConfig(0.5), AdamWConfig(0.5))),
+        (params(lr=0.5, muon_lr=0.1), Config(MuonConfig(0.1), AdamWConfig(0.5))),
+        (params(lr=0.5, adam_lr=0.1), Config(MuonConfig(0.5), AdamWConfig(0.1))),
+        (params(adamw_lr=0.1, lr=0.5), Config(MuonConfig(0.5), AdamWConfig(0.1))),
+        (params(lr=0.5, muon_lr=0.1, adam_lr=0.2), Config(MuonConfig(0.1), AdamWConfig(0.2))),
+        (params(weight_decay=0.5), Config(MuonConfig(weight_decay=0.5), AdamWConfig(weight_decay=0.5))),
+        (params(weight_decay=0.5, adamw_weight_decay=0),
+         Config(MuonConfig(weight_decay=0.5), AdamWConfig(weight_decay=0.0))),
+        (params(adamw_weight_decay=0.3), Config(MuonConfig(weight_decay=0.1), AdamWConfig(weight_decay=0.3))),
     ],
 )  # fmt: skip
 def test_a_config_is_what_it_says(source, expected):
@@ -556,10 +521,8 @@ def test_every_option_of_torch_compile_is_a_key_and_reaches_the_frame():
         assert read_options(nothing) == FrameOptions()
     chosen = {"codegen": "eager", "dump": "graphs", "nvtx": True, "bucket_mb": 0.5}
     chosen |= {"cuda_graphs": True, "reshard_after_forward": False}
-    assert CompileConfig(enabled=True, fullgraph=True, dynamic=False, **chosen).options() == {
-        **chosen,
-        "dump": Path("graphs"),
-    }
+    written = CompileConfig(enabled=True, fullgraph=True, dynamic=False, **chosen).options()
+    assert written == chosen | {"dump": Path("graphs")}
     assert read_options(chosen) == FrameOptions(
         codegen="eager", dump=Path("graphs"), nvtx=True, bucket_bytes=2**19, cuda_graphs=True,
         reshard_after_forward=False,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.drawn import range_of
+from support.drawn import adamw, params, range_of
 
 from compile_muon.checkpoint.values import Values
 from compile_muon.config import (
@@ -208,17 +208,8 @@ def test_a_run_goes_on_with_more_steps_than_were_planned():
 # ------------------------------------------------------------------------------------------- the section
 
 
-def section(kind, params=None, optimizer=None):
-    source = {"scheduler": {"type": kind, "params": params or {}}}
-    return source | ({"optimizer": optimizer} if optimizer else {})
-
-
-def muon(**params):
-    return {"type": "Muon", "params": params}
-
-
-def adamw(**params):
-    return {"type": "AdamW", "params": params}
+def section(kind, given=None, optimizer=None):
+    return {"scheduler": {"type": kind, "params": given or {}}} | (optimizer or {})
 
 
 FULL = {
@@ -254,38 +245,41 @@ def test_a_section_without_a_type_is_none(value):
 #: kind, its rate, optimizer, and the rates of Muon and AdamW that come of it; without a rate DeepSpeed's default counts
 RATES = [
     ("WarmupLR", None, None, 0.02, 3e-4),
-    ("WarmupLR", None, muon(lr=0.1), 0.1, 0.1),
-    ("WarmupLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5),
-    ("WarmupLR", [0.5, 0.25], muon(lr=0.1), 0.5, 0.25),
-    ("WarmupLR", [0.5, 0.25], muon(muon_lr=0.1, adam_lr=0.2), 0.5, 0.25),
+    ("WarmupLR", None, params(lr=0.1), 0.1, 0.1),
+    ("WarmupLR", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("WarmupLR", 0.5, params(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5),
+    ("WarmupLR", [0.5, 0.25], params(lr=0.1), 0.5, 0.25),
+    ("WarmupLR", [0.5, 0.25], params(muon_lr=0.1, adam_lr=0.2), 0.5, 0.25),
     ("WarmupLR", None, adamw(lr=0.1), 0.02, 0.1),
     ("WarmupLR", 0.5, adamw(lr=0.1), 0.02, 0.5),
     ("WarmupLR", [0.5], adamw(lr=0.1), 0.02, 0.5),
     ("WarmupDecayLR", None, None, 0.001, 0.001),
     ("WarmupDecayLR", None, adamw(lr=0.1), 0.02, 0.001),
-    ("WarmupCosineLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("OneCycle", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("OneCycle", 0.5, muon(lr=0.1), 0.5, 0.5),
-    ("LRRangeTest", 0.5, muon(lr=0.1), 0.5, 0.5),
+    ("WarmupCosineLR", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("OneCycle", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("OneCycle", 0.5, params(lr=0.1), 0.5, 0.5),
+    ("LRRangeTest", 0.5, params(lr=0.1), 0.5, 0.5),
 ]
 
 
 @pytest.mark.parametrize(("kind", "rate", "optimizer", "of_muon", "of_adamw"), RATES)
 def test_the_rates_of_a_schedule_are_those_of_the_halves(kind, rate, optimizer, of_muon, of_adamw):
     given = {} if rate is None else {SCHEDULES[kind].rate_key: rate}
-    config = load_config(section(kind, FULL[kind] | given, optimizer))
+    source = section(kind, FULL[kind] | given, optimizer)
+    config, converted = load_config(source), convert(source)
     assert (config.muon.lr, config.adamw.lr) == (of_muon, of_adamw)
     assert config.scheduler == SCHEDULES[kind](**FULL[kind])
+    assert load_config(json.loads(json.dumps(converted))) == config
+    assert convert(converted) == converted
 
 
 @pytest.mark.parametrize(
     ("kind", "rate", "optimizer", "own"),
     [
-        ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
-        ("WarmupLR", 0.02, muon(muon_lr=0.02), [0.02, 3e-4]),
-        ("WarmupDecayLR", 0.001, muon(adam_lr=0.2), [0.02, 0.2]),
-        ("LRRangeTest", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+        ("WarmupLR", 0.5, params(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+        ("WarmupLR", 0.02, params(muon_lr=0.02), [0.02, 3e-4]),
+        ("WarmupDecayLR", 0.001, params(adam_lr=0.2), [0.02, 0.2]),
+        ("LRRangeTest", 0.5, params(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
     ],
 )
 def test_one_rate_for_halves_that_have_two_is_an_error(kind, rate, optimizer, own):
@@ -346,15 +340,6 @@ def test_momenta_of_a_cycle_without_momentum_have_no_effect():
 # ---------------------------------------------------------------------------------------------- convert
 
 
-@pytest.mark.parametrize(("kind", "rate", "optimizer"), [row[:3] for row in RATES])
-def test_converted_is_the_same_config(kind, rate, optimizer):
-    given = {} if rate is None else {SCHEDULES[kind].rate_key: rate}
-    source = section(kind, FULL[kind] | given, optimizer)
-    converted = convert(source)
-    assert load_config(json.loads(json.dumps(converted))) == load_config(source)
-    assert convert(converted) == converted
-
-
 @settings(max_examples=30, derandomize=True)
 @given(schedules())
 def test_a_config_of_python_is_written(schedule):
@@ -363,6 +348,6 @@ def test_a_config_of_python_is_written(schedule):
 
 
 def test_a_rate_is_written_once():
-    params = {"warmup_max_lr": [0.5, 0.25], "total_num_steps": 9}
-    assert convert(section("WarmupDecayLR", params, muon(lr=0.1))) == section("WarmupDecayLR", params)
+    given = {"warmup_max_lr": [0.5, 0.25], "total_num_steps": 9}
+    assert convert(section("WarmupDecayLR", given, params(lr=0.1))) == section("WarmupDecayLR", given)
     assert convert(section("WarmupLR", {"warmup_max_lr": 0.5}, adamw(lr=0.1))) == section("WarmupLR", {}, adamw(lr=0.5))

@@ -7,40 +7,32 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import tiny_gpt
 import torch
 import torch.distributed as dist
+from tiny_gpt import GPT, OPTIONS, SLOW, TOKENS, configured
+from tiny_gpt import one_layer as ONE
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon import MuonZero
-from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.config import FrameOptions
 from compile_muon.engine import frame
 from compile_muon.engine import step as engine_step
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import LOWERING_PASSES, GraphKind
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.costs import Link
 from compile_muon.passes.lowering import buckets
 from compile_muon.passes.lowering.schedule import SCHEDULE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
-from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move
 
-#: as few as have collectives of one under way while another is computed
-LAYERS, WORLD = 2, 4
-GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
-ONE = tiny_gpt.one_layer
-TOKENS = torch.arange(16).reshape(2, 8)
-
-#: where sending takes about as long as computing
-SLOW = replace(load_machine("cpu"), cores=0, host_seconds={}, links=(Link(None, 1e9, 1e-6),))
+WORLD = 4
 
 
 def step(
@@ -48,22 +40,13 @@ def step(
     *,
     world: int = WORLD,
     rank: int = 0,
-    options: FrameOptions | None = None,
+    options: FrameOptions = OPTIONS,
+    backend: str | None = None,
     model: Callable[[], nn.Module] = GPT,
     **settings,
 ) -> Captured:
-    settings = {"gradient_accumulation_steps": 1, "ns_method": "standard", **settings}
-    axes, backend = settings.pop("axes", None), settings.pop("backend", None)
-    return capture_step(
-        model,
-        (TOKENS,),
-        world=world,
-        rank=rank,
-        config=config_from_kwargs(stage=stage, **settings),
-        options=options or FrameOptions(codegen="eager", bucket_bytes=2**16),
-        axes=axes,
-        backend=backend,
-    )
+    config = configured(stage, **settings)
+    return capture_step(model, (TOKENS,), world=world, rank=rank, config=config, options=options, backend=backend)
 
 
 captured = functools.cache(step)
@@ -122,8 +105,7 @@ def test_bytes_are_those_that_the_optimizer_counts(monkeypatch: pytest.MonkeyPat
     torch.compiler.reset()
     with fake_group(0, WORLD):
         model = ONE()
-        settings = {"gradient_accumulation_steps": 1, "ns_method": "standard"}
-        optimizer = MuonZero(model, stage=3, **settings)
+        optimizer = MuonZero(model, stage=3, gradient_accumulation_steps=1, ns_method="standard")
         compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
         before = optimizer.traffic
         compiled(TOKENS).backward()

@@ -5,8 +5,6 @@ Buckets have pages, of which a way takes one a second.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import tiny_gpt
 import torch
@@ -71,31 +69,27 @@ def test_a_step_that_the_host_computes_is_behind_gradients_and_ahead_of_weights(
     assert waited([3.0, step, END]) == 2 + 1  # a machine that knows nothing of the host
 
 
-def test_what_a_bucket_takes_there_and_back_is_waited_for_beyond_what_is_computed_meanwhile() -> None:
-    """It leaves at 0, is there at 4, is back at 8, and is used for 1 second of 3: 8 - 3 are left."""
-    script = [3.0, *used([bucket(4)], CLOSE), END]
-    assert waited(script) == 8 - 3
-    assert waited(script, host=0.0) == 0  # device and host are the same
-    assert waited([9.0, *script[1:]]) == 0
-
-
-def test_two_ways_are_used_at_once_and_a_disk_by_one_at_a_time() -> None:
-    buckets = [bucket(2) for _ in range(10)]
-    script = [*used(buckets, CLOSE), END]
-    assert waited(script) == pytest.approx(20, abs=2)  # the first comes while the last goes
-    assert waited(script, host=0.0, disk=1.0) == 2 * 20
-    assert waited([15.0, *script], host=0.0, disk=1.0, buffers=10) == 2 * 20 - 15
-
-
-def test_of_a_file_a_bucket_goes_on_when_it_is_asked_for() -> None:
-    """One second on the disk, under compute; two to the device, and before the step ends two back and one."""
-    assert waited([5.0, *used([bucket(2)], CLOSE), END], host=1.0, disk=2.0) == 2 + 2 + 1
-
-
-def test_a_buffer_is_taken_until_what_was_written_in_it_is_kept() -> None:
-    script = [*used([bucket(4), bucket(4)], CLOSE), END]
-    assert waited(script, buffers=1) == 16  # in and out, one behind the other
-    assert waited(script, buffers=2) == 8
+@pytest.mark.parametrize(
+    ("before", "sizes", "options", "expected"),
+    [
+        (3.0, [4], {}, 8 - 3),  # it leaves at 0, is there at 4, is back at 8, and is used for 1 second of 3
+        (3.0, [4], {"host": 0.0}, 0),  # device and host are the same
+        (9.0, [4], {}, 0),
+        # Two ways are used at once, and a disk by one at a time.
+        (0.0, [2] * 10, {}, pytest.approx(20, abs=2)),  # the first comes while the last goes
+        (0.0, [2] * 10, {"host": 0.0, "disk": 1.0}, 2 * 20),
+        (15.0, [2] * 10, {"host": 0.0, "disk": 1.0, "buffers": 10}, 2 * 20 - 15),
+        # Of a file one second on the disk, under compute; two to the device, and before the step ends two back and one.
+        (5.0, [2], {"host": 1.0, "disk": 2.0}, 2 + 2 + 1),
+        # A buffer is taken until what was written in it is kept: in and out, one behind the other.
+        (0.0, [4, 4], {"buffers": 1}, 16),
+        (0.0, [4, 4], {"buffers": 2}, 8),
+    ],
+)
+def test_what_buckets_take_there_and_back_is_waited_for_beyond_what_is_computed(
+    before, sizes, options, expected
+) -> None:
+    assert waited([before, *used([bucket(pages) for pages in sizes], CLOSE), END], **options) == expected
 
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=8)
@@ -150,30 +144,15 @@ def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:
     assert travels == [("offload in", 0, 3), ("offload out", 3, 6), ("offload in", 6, 9)]
 
 
-class Watched:
-    """Names of the first slots of what is opened and closed in a file."""
+def watch(patch: pytest.MonkeyPatch, name: str, seen: list[tuple[str, str]]) -> None:
+    """Notes of each such call of a file the name of the bucket's first slot."""
+    call = getattr(store.FileStore, name)
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
+    def watched(file, bucket, *args, **kwargs):
+        seen.append((name, bucket.slots[0].name))
+        return call(file, bucket, *args, **kwargs)
 
-    def __enter__(self):
-        def watch(name):
-            call = getattr(store.FileStore, name)
-
-            def watched(file, bucket, *args, **kwargs):
-                self.seen.append((name, bucket.slots[0].name))
-                return call(file, bucket, *args, **kwargs)
-
-            return mock.patch.object(store.FileStore, name, watched)
-
-        self._patches = [watch(name) for name in ("open", "close")]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+    patch.setattr(store.FileStore, name, watched)
 
 
 #: masters too, with a part of the states resident
@@ -190,21 +169,23 @@ PARTLY = {"update": "step", "ratio": 0.8, "masters": True, "param_dtype": torch.
         ),
     ],
 )
-def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path) -> None:
-    tokens = torch.arange(16).reshape(2, 8)
+def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path, monkeypatch) -> None:
     settings = {**settings, "offload": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_bytes": 2**16}}
     settings["offload"] |= {name: settings.pop(name) for name in ("momentum", "masters", "ratio") if name in settings}
     model = tiny_gpt.one_layer()
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=1, **settings)
     compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     for _ in range(2):
-        with Watched() as watched:
-            compiled(tokens).backward()
+        seen: list[tuple[str, str]] = []
+        with monkeypatch.context() as patch:
+            for name in ("open", "close"):
+                watch(patch, name, seen)
+            compiled(tiny_gpt.TOKENS).backward()
             optimizer.step()
             optimizer.zero_grad()
     config = config_from_kwargs(gradient_accumulation_steps=1, **settings)
     options = FrameOptions(codegen="eager")
-    captured = capture_step(tiny_gpt.one_layer, (tokens,), world=1, config=config, options=options)
+    captured = capture_step(tiny_gpt.one_layer, (tiny_gpt.TOKENS,), world=1, config=config, options=options)
     moves = [move for played in captured.graphs for several in played.moves.values() for move in several]
-    assert [(move.value, bucket.slots[0].name) for move, bucket in moves if bucket is not None] == watched.seen
-    assert watched.seen and sum(move is COMMIT for move, _ in moves) == 1
+    assert [(move.value, bucket.slots[0].name) for move, bucket in moves if bucket is not None] == seen
+    assert seen and sum(move is COMMIT for move, _ in moves) == 1

@@ -8,9 +8,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +27,19 @@ from compile_muon.planning.report import page, price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
+H100 = load_machine("h100")
+
 
 def question(world: int = 16, memory: int | None = None, **settings: Any) -> Question:
-    machine = load_machine("h100")
-    machine = machine if memory is None else replace(machine, memory_bytes=memory)
+    machine = H100 if memory is None else replace(H100, memory_bytes=memory)
     config = planned_for(config_from_kwargs(**{"stage": 1, **settings}), machine, "h100")
     batch = Batch(16, 8)
     return Question(load_subject("tiny_gpt:one_layer", batch), batch, config, plans.FrameOptions(), machine, [world])
 
 
-def write_config(path: Path) -> Path:
-    path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}}))
+def write_config(path: Path, **more: Any) -> Path:
+    path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}, **more}))
     return path
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "config.json")
 
 
 def arguments(file: Path, **changes: str) -> list[str]:
@@ -58,26 +52,26 @@ def arguments(file: Path, **changes: str) -> list[str]:
 
 
 def test_candidates_are_every_stage_on_one_axis_and_with_replicas_in_nodes() -> None:
-    found = candidates(config_from_kwargs(stage=2), 16, load_machine("h100"))
+    found = candidates(config_from_kwargs(stage=2), 16, H100)
     assert [(c.stage, dict(c.axes)) for c in found if c.stage in (0, 3)] == [
         (0, {"shard": 16}),
         (3, {"shard": 16}),
         (3, {"replicate": 2, "shard": 8}),
     ]
     assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(2, {"shard": 16})]
-    assert len(candidates(config_from_kwargs(), 8, load_machine("h100"))) == 4
+    assert len(candidates(config_from_kwargs(), 8, H100)) == 4
     config = replace(config_from_kwargs(stage=3), mesh=MeshConfig(replicate=4))
-    (asked,) = [c for c in candidates(config, 16, load_machine("h100")) if c.asked]
+    (asked,) = [c for c in candidates(config, 16, H100) if c.asked]
     assert (asked.stage, dict(asked.axes)) == (3, {"replicate": 4, "shard": 4})
-    larger = [dict(c.axes) for c in candidates(config_from_kwargs(stage=2), 512, load_machine("h100")) if c.stage == 3]
+    larger = [dict(c.axes) for c in candidates(config_from_kwargs(stage=2), 512, H100) if c.stage == 3]
     assert larger == [{"shard": 512}, {"replicate": 64, "shard": 8}, {"replicate": 8, "shard": 64}]
 
 
 def test_a_plan_for_gpus_has_their_dtypes() -> None:
     config = config_from_kwargs(ns_backend="aten")
-    assert planned_for(config, load_machine("h100"), "h100").muon.ns.dtype == "float16"
+    assert planned_for(config, H100, "h100").muon.ns.dtype == "float16"
     assert planned_for(config, load_machine("cpu"), "cpu").muon.ns.dtype == "auto"
-    assert planned_for(config, load_machine("h100"), "h100").machine == "h100"
+    assert planned_for(config, H100, "h100").machine == "h100"
 
 
 @pytest.mark.full
@@ -284,16 +278,20 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
         ({"price": "24"}, "--price = 24", "no whole number of micro-batches of 16 tokens"),
         ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
         ({"config": "/no/such.json"}, "config", "/no/such.json"),
+        ({"mesh": {"replicate": 3, "shard": 2}}, "mesh", "does not make up 2 ranks"),
+        ({"mesh": {"tensor": 2}}, "mesh", "a plan has the whole model on every rank"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_a_remedy(
-    changes: dict[str, str],
+    changes: dict[str, Any],
     field: str,
     problem: str,
-    config_file: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(arguments(config_file, **changes)) == 2
+    given = {name: value for name, value in changes.items() if name != "mesh"}
+    config_file = write_config(tmp_path / "config.json", **{name: changes[name] for name in changes.keys() - given})
+    assert cli.main(arguments(config_file, **given)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert field in printed.err
@@ -301,21 +299,6 @@ def test_what_is_wrong_is_one_line_with_a_remedy(
     # From 2.15 on PyTorch logs what a fake tensor fails at to the standard error of the moment, which is captured.
     ours = [line for line in printed.err.strip().splitlines() if " torch/_" not in line]
     assert len(ours) == 1 and "Traceback" not in ours[0]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("mesh", {"replicate": 3, "shard": 2}, "does not make up 2 ranks"),
-        ("mesh", {"tensor": 2}, "a plan has the whole model on every rank"),
-    ],
-)
-def test_a_config_that_fits_no_world(
-    key: str, value: Any, problem: str, config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config_file.write_text(json.dumps({"optimizer": {"type": "Muon"}, key: value}))
-    assert cli.main(arguments(config_file)) == 2
-    assert problem in capsys.readouterr().err
 
 
 def write_llama(folder: Path, **more: int) -> None:
@@ -343,7 +326,7 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
 
 def test_candidates_with_and_without_shared_sequences() -> None:
     config = replace(config_from_kwargs(stage=3), sequence_parallel=SequenceParallelConfig(4, ("blocks",)))
-    found = candidates(config, 16, load_machine("h100"))
+    found = candidates(config, 16, H100)
     assert [dict(c.axes) for c in found if c.stage == 3] == [
         {"shard": 16},
         {"replicate": 2, "shard": 8},
@@ -356,28 +339,15 @@ def test_candidates_with_and_without_shared_sequences() -> None:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Question:
-    """Of four ranks with a sequence each, of whose memory logits take more than weights."""
-    folder, batch = tmp_path_factory.mktemp("llama"), Batch(256, 256)
-    write_llama(folder, max_position_embeddings=256, vocab_size=512)
-    return replace(question(world=4, stage=3), subject=load_subject(str(folder), batch), batch=batch)
-
-
-@pytest.fixture(scope="module")
-def traced_llama(llama: Question) -> Callable[[int], Trace]:
-    """By how many ranks share a sequence, once for all tests."""
-    return cache(lambda sharing: trace_step(llama.subject.build, llama.subject.batch, llama.config, sharing=sharing))
-
-
 @pytest.mark.full
-def test_where_nothing_fits_sequences_may_be_shared(
-    llama: Question, traced_llama: Callable[[int], Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plans, "trace_step", lambda *given, sharing: traced_llama(sharing))
+def test_where_nothing_fits_sequences_may_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By four ranks with a sequence each, of whose memory logits take more than weights."""
+    write_llama(tmp_path, max_position_embeddings=256, vocab_size=512)
+    batch = Batch(256, 256)
     monkeypatch.setattr(plans, "candidates", lambda *given: [c for c in candidates(*given) if c.asked])
     # At stage 3, which needs least, 2.7 MB are needed, 1.5 where two ranks share a sequence.
-    (world,) = make_plan(replace(llama, machine=replace(llama.machine, memory_bytes=2_100_000))).worlds
+    asked = question(world=4, memory=2_100_000, stage=3)
+    (world,) = make_plan(replace(asked, subject=load_subject(str(tmp_path), batch), batch=batch)).worlds
     assert world.choice is None and "fit with sequence_parallel.size 2 at stage 3" in world.why
 
 
@@ -408,27 +378,23 @@ STATES = {
 }  # fmt: skip
 
 
-def on_a_gpu(**more: float) -> plans.Machine:
-    return replace(load_machine("h100"), **more)
-
-
 @pytest.mark.parametrize(("share", "momentum", "moved_out", "left"), [(0.5, True, 15, 4), (1.0, False, 20, 2)])
 def test_offload_takes_state_away_but_for_buckets_as_large_as_one_momentum(
     share: float, momentum: bool, moved_out: int, left: int
 ) -> None:
     offload = plans.OffloadConfig(ratio=share, momentum=momentum, buffer_count=2, buffer_bytes=GB)
     before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB})
-    found = plans.with_offload(before, offload, STATES, on_a_gpu())
+    found = plans.with_offload(before, offload, STATES, H100)
     assert found.peak_bytes == (120 - moved_out + left) * GB
     assert found.memory == {"optimizer": (35 - moved_out) * GB, "offload buffers": left * GB}
     assert found.fits == (120 - moved_out + left <= 100)
-    assert plans.with_offload(before, None, {}, on_a_gpu()) is before
+    assert plans.with_offload(before, None, {}, H100) is before
 
 
 def test_masters_away_leave_what_graphs_read() -> None:
     offload = plans.OffloadConfig(ratio=0.5, masters=True, buffer_count=2, buffer_bytes=GB)
     before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB, "parameters": 40 * GB})
-    found = plans.with_offload(before, offload, STATES, on_a_gpu())
+    found = plans.with_offload(before, offload, STATES, H100)
     assert found.offloaded_bytes == 23 * GB and found.peak_bytes == (120 - 23 + 4 + 10) * GB
     assert found.memory == {"optimizer": 20 * GB, "parameters": 36 * GB, "offload buffers": 10 * GB}
 
@@ -440,7 +406,7 @@ def test_the_smallest_offload_that_fits_is_named() -> None:
         asked.append((offload.device, offload.ratio))
         return Timeline(5.2, 5.2, {}, (), Traffic(), Held(), {})
 
-    given = STATES, on_a_gpu(), offloaded
+    given = STATES, H100, offloaded
     said = plans._remedy(figures(2, 4000, 105), *given)
     assert said == "fits with offload cpu, ratio 0.5: 98.0 GiB, 30% slower"
     assert asked == [("cpu", 0.5)]
@@ -458,7 +424,7 @@ def one_trace() -> Trace:
 def played(trace: Trace, machine: dict[str, float], **offload: Any) -> Figures:
     """Stage 1 on two ranks."""
     asked = question(world=2, offload={"buffer_bytes": 2**13, "buffer_count": 2, **offload})
-    asked = replace(asked, machine=on_a_gpu(host_bandwidth=1e8, **machine))
+    asked = replace(asked, machine=replace(H100, host_bandwidth=1e8, **machine))
     return plans._simulated(trace, asked, Candidate(1, {"shard": 2}, True), 2)[0]
 
 

@@ -5,6 +5,7 @@ Negating n float32 takes n seconds there, gathering n from each of two ranks n s
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,7 @@ ROUND = Machine(
 )
 INNER, OUTER = Axis("shard", 2, 0, "inner"), Axis("replicate", 2, 0, "outer")
 GROUPS = {INNER: [0, 1], OUTER: [0, 2]}
+BOTH = {0: GROUPS, 1: GROUPS}
 
 
 class Drawing:
@@ -50,38 +52,33 @@ class Drawing:
         node.meta["val"] = torch.zeros(shape)
         return node
 
-    def call(self, target, *args, work=None):
+    def node(self, target, args, value, work=None):
         node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*map_arg(args, lambda node: node.meta["val"]))
+        node.meta["val"] = value
         if work is not None:
             note_work(node, work)
         return node
+
+    def call(self, target, *args, work=None):
+        return self.node(target, args, target(*map_arg(args, lambda node: node.meta["val"])), work)
 
     def neg(self, x):
         return self.call(_aten.neg.default, x)
 
     def gather(self, x, axis=INNER, work=None):
-        node = self.graph.call_function(_c10d.all_gather_into_tensor.default, (x, 2, axis.group))
-        node.meta["val"] = torch.zeros(2 * x.meta["val"].numel())
-        if work is not None:
-            note_work(node, work)
-        return node
+        target = _c10d.all_gather_into_tensor.default
+        return self.node(target, (x, 2, axis.group), torch.zeros(2 * x.meta["val"].numel()), work)
 
     def wait(self, gathered, work=None):
-        node = self.graph.call_function(_c10d.wait_tensor.default, (gathered,))
-        node.meta["val"] = gathered.meta["val"]
-        if work is not None:
-            note_work(node, work)
-        return node
+        return self.node(_c10d.wait_tensor.default, (gathered,), gathered.meta["val"], work)
 
     def done(self, *outputs):
         self.graph.output(outputs)
         return GraphModule(torch.nn.Module(), self.graph)
 
 
-def play(*graphs, machine=ROUND, groups=None, **options):
+def play(*graphs, machine=ROUND, groups=GROUPS, **options):
     played = [gm if isinstance(gm, Played) else Played(gm, GraphKind.INFERENCE) for gm in graphs]
-    groups = GROUPS if groups is None else groups
     return simulate(played, machine, groups=groups, ranks=4, **({"codegen": "eager"} | options))
 
 
@@ -93,13 +90,8 @@ def gather_and_compute(computed: int, *, wait_first: bool = False):
     draw, work = Drawing(), Work(Category.GATHER, 0)
     x, y = draw.input(4), draw.input(computed)
     gathered = draw.gather(x, work=work)
-    if wait_first:
-        waited = draw.wait(gathered, work)
-        other = draw.neg(y)
-    else:
-        other = draw.neg(y)
-        waited = draw.wait(gathered, work)
-    return draw.done(other, waited)
+    waited = draw.wait(gathered, work) if wait_first else None
+    return draw.done(draw.neg(y), waited or draw.wait(gathered, work))
 
 
 @pytest.mark.parametrize(
@@ -178,21 +170,23 @@ def test_a_wait_lasts_until_late_ranks_are_there(late, computed, wait_first, sec
     assert [event.end for event in found.events if event.category == "gather"] == [4], "the link is as free as it was"
 
 
-def turns(*computed: int, axis: Axis = INNER):
+def turns(*computed: int, buckets=()):
     """As many seconds of a kernel, and a second's gather behind each that is waited for at once."""
     draw, waited = Drawing(), []
-    for each in computed:
+    for each, bucket in itertools.zip_longest(computed, buckets):
         draw.neg(draw.input(each))
-        waited.append(draw.wait(draw.gather(draw.input(1), axis)))
+        work = None if bucket is None else Work(Category.EXCHANGE, bucket)
+        waited.append(draw.wait(draw.gather(draw.input(1), work=work)))
     return draw.done(*waited)
 
 
-def together(graphs, *, groups=None):
+def together(graphs, groups=BOTH, **options):
+    """The timeline of each graph, by the rank that its groups are given for."""
     plays = {
-        rank: lambda others, rank=rank, gm=gm: play(gm, groups=groups[rank] if groups else None, others=others)
-        for rank, gm in enumerate(graphs)
+        rank: lambda others, gm=gm, own=own: play(gm, groups=own, others=others)
+        for gm, (rank, own) in zip(graphs, groups.items(), strict=True)
     }
-    return simulate_together(plays)
+    return simulate_together(plays, **options)
 
 
 @pytest.mark.parametrize(
@@ -218,24 +212,10 @@ def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds)
 
 def test_ranks_may_stand_for_others_of_their_groups() -> None:
     """One of ranks 0 to 3 and one of 4 to 7, of which the second owns nothing of a first bucket."""
-    groups = [{INNER: [0, 1, 2, 3]}, {INNER: [4, 5, 6, 7]}]
-
-    def of_buckets(*computed: tuple[int, int]):
-        draw, waited = Drawing(), []
-        for bucket, seconds in computed:
-            draw.neg(draw.input(seconds))
-            gather = draw.gather(draw.input(1))
-            note_work(gather, Work(Category.EXCHANGE, bucket))
-            waited.append(draw.wait(gather))
-        return draw.done(*waited)
-
-    graphs = [of_buckets((0, 1), (1, 6)), of_buckets((1, 2))]
-    plays = {
-        4 * rank: lambda others, gm=gm, groups=found: play(gm, groups=groups, others=others)
-        for rank, (gm, found) in enumerate(zip(graphs, groups, strict=True))
-    }
-    assert [each.seconds for each in simulate_together(plays).values()] == [9, 3]
-    assert [each.seconds for each in simulate_together(plays, kind=len).values()] == [9, 9]
+    graphs = [turns(1, 6, buckets=(0, 1)), turns(2, buckets=(1,))]
+    groups = {0: {INNER: [0, 1, 2, 3]}, 4: {INNER: [4, 5, 6, 7]}}
+    assert [each.seconds for each in together(graphs, groups).values()] == [9, 3]
+    assert [each.seconds for each in together(graphs, groups, kind=len).values()] == [9, 9]
 
 
 def test_ranks_that_issue_different_collectives_are_not_played_together() -> None:
@@ -319,18 +299,17 @@ def test_attention_goes_by_its_heads_and_where_it_is_known_by_its_sequence() -> 
         assert kernel_seconds(kernel, machine) == pytest.approx(operations(node) / (2 if causal else 1))
 
 
-def newton_schulz(shape, method, dtype="float32", backend="auto"):
+def newton_schulz(draw, shapes, method, dtype, backend, restarts):
+    values = [draw.input(*shape) for shape in shapes]
+    arguments = (values, [2.0, -1.5, 0.5] * 3, method, dtype, 1e-7, 1.0, restarts, backend, 2**30, [])
+    return draw.node(torch.ops.muon_zero.newton_schulz.default, arguments, [value.meta["val"] for value in values])
+
+
+def call_of(shape, method, dtype="float32", backend="auto") -> list:
     draw = Drawing()
-    coefficients = [2.0, -1.5, 0.5] * 3
-    arguments = ([draw.input(*shape)], coefficients, method, dtype, 1e-7, 1.0, [1], backend, 2**30, [])
-    node = draw.graph.call_function(torch.ops.muon_zero.newton_schulz.default, arguments)
-    node.meta["val"] = [torch.zeros(shape)]
-    return draw.done(node)
-
-
-def call_of(*given) -> list:
-    target = torch.ops.muon_zero.newton_schulz.default
-    return list(newton_schulz(*given).graph.find_nodes(op="call_function", target=target))
+    node = newton_schulz(draw, [shape], method, dtype, backend, [1])
+    draw.done(node)
+    return [node]
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -457,12 +436,8 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
     """As many as the kernels launch: three a step, the last of them once a tensor; beside NCCL they take longer."""
     h100 = load_machine("h100")
     draw = Drawing()
-    values = [draw.input(256, 512), draw.input(512, 1024)]
-    node = draw.graph.call_function(
-        torch.ops.muon_zero.newton_schulz.default,
-        (values, [2.0, -1.5, 0.5] * 3, "standard", "bfloat16", 1e-7, 1.0, [], "triton", 2**30, []),
-    )
-    node.meta["val"] = [value.meta["val"] for value in values]
+    shapes = ((256, 512), (512, 1024))
+    node = newton_schulz(draw, shapes, "standard", "bfloat16", "triton", [])
     listed = Call(node, h100).listed
     assert [launch.part for launch in listed] == ["XXᵀ", "bR + cR², and aI", "FX, or QX"] * 2 + [
         "XXᵀ", "bR + cR², and aI", "the last X", "the last X",
@@ -472,7 +447,6 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
     assert seconds > sum(each.seconds(h100.tiles, h100.processors) for each in listed)
     node.args = (*node.args[:-1], [draw.input(256), draw.input(512)])
     assert Call(node, h100).launched() == len(listed) + 4
-    shapes = ((256, 512), (512, 1024))
     read = sum(h100.move_seconds(4 * rows * cols) - h100.move_seconds(4 * rows) for rows, cols in shapes)
     assert kernel_seconds([node], h100) == pytest.approx(seconds - read)
     assert Call(node, h100).slower() > 1.05

@@ -1,12 +1,27 @@
-"""What the tests of the planner plan: models by name. As a plan's MODEL: ``tiny_gpt:GPT``."""
+"""What the tests of the planner plan, and on what: models by name. As a plan's MODEL: ``tiny_gpt:GPT``."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compile_muon.config import Config, FrameOptions, config_from_kwargs
+from compile_muon.passes.costs import Link
+from compile_muon.planning.machine import load_machine
+
 WIDTH = 48
+TOKENS = torch.arange(16).reshape(2, 8)
+#: where sending takes about as long as computing
+SLOW = replace(load_machine("cpu"), cores=0, host_seconds={}, links=(Link(None, 1e9, 1e-6),))
+OPTIONS = FrameOptions(codegen="eager", bucket_bytes=2**16)
+
+
+def configured(stage: int, **settings: Any) -> Config:
+    return config_from_kwargs(**{"stage": stage, "gradient_accumulation_steps": 1, "ns_method": "standard", **settings})
 
 
 class Block(nn.Module):
@@ -27,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns its loss."""
+    """Returns its loss. Two layers are as few as have collectives of one under way while another is computed."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()

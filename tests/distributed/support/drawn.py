@@ -19,7 +19,7 @@ from compile_muon import config as settings
 from compile_muon.config.checked import Checked
 from compile_muon.config.settings import ARGUMENTS
 
-__all__ = ["FIELDS", "HUGE", "Range", "keywords", "range_of"]
+__all__ = ["FIELDS", "HUGE", "Range", "adamw", "keywords", "nested", "params", "range_of"]
 
 HUGE = 10**400
 #: what few settings take
@@ -62,6 +62,21 @@ EXAMPLES: dict[str, list[Any]] = {
         {"*.q": {"heads": 2}, "*.o": {"dim": 1, "heads": 2}},
     ],
 }
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b": a config that says nothing else."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def params(**given: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "Muon", "params": given}}
+
+
+def adamw(**given: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": given}}
 
 
 @dataclasses.dataclass(frozen=True)
