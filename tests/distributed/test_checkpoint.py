@@ -298,10 +298,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     extra = {"thing": object() if failing == "value" else 1}
     step = 3 if failing == "step" else 2
     full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    broken: dict[str, tuple[Any, str]] = {
-        "tensors": (tensors._Writer, "write_data"),
-        "read back": (module, "describe_file"),
-    }
+    broken: Any = {"tensors": (tensors._Writer, "write_data"), "read back": (module, "describe_file")}
     with mock.patch.object(*broken[failing], full_disk) if failing in broken else contextlib.nullcontext():
         message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
         if message == "no error":
