@@ -89,7 +89,7 @@ def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> No
     other, plain = sharded(stage, seed=5)[0], dict(net(7).state_dict())
     given = [(other.state_dict(), values(other), assign) for assign in (False, True)]
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for placement in (Replicate(), Shard(0), Shard(1)):
+    for placement in (Replicate(), Shard(0), Shard(1)) if stage in (1, 3) else ():
         names = ("up.weight", "head.weight", "tied.weight")
         given.append((plain | {n: distribute_tensor(plain[n], mesh, [placement]) for n in names}, plain, False))
     for state, expected, assign in given:
