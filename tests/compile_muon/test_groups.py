@@ -28,7 +28,7 @@ from compile_muon.passes.methods.method import DECAY, LR
 def made(**settings: Any) -> tuple[Model, MuonZero]:
     torch.manual_seed(0)
     model = Model()
-    return model, MuonZero(model, update="step", ns_dtype="float32", **settings)
+    return model, MuonZero(model, **{"update": "step", "ns_dtype": "float32", **settings})
 
 
 def told(optimizer: MuonZero) -> dict[str, tuple[str, set[str]]]:
@@ -76,9 +76,7 @@ def test_two_momenta_and_rates_are_those_of_two_optimizers() -> None:
         ("head.weight", {"adamw_lr": 0.01, "adamw_weight_decay": 0.0}),
         ("up.weight", {}),
     ):
-        torch.manual_seed(0)
-        model = Model()
-        optimizer = MuonZero(model, update="backward", ns_dtype="float32", **settings)
+        model, optimizer = made(update="backward", **settings)
         loss_of(torch.compile(model, backend="muon_zero", options={"codegen": "eager"})).backward()
         optimizer.step()
         weights[name] = {key: param.detach().clone() for key, param in model.named_parameters()}
@@ -109,10 +107,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        (
-            {"q.weight": {"method": "normun"}},
-            r"groups\[q.weight\].method = 'normun': is not a known choice; did",
-        ),
+        ({"q.weight": {"method": "normun"}}, r"groups\[q.weight\].method = 'normun': is not a known choice; did"),
         ({"q.weight": {"method": "muon", "beta2": 0.9}}, r"groups\[q.weight\].beta2 = 0.9: is no rate of muon"),
         ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is no rate of adamw"),
         ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is no rate of any method"),
@@ -122,10 +117,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
         ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is no rate of muonh"),
         ({"q.weight": {"lr": -1.0}}, r"groups\[q.weight\].lr = -1.0: lies outside"),
         ({"q.weight": {"method": "muonbp", "period": 2.5}}, r"period = 2.5: must be an integer"),
-        (
-            {"q.weight": {"method": "soap", "basis_every": 0}},
-            r"basis_every = 0: is out of range; use an integer from 1",
-        ),
+        ({"q.weight": {"method": "soap", "basis_every": 0}}, "basis_every = 0: is out of range; use an integer from 1"),
         ({"q.weight": {"method": "dion2", "fraction": 1.5}}, r"fraction = 1.5: lies outside \(0, 1\]"),
         # AdamW takes an eps of 0, of which NorMuon makes NaN.
         ({"q.weight": {"method": "normuon", "eps": 0.0}}, r"groups\[q.weight\].eps = 0.0: lies outside \(0, inf\)"),
@@ -178,12 +170,11 @@ def test_a_setting_that_no_method_reads_is_told(settings: dict[str, Any], told: 
 
 
 def test_all_mistakes_are_in_one_message() -> None:
-    with pytest.raises(ConfigError) as caught:
-        made(groups={"q.*": {"lr": -1, "method": "lyon"}, "up*": {"betaz": 1}})
-    assert len(caught.value.errors) == 3
-    with pytest.raises(ConfigError) as caught:
-        made(groups={"q.*": {"lr": 1.0}, "*.bias": {"lr": 1.0}, "z": {}})
-    assert len(caught.value.errors) == 2
+    three: dict[str, Any] = {"q.*": {"lr": -1, "method": "lyon"}, "up*": {"betaz": 1}}
+    for groups, number in ((three, 3), ({"q.*": {"lr": 1.0}, "*.bias": {"lr": 1.0}, "z": {}}, 2)):
+        with pytest.raises(ConfigError) as caught:
+            made(groups=groups)
+        assert len(caught.value.errors) == number
 
 
 def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
@@ -203,10 +194,8 @@ def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
     model.q.requires_grad_(True)  # no word to the optimizer, as torch's that hold frozen parameters need none
     loss_of(model).backward()
     optimizer.step()
-    assert (
-        told(optimizer)["all_muon"] == ("muon", {"down.weight", "q.weight"})
-        and "q.bias" in told(optimizer)["all_adamw"][1]
-    )
+    found = told(optimizer)
+    assert found["all_muon"] == ("muon", {"down.weight", "q.weight"}) and "q.bias" in found["all_adamw"][1]
     assert optimizer.param_groups[0]["lr"] == 0.05
 
     model.up.requires_grad_(True)
@@ -266,9 +255,7 @@ SPECTRAL = MatrixMethod("spectral", "this test", (LR, *DECAY))
 def test_a_rate_called_momentum_is_the_methods_own() -> None:
     """It is no factor of Muon's, which graphs read, though both stand in the default group."""
     with known(SGD):
-        torch.manual_seed(0)
-        model = Model()
-        mine = MuonZero(model, update="step", auxiliary="sgd", adamw_lr=0.1, adamw_weight_decay=0.0)
+        model, mine = made(auxiliary="sgd", adamw_lr=0.1, adamw_weight_decay=0.0)
         held = [dict(model.named_parameters())[name] for name in ("norm.weight", "head.weight")]
         theirs = [param.detach().clone().requires_grad_() for param in held]
         sgd = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
@@ -287,24 +274,21 @@ def test_a_rate_called_momentum_is_the_methods_own() -> None:
 def test_a_schedule_cycles_what_the_groups_have_and_says_what_they_miss() -> None:
     """Without a matrix there is no momentum of Muon's, and of other methods not all have betas."""
     cycle = {"max_lr": 0.01, "total_steps": 8, "base_momentum": 0.5, "max_momentum": 0.8}
+    plain = ElementMethod("plain", "this test", (LR,), step=lambda params, *_: None)
     config = config_from_kwargs(adamw_lr=0.1)
-    with known(SGD):
-        for auxiliary, cycled in (("adamw", "betas"), ("sgd", "momentum")):
-            optimizer = MuonZero.from_config(
-                Model(), Config(config.muon, config.adamw, algorithm="adamw", auxiliary=auxiliary)
-            )
+    with known(SGD, plain):
+        for auxiliary, cycled in (("adamw", "betas"), ("sgd", "momentum"), ("plain", "")):
+            own = Config(config.muon, config.adamw, algorithm="adamw", auxiliary=auxiliary)
+            optimizer = MuonZero.from_config(Model(), own)
+            if not cycled:
+                with pytest.raises(ValueError, match="momentum"):
+                    lr_scheduler.OneCycleLR(optimizer, **cycle)
+                continue
             scheduler = lr_scheduler.OneCycleLR(optimizer, **cycle)
             optimizer.step()
             scheduler.step()
             found = {group[cycled] if cycled == "momentum" else group[cycled][0] for group in optimizer.param_groups}
             assert len(found) == 1 and 0.5 < found.pop() < 0.8
-    plain = ElementMethod("plain", "this test", (LR,), step=lambda params, *_: None)
-    with known(plain):
-        optimizer = MuonZero.from_config(
-            Model(), Config(config.muon, config.adamw, algorithm="adamw", auxiliary="plain")
-        )
-        with pytest.raises(ValueError, match="momentum"):
-            lr_scheduler.OneCycleLR(optimizer, **cycle)
 
 
 def test_soap_begins_bases_of_more_than_255_rows_in_eager_code() -> None:
@@ -321,10 +305,7 @@ def test_soap_begins_bases_of_more_than_255_rows_in_eager_code() -> None:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_a_matrix_method_without_a_momentum_orthogonalizes_gradients(offload: str | None) -> None:
     with known(SPECTRAL):
-        torch.manual_seed(0)
-        model = Model()
-        settings: dict[str, Any] = {"method": "spectral", "offload": offload, "ns_dtype": "float32"}
-        optimizer = MuonZero(model, lr=0.02, weight_decay=0.1, **settings)
+        model, optimizer = made(update="auto", method="spectral", offload=offload, lr=0.02, weight_decay=0.1)
         run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
         weight = dict(model.named_parameters())["up.weight"]
         assert "momentum_buffer" not in optimizer.state[weight] and "momentum" not in optimizer.param_groups[0]

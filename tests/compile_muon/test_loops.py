@@ -55,8 +55,11 @@ def grads(side):
 # --- loops: each takes a side, trains it, and may return what is compared too -----------------------------------------
 
 
-def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), steps=STEPS):
-    """The loop of most programs, with something between backward and step; its results are compared."""
+def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), zero=None, steps=STEPS):
+    """The loop of most programs, with something between backward and step; its results are compared.
+
+    ``loss`` has what stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``.
+    """
 
     def loop(side):
         found = []
@@ -64,7 +67,7 @@ def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run
             loss(side, i).backward()
             found.append(between(side, i))
             side.step()
-            side.zero_grad()
+            side.zero_grad() if zero is None else zero(side)
         return [each for each in found if each is not None]
 
     return loop
@@ -100,39 +103,23 @@ def clip_grad_value(side, i):
     torch.nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
 
 
-def zero_grad_between_forward_and_backward(side):
+def zero_grad_behind_forward(side, i):
     """Lightning's order."""
-    for i in range(STEPS):
-        loss = loss_of(side.run, i)
-        side.zero_grad()
-        loss.backward()
-        side.step()
+    loss = loss_of(side.run, i)
+    side.zero_grad()
+    return loss
 
 
-def never_zero_grad(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        side.step()
+def zero_in_place(side, i):
+    side.zero_grad(set_to_none=False)
+    return loss_of(side.run, i)
 
 
-def zero_in_place(side):
-    for i in range(STEPS):
-        side.zero_grad(set_to_none=False)
-        loss_of(side.run, i).backward()
-        side.step()
-
-
-def micro_batches(count):
-    """Which nobody declared."""
-
-    def loop(side):
-        for i in range(STEPS):
-            for k in range(count):
-                (loss_of(side.run, 10 * i + k) / count).backward()
-            side.step()
-            side.zero_grad()
-
-    return loop
+def micro_batches(side, i):
+    """Three, which nobody declared: the loss of the last."""
+    for k in range(2):
+        (loss_of(side.run, 10 * i + k) / 3).backward()
+    return loss_of(side.run, 10 * i + 2) / 3
 
 
 def hook_on_a_matrix(side):
@@ -140,13 +127,10 @@ def hook_on_a_matrix(side):
     usual()(side)
 
 
-def the_same_loss_twice(side):
-    for i in range(STEPS):
-        loss = loss_of(side.run, i)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        side.step()
-        side.zero_grad()
+def the_same_loss_twice(side, i):
+    loss = loss_of(side.run, i)
+    loss.backward(retain_graph=True)
+    return loss
 
 
 def validation_with_gradients_on(side, i):
@@ -165,11 +149,8 @@ def the_next_forward_before_step(side):
 
 
 def zero_grad_of_the_model(side):
-    for i in range(STEPS):
-        loss_of(side.run, i).backward()
-        side.step()
-        side.model.zero_grad()
-        assert not grads(side)
+    side.model.zero_grad()
+    assert not grads(side)
 
 
 def closure(side):
@@ -205,35 +186,32 @@ LOOPS = {
     "plain": (usual(), "all"),
     "clip_grad_norm": (usual(clip_grad_norm), "some"),
     "clip_grad_value": (usual(clip_grad_value), "none"),
-    "zero_grad_between_forward_and_backward": (zero_grad_between_forward_and_backward, "all"),
-    "never_zero_grad": (never_zero_grad, "all"),
-    "zero_in_place": (zero_in_place, "all"),
-    "micro_batches_nobody_declared": (micro_batches(3), "all"),
+    "zero_grad_between_forward_and_backward": (usual(loss=zero_grad_behind_forward, zero=lambda side: None), "all"),
+    "never_zero_grad": (usual(zero=lambda side: None), "all"),
+    "zero_in_place": (usual(loss=zero_in_place, zero=lambda side: None), "all"),
+    "micro_batches_nobody_declared": (usual(loss=micro_batches), "all"),
     "penalty_outside_the_model": (usual(loss=lambda side, i: loss_of(side.run, i) + penalty(side)), "none"),
     "penalty_after_backward": (usual(lambda side, i: penalty(side).backward()), "none"),
-    "another_momentum_after_backward": (
-        usual(lambda side, i: side.set_momentum(0.95 if i < 2 else 0.8)), "some"
-    ),
+    "another_momentum_after_backward": (usual(lambda side, i: side.set_momentum(0.95 if i < 2 else 0.8)), "some"),
     "gradient_noise": (usual(gradient_noise), "none"),
     "gradients_by_hand": (usual(gradients_by_hand), "none"),
     "reversed_through_data": (usual(reversed_through_data), "none"),
     "hook_on_a_matrix": (hook_on_a_matrix, "half"),
-    "two_forwards": (
-        usual(loss=lambda side, i: loss_of(side.run, i) + loss_of(side.run, 100 + i)), "none"
-    ),
-    "the_same_loss_twice": (the_same_loss_twice, "all"),
+    "two_forwards": (usual(loss=lambda side, i: loss_of(side.run, i) + loss_of(side.run, 100 + i)), "none"),
+    "the_same_loss_twice": (usual(loss=the_same_loss_twice), "all"),
     "two_steps_on_one_gradient": (usual(lambda side, i: side.step()), "some"),
     "validation_with_gradients_on": (usual(loss=validation_with_gradients_on), "all"),
     "the_next_forward_before_step": (the_next_forward_before_step, "all"),
-    "zero_grad_of_the_model": (zero_grad_of_the_model, "all"),
+    "zero_grad_of_the_model": (usual(zero=zero_grad_of_the_model), "all"),
     "closure": (closure, "all"),
     "freeze_and_thaw": (freeze_and_thaw, "some"),
     "anomaly_mode": (anomaly_mode, "all"),
-}  # fmt: skip
+}
 
 
 def same(ours, theirs):
-    for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+    """Two models."""
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -244,7 +222,7 @@ def check(loop, ours):
         mine, wanted = loop(ours), loop(theirs)
     for x, y in zip(mine or (), wanted or (), strict=True):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
-    same(ours, theirs)
+    same(ours.model, theirs.model)
     assert ours.optimizer.engine.ledger.balance() == 0 or loop is the_next_forward_before_step
     metrics = ours.optimizer.totals()
     assert metrics["newton_schulz_matrices"] >= metrics["newton_schulz_calls"] > 0
@@ -358,8 +336,7 @@ def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
                         torch.nn.utils.clip_grad_norm_(plain.right.parameters(), other["gradient_clipping"])
                     right.step()
                     right.zero_grad()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    same(model, plain)
     left = ours[0].totals()
     assert left["directions_used"] == left["directions_speculated"] == 2 * 8, left
 
@@ -398,7 +375,7 @@ def test_another_backend_is_right_and_told_once():
     told = [str(w.message) for w in caught if "no graph of backend='muon_zero'" in str(w.message)]
     assert len(told) == 1, told
     usual()(theirs)
-    same(ours, theirs)
+    same(ours.model, theirs.model)
 
 
 def test_metrics_are_plain_numbers():

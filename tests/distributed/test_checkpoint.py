@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -119,40 +121,33 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 # ------------------------------------------------------------------------------------- going on, bit for bit
 
 
-def save_and_go_on(folder: str, stage: int, asynchronous: bool, codegen: str | None) -> dict[str, Any]:
-    rank = world_and_rank()[1]
-    run = Run(stage, codegen=codegen)
-    random.seed(rank)
-    numpy.random.seed(rank)
-    run.train(3)
-    checkpointer = Checkpointer(folder, asynchronous=asynchronous)
-    extra = {"losses": [1.0, float("nan")], "mine": torch.arange(rank + 2), "pair": (1, {2: "two"})}
-    checkpointer.save(3, run.model, run.optimizer, **run.parts(), **extra)
+def go_on(folder: str, stopped: bool, stage: int, codegen: str | None) -> dict[str, Any]:
+    """Three steps and a checkpoint of them, or what has been ``stopped`` and begins with it; then three more."""
+    rank, checkpointer = world_and_rank()[1], Checkpointer(folder, asynchronous=stage > 0)
+    run = Run(stage, seed=5 * stopped, codegen=codegen)
+    if stopped:
+        run.train(1)
+        extra = checkpointer.load(run.model, run.optimizer, **run.parts())
+        assert extra is not None and list(extra) == ["losses", "mine", "pair"]
+        assert extra["losses"][0] == 1.0 and extra["losses"][1] != extra["losses"][1]
+        assert torch.equal(extra["mine"], torch.arange(rank + 2)) and extra["pair"] == (1, {2: "two"})
+    else:
+        random.seed(rank)
+        numpy.random.seed(rank)
+        run.train(3)
+        extra = {"losses": [1.0, float("nan")], "mine": torch.arange(rank + 2), "pair": (1, {2: "two"})}
+        checkpointer.save(3, run.model, run.optimizer, **run.parts(), **extra)
     run.train(3)  # over what a copy that is none would read
     checkpointer.wait()
     state = run.state() | {"taken": torch.tensor(run.loader.taken)}
     return {"state": state, "dice": (random.random(), numpy.random.rand(), torch.rand(3))}
 
 
-def load_and_go_on(folder: str, stage: int, asynchronous: bool, codegen: str | None) -> dict[str, Any]:
-    rank = world_and_rank()[1]
-    run = Run(stage, seed=5, codegen=codegen)
-    run.train(1)
-    extra = Checkpointer(folder).load(run.model, run.optimizer, **run.parts())
-    assert extra is not None and list(extra) == ["losses", "mine", "pair"]
-    assert extra["losses"][0] == 1.0 and extra["losses"][1] != extra["losses"][1]
-    assert torch.equal(extra["mine"], torch.arange(rank + 2)) and extra["pair"] == (1, {2: "two"})
-    run.train(3)
-    state = run.state() | {"taken": torch.tensor(run.loader.taken)}
-    return {"state": state, "dice": (random.random(), numpy.random.rand(), torch.rand(3))}
-
-
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full), pytest.param(0, marks=pytest.mark.full)])
 def test_a_run_goes_on_as_if_never_stopped(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
-    how = {"folder": str(tmp_path), "stage": stage, "asynchronous": stage > 0}
-    how["codegen"] = "eager" if stage in (0, 3) else None
-    going_on = ranks(2).run(save_and_go_on, **how)
-    for stopped, never in zip(ranks(2).run(load_and_go_on, **how), going_on, strict=True):
+    how = {"folder": str(tmp_path), "stage": stage, "codegen": "eager" if stage in (0, 3) else None}
+    both = [ranks(2).run(go_on, stopped=stopped, **how) for stopped in (False, True)]
+    for never, stopped in zip(*both, strict=True):
         assert not same(stopped["state"], never["state"])
         assert stopped["dice"][:2] == never["dice"][:2] and torch.equal(stopped["dice"][2], never["dice"][2])
 
@@ -191,10 +186,7 @@ def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], i
 
 @pytest.mark.parametrize(
     ("saved_by", "stage", "targets"),
-    [
-        (2, 3, ((3, 1), (1, 0))),
-        pytest.param(3, 1, ((2, 3), (1, 2)), marks=pytest.mark.full),
-    ],
+    [(2, 3, ((3, 1), (1, 0))), pytest.param(3, 1, ((2, 3), (1, 2)), marks=pytest.mark.full)],
 )
 def test_any_world_and_stage_loads_what_another_saved(
     ranks: Callable[[int], Ranks], tmp_path: Path, saved_by: int, stage: int, targets: tuple[tuple[int, int], ...]
@@ -249,8 +241,7 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: Callable[[int], 
 
 
 def load_unlike_steps(folder: str) -> tuple[str, bool]:
-    run = Run(2)
-    checkpointer = Checkpointer(folder)
+    run, checkpointer = Run(2), Checkpointer(f"{folder}-by-step")
     for step in (1, 2):
         run.train(1)
         checkpointer.save(step, run.model, run.optimizer)
@@ -259,13 +250,7 @@ def load_unlike_steps(folder: str) -> tuple[str, bool]:
     return error_of(checkpointer.load, run.model, run.optimizer, step=step), not same(before, run.state())
 
 
-def test_ranks_that_load_different_steps_are_told(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for message, untouched in ranks(2).run(load_unlike_steps, folder=str(tmp_path)):
-        assert "step = 1 on rank 0, 2 on rank 1: nothing was loaded; load the same step on every rank" in message
-        assert untouched
-
-
-def load_with_a_broken_scheduler(folder: str) -> tuple[str, bool]:
+def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
     run = Run(2, seed=4)
     run.train(1)
     before, taken = run.state(), run.loader.taken
@@ -281,12 +266,20 @@ def load_with_a_broken_scheduler(folder: str) -> tuple[str, bool]:
     return message, not same(before, run.state()) and run.loader.taken == taken and run.scheduler.last_epoch == last
 
 
-def test_a_loader_that_fails_on_one_rank_changes_nothing_on_any(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (load_unlike_steps, "step = 1 on rank 0, 2 on rank 1: nothing was loaded; load the same step on every rank"),
+        (load_with_a_broken_loader, "rank 1: ValueError: on purpose"),
+    ],
+)
+def test_a_load_that_cannot_be_on_one_rank_changes_nothing_on_any(
+    ranks: Callable[[int], Ranks], tmp_path: Path, load: Any, said: str
+) -> None:
     folder = str(tmp_path / "saved")
     ranks(2).run(save_for_others, folder=folder, stage=2)
-    for message, untouched in ranks(2).run(load_with_a_broken_scheduler, folder=folder):
-        assert "rank 1: ValueError: on purpose" in message
-        assert untouched
+    for message, untouched in ranks(2).run(load, folder=folder):
+        assert said in message and untouched
 
 
 # ------------------------------------------------------------------------------- what fails on one rank only
@@ -301,24 +294,15 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     checkpointer.save(1, run.model, run.optimizer)
     checkpointer.wait()
     run.train(1)
-    failing = dist.get_rank() == 1
-    write, describe = tensors._Writer.write_data, module.describe_file
-
-    def full_disk(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    extra = {"thing": object() if failing and how == "value" else 1}
-    step = 3 if failing and how == "step" else 2
-    if failing and how == "tensors":
-        tensors._Writer.write_data = full_disk  # type: ignore[method-assign]
-    if failing and how == "read back":
-        module.describe_file = full_disk
-    try:
+    failing = how if dist.get_rank() == 1 else ""
+    extra = {"thing": object() if failing == "value" else 1}
+    step = 3 if failing == "step" else 2
+    full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    broken: Any = {"tensors": (tensors._Writer, "write_data"), "read back": (module, "describe_file")}
+    with mock.patch.object(*broken[failing], full_disk) if failing in broken else contextlib.nullcontext():
         message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
         if message == "no error":
             message = error_of(checkpointer.save, 2, run.model, run.optimizer)
-    finally:
-        tensors._Writer.write_data, module.describe_file = write, describe  # type: ignore[method-assign]
     there = checkpointer.steps()
     dist.barrier()
     checkpointer.save(4, run.model, run.optimizer)
@@ -440,8 +424,7 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
 
     behind, front = Checkpointer(f"{folder}/behind", asynchronous=True), Checkpointer(f"{folder}/front")
     front.save(1, run.model, run.optimizer, **run.parts(), note="x")
-    module.write_tensors = slowly
-    try:
+    with mock.patch.object(module, "write_tensors", slowly):
         behind.save(1, run.model, run.optimizer, **run.parts(), note="x")
         run.train(2)
         during = behind.steps()
@@ -449,8 +432,6 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
         threading.Timer(0.3, held.set).start()
         behind.save(3, run.model, run.optimizer)  # one in flight: waits for the first
         waited = time.monotonic() - began > 0.25
-    finally:
-        module.write_tensors = write
     behind.wait()
     dist.barrier()
     names = [path.relative_to(f"{folder}/front") for path in Path(folder, "front/step-1").glob("*/*")]
@@ -475,20 +456,15 @@ def test_saving_behind_training_writes_the_same_files(ranks: Callable[[int], Ran
 # --------------------------------------------------------------------------------------------------- export
 
 
-def save_and_tell(folder: str) -> dict[str, Tensor]:
-    run = Run(3)
-    run.train(1)
-    Checkpointer(folder).save(1, run.model, run.optimizer)
-    return {name: full(value).detach() for name, value in run.model.state_dict().items()}
-
-
 def test_export_is_the_whole_model(
     ranks: Callable[[int], Ranks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, _ = ranks(2).run(save_and_tell, folder=str(tmp_path / "saved"))
+    ranks(2).run(save_for_others, folder=str(tmp_path / "saved"), stage=3)
+    saved = torch.load(tmp_path / "saved.pt")
     assert main(["checkpoint", "export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 0
-    assert not same(load_file(tmp_path / "out" / "model.safetensors"), whole)
     fresh = Net()
+    whole = {name: saved[name] for name in fresh.state_dict()}
+    assert not same(load_file(tmp_path / "out" / "model.safetensors"), whole)
     fresh.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     assert main(["checkpoint", "inspect", str(tmp_path / "saved")]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]

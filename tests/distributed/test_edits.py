@@ -44,24 +44,8 @@ def sharded(stage: int, model: nn.Module | None = None, **settings: Any) -> tupl
 # ------------------------------------------------------------------------------------------------ averages, swapped in
 
 
-def counted(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)
-
-
-def data(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    """diffusers' ``EMAModel.copy_to()`` and ``restore()``."""
-    for param, value in zip(params, values, strict=True):
-        param.data.copy_(value.to(param.device).data)
-
-
-def assigned(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    for param, value in zip(params, values, strict=True):
-        param.data = value.clone()
-
-
-def foreach(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    torch._foreach_lerp_(list(params), list(values), 1.0)
+def each(edit: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda model, params, values: [edit(*pair) for pair in zip(params, values, strict=True)]
 
 
 def foreach_of_a_state_dict(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
@@ -71,15 +55,22 @@ def foreach_of_a_state_dict(model: Any, params: Sequence[Any], values: Sequence[
     torch._foreach_lerp_(list(state.values()), [named[name] for name in state], 1.0)
 
 
-def shards(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    for param, value in zip(params, values, strict=True):
-        getattr(param, "to_local", lambda param=param: param)().copy_(getattr(value, "_local_tensor", value))
+#: ways to write values to the parameters of a model; those of :data:`SHORT` are the three of PyTorch to see no edit
+SWAPS: dict[str, Callable[..., Any]] = {
+    "counted": each(lambda param, value: param.copy_(value)),
+    # diffusers' `EMAModel.copy_to()` and `restore()`
+    "data": each(lambda param, value: param.data.copy_(value.to(param.device).data)),
+    "assigned": each(lambda param, value: setattr(param, "data", value.clone())),
+    "foreach": lambda model, params, values: torch._foreach_lerp_(list(params), list(values), 1.0),
+    "foreach_of_a_state_dict": foreach_of_a_state_dict,
+    "shards": each(
+        lambda param, value: getattr(param, "to_local", lambda: param)().copy_(getattr(value, "_local_tensor", value))
+    ),
+}
+SHORT = ["data", "foreach", "shards"]
 
 
-SWAPS = [counted, data, assigned, foreach, foreach_of_a_state_dict, shards]
-
-
-def training(stage: int, swap: Any, *, compiled: bool = False, plain: bool = False) -> list[float]:
+def training(stage: int, swap: str, *, compiled: bool = False, plain: bool = False) -> list[float]:
     """Store, swap an average in, evaluate, swap back, train on; what evaluations and trainings saw, all ranks' mean."""
     world, rank = world_and_rank()
     model, optimizer = sharded(stage)
@@ -96,34 +87,33 @@ def training(stage: int, swap: Any, *, compiled: bool = False, plain: bool = Fal
             for value, param in zip(average, params, strict=True):
                 value.lerp_(param, 0.3)
             stored = [param.detach().clone() for param in params]
-            swap(model, params, average)
+            SWAPS[swap](model, params, average)
             seen.append(run(EVERYONE).square().mean().item())
-            swap(model, params, stored)
+            SWAPS[swap](model, params, stored)
             seen.append(run(EVERYONE).square().mean().item())
     seen.append(sum(float(full(param.detach()).square().sum()) for param in model.parameters()))
     return seen
 
 
-#: the three ways of PyTorch to see no edit, and none
-SHORT = [data, foreach, shards]
-
-
 def trainings(stage: int, swaps: list[str], compiled: bool) -> dict[str, list[float]]:
-    found = {swap.__name__: training(stage, swap) for swap in SWAPS if swap.__name__ in swaps}
-    return found | ({"compiled": training(stage, data, compiled=True)} if compiled else {})
+    found = {swap: training(stage, swap) for swap in swaps}
+    return found | ({"compiled": training(stage, "data", compiled=True)} if compiled else {})
 
 
 @pytest.mark.parametrize(
     ("stage", "swaps", "compiled"),
-    [(1, SHORT, False), (3, SHORT[:2], False), *(pytest.param(s, SWAPS, True, marks=pytest.mark.full) for s in (1, 3))],
+    [
+        (1, SHORT, False),
+        (3, SHORT[:2], False),
+        *(pytest.param(s, [*SWAPS], True, marks=pytest.mark.full) for s in (1, 3)),
+    ],
 )
 def test_an_average_that_is_swapped_in_is_what_every_rank_evaluates(
-    ranks: Callable[[int], Ranks], stage: int, swaps: list[Any], compiled: bool
+    ranks: Callable[[int], Ranks], stage: int, swaps: list[str], compiled: bool
 ) -> None:
-    expected = training(0, counted, plain=True)
-    names = [swap.__name__ for swap in swaps]
-    for found in ranks(2).run(trainings, stage=stage, swaps=names, compiled=compiled):
-        assert len(found) == len(names) + compiled
+    expected = training(0, "counted", plain=True)
+    for found in ranks(2).run(trainings, stage=stage, swaps=swaps, compiled=compiled):
+        assert len(found) == len(swaps) + compiled
         for how, seen in found.items():
             assert seen == pytest.approx(expected, rel=2e-5), how
 
@@ -131,9 +121,7 @@ def test_an_average_that_is_swapped_in_is_what_every_rank_evaluates(
 def evaluated_after_other_edits() -> str:
     model, _ = sharded(1)
     with torch.no_grad():
-        for param in model.parameters():
-            param.data.mul_(2)
-        if dist.get_rank() == 1:
+        for _ in range(1 + dist.get_rank()):
             for param in model.parameters():
                 param.data.mul_(2)
         return refusal(lambda: model(EVERYONE))
@@ -144,23 +132,19 @@ def test_ranks_that_read_after_different_edits_are_told(ranks: Callable[[int], R
         assert "ranks read the weight after different numbers of edits (1 on rank 0, 2 on rank 1 of" in said
 
 
-def data_that_does_not_fit() -> list[str]:
+def data_that_does_not_fit() -> None:
     model, _ = sharded(3)
-    said = []
-    for value in (torch.zeros(3), next(iter(model.parameters())).detach().double()):
-        try:
-            next(iter(model.parameters())).data = value
-        except compile_muon.UnsupportedModelError as error:
-            said.append(str(error))
-    whole = torch.randn(list(model.parameters())[0].shape, generator=torch.Generator().manual_seed(3))
-    next(iter(model.parameters())).data = whole
+    param = next(iter(model.parameters()))
+    for value in (torch.zeros(3), param.detach().double()):
+        with pytest.raises(compile_muon.UnsupportedModelError, match=r"a sharded parameter stays torch\.float32 \["):
+            param.data = value
+    whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
+    param.data = whole
     assert torch.equal(full(next(iter(model.parameters())).detach()), whole)
-    return said
 
 
 def test_data_takes_a_whole_tensor_or_says_what_does_not_fit(ranks: Callable[[int], Ranks]) -> None:
-    for said in ranks(2).run(data_that_does_not_fit):
-        assert len(said) == 2 and all("a sharded parameter stays torch.float32 [" in text for text in said)
+    ranks(2).run(data_that_does_not_fit)
 
 
 # ------------------------------------------------------------------------------------------ penalties outside the model
@@ -269,40 +253,28 @@ def test_whole_weights_outside_forward_are_asked_for(ranks: Callable[[int], Rank
 # ------------------------------------------------------------------------------------------------- one rank by itself
 
 
-def evaluates_alone() -> str:
-    model, optimizer = sharded(3)
-    for step in range(2):
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                return f"evaluated {model(EVERYONE).sum().item()}"
-    return "trained on"
-
-
-def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(ranks: Callable[[int], Ranks]) -> None:
-    first, _ = ranks(2).outcomes(evaluates_alone, grace=0.5)
-    assert first.value is None and first.failure is not None
-    told = "PeerError: this rank changes over from training to evaluation, and at stage 3 weights are gathered"
-    assert told in first.failure and "wait in step 2, an eager read (up)" in first.failure
-
-
-def changes(batches: int) -> int:
-    """Evaluations and trainings by turns, on all ranks: they go through, and meet only at the turns."""
+def evaluates_by_turns(alone: bool) -> int:
+    """Evaluations and trainings, on all ranks or of the first ``alone``; how often ranks meet to change over."""
     model, optimizer = sharded(3)
     for step in range(2):
         model(batch(step, dist.get_rank())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            for _ in range(batches):
+            for _ in range(0 if alone and dist.get_rank() else 5):
                 model(EVERYONE)
     return optimizer.engine.ledger.status.changes
 
 
+def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(ranks: Callable[[int], Ranks]) -> None:
+    first, _ = ranks(2).outcomes(evaluates_by_turns, alone=True, grace=0.5)
+    assert first.value is None and first.failure is not None
+    told = "PeerError: this rank changes over from training to evaluation, and at stage 3 weights are gathered"
+    assert told in first.failure and "wait in step 2, an eager read (up)" in first.failure
+
+
 def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(changes, batches=5) == [3, 3]
+    assert ranks(2).run(evaluates_by_turns, alone=False) == [3, 3]
 
 
 # ------------------------------------------------------------------------------------------------------ half precision
@@ -576,9 +548,8 @@ def test_a_number_that_is_read_is_that_of_the_whole(ranks: Callable[[int], Ranks
     plain = {name: whole for name, (_, whole) in ranks(2).run(logged, stage=-1)[0].items()}
     for found in ranks(2).run(logged, stage=stage):
         refused = {name for name, (value, _) in found.items() if isinstance(value, str)}
-        assert bool(refused) == (stage > 0) and all(
-            ".full_tensor() first, on every rank" in found[n][0] for n in refused
-        )
+        assert bool(refused) == (stage > 0)
+        assert all(".full_tensor() first, on every rank" in found[name][0] for name in refused)
         for name, (value, whole) in found.items():
             assert whole == pytest.approx(plain[name], rel=1e-5, abs=1e-7), name
             number = bool(whole) if name.endswith("bool") else whole

@@ -58,8 +58,8 @@ class Tiny(nn.Module):
         return logits
 
 
-def tiny() -> Tiny:
-    torch.manual_seed(0)
+def tiny(seed: int = 0) -> Tiny:
+    torch.manual_seed(seed)
     return Tiny()
 
 
@@ -111,13 +111,7 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    [
-        pytest.param("dies", 0, marks=pytest.mark.full),
-        ("hangs", 3),
-    ],
-)
+@pytest.mark.parametrize(("how", "stage"), [pytest.param("dies", 0, marks=pytest.mark.full), ("hangs", 3)])
 def test_losing_a_rank_ends_the_others_within_the_timeout(
     how: str, stage: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,8 +267,7 @@ def test_edits_of_gradients_count(ranks: Callable[[int], Ranks]) -> None:
 
 def _trained(stage: int, seed: int) -> tuple[nn.Module, compile_muon.MuonZero]:
     """On the same batch on every rank: worlds of all sizes see one gradient."""
-    torch.manual_seed(seed)
-    model = Tiny()
+    model = tiny(seed)
     optimizer = optimizer_of(model, stage=stage)
     for step in range(2):
         loss(model, batch(step, 0, 0)).backward()
@@ -315,10 +308,7 @@ def train_tiny(**settings: Any) -> Report:
     return train(tiny(), MATRICES, loss, batch, steps=3, **settings)
 
 
-@pytest.mark.parametrize(
-    ("stage", "update"),
-    [(1, "backward"), (2, "step")],
-)
+@pytest.mark.parametrize(("stage", "update"), [(1, "backward"), (2, "step")])
 def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
     check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
 

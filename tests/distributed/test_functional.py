@@ -31,14 +31,10 @@ def batch(rank: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def made(stage: int, compiled: bool = False) -> tuple[Any, compile_muon.MuonZero, Any]:
-    model = Net()
+def made(model: Any, stage: int, compiled: bool = False) -> tuple[compile_muon.MuonZero, Any]:
     optimizer = compile_muon.MuonZero(model, stage=stage, ns_dtype="float32")
-    return (
-        model,
-        optimizer,
-        torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model,
-    )
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    return optimizer, run
 
 
 def loss_of(model: Any, rank: int, params: Any = None) -> Tensor:
@@ -69,14 +65,14 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def other_weights(stage: int, kinds: list[str], compiled: bool) -> None:
+def functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
-    for kind in kinds:
-        model, optimizer, run = made(stage, compiled)
+    for kind, of in OTHERS.items():
+        model, plain, prefix = Net(), Net(), "_orig_mod." if compiled else ""
+        optimizer, run = made(model, stage, compiled)
         run(batch(rank))
-        plain, prefix = Net(), "_orig_mod." if compiled else ""
         params, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
-        given, expected = ({name: OTHERS[kind](p) for name, p in own.items()} for own in (params, theirs))
+        given, expected = ({name: of(p) for name, p in own.items()} for own in (params, theirs))
         each = lambda rank, expected=expected, plain=plain: loss_of(plain, rank, expected)  # noqa: E731
         want = each(rank) if kind == "whole leaf" else over_ranks(each)  # a plain tensor of this rank's own
         found = loss_of(run, rank, {prefix + name: value for name, value in given.items()})
@@ -90,15 +86,6 @@ def other_weights(stage: int, kinds: list[str], compiled: bool) -> None:
         optimizer.zero_grad()
     with pytest.raises(compile_muon.UnsupportedModelError, match=r"head\.bias: functional_call .* shape \[2\]"):
         functional_call(model, {"head.bias": torch.zeros(2)}, (batch(rank),))
-
-
-@pytest.mark.parametrize(
-    ("stage", "compiled"), [(3, False), *(pytest.param(*c, marks=pytest.mark.full) for c in ((0, False), (1, True)))]
-)
-def test_functional_call_computes_with_what_it_is_given(
-    ranks: Callable[[int], Ranks], stage: int, compiled: bool
-) -> None:
-    ranks(2).run(other_weights, stage=stage, kinds=list(OTHERS), compiled=compiled)
 
 
 # ------------------------------------------------------------------------------------------- losses of gradients
@@ -130,26 +117,18 @@ def inner_step(loss: Any, params: dict[str, Any], again: Any) -> None:
     again({name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}).backward()
 
 
-SECOND = [penalty, third_derivative, of_grad_itself, inner_step]
-
-
-def second_order(stage: int) -> None:
+def losses_of_gradients(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
-    for way in SECOND:
-        model, optimizer, _ = made(stage)
+    for way in (penalty, third_derivative, of_grad_itself, inner_step):
+        model, plain = Net(), Net()
+        optimizer, run = made(model, stage, compiled)
         params = dict(model.named_parameters())
-        way(loss_of(model, rank), params, lambda fast, model=model: loss_of(model, rank, fast))
-        plain = Net()
+        way(loss_of(run, rank), params, lambda fast, run=run: loss_of(run, rank, fast))
         theirs = dict(plain.named_parameters())
         again = lambda fast, plain=plain: over_ranks(lambda rank: loss_of(plain, rank, fast))  # noqa: E731
         way(over_ranks(lambda rank, plain=plain: loss_of(plain, rank)), theirs, again)
         same({n: p.grad for n, p in params.items()}, {n: p.grad for n, p in theirs.items()})
         optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3))])
-def test_losses_of_gradients_have_those_of_the_whole_model(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(second_order, stage=stage)
 
 
 # ------------------------------------------------------------------------------------------------- torch.func
@@ -163,22 +142,17 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
 }
 
 
-def transformed(stage: int) -> None:
-    _, rank = world_and_rank()
-    model, optimizer, _ = made(stage)
+def transforms_of_torch_func(stage: int, compiled: bool) -> None:
+    (_, rank), model = world_and_rank(), Net()
+    optimizer, run = made(model, stage, compiled)
     params = {name: full(p.detach()) for name, p in model.named_parameters()}
     for name, transform in TRANSFORMS.items():
         expected = transform(Net(), batch(rank), params)
-        torch.testing.assert_close(transform(model, batch(rank), params), expected, atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(transform(run, batch(rank), params), expected, atol=1e-6, rtol=1e-4, msg=name)
     with pytest.raises(compile_muon.UnsupportedModelError, match=r"up\.\w+: a shard meets a plain tensor"):
         TRANSFORMS["of weights"](model, batch(rank), dict(model.named_parameters()))
     loss_of(model, rank).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3))])
-def test_transforms_of_torch_func_go_through_an_eager_model(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(transformed, stage=stage)
 
 
 # -------------------------------------------------------------------------------------- reads that pass by attributes
@@ -211,13 +185,12 @@ class Direct(Net):
         return h.square().mean() + DIRECT[self.way](self, h)
 
 
-def direct_reads(stage: int, compiled: bool) -> None:
+def reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for way in DIRECT:
         torch._dynamo.reset()
         model, plain = Direct(way), Direct(way)
-        compile_muon.MuonZero(model, stage=stage)
-        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+        _, run = made(model, stage, compiled)
         try:
             run(batch(rank)).backward()
         except Exception as problem:
@@ -228,8 +201,23 @@ def direct_reads(stage: int, compiled: bool) -> None:
         same(*({n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, plain)))
 
 
-@pytest.mark.parametrize(("stage", "compiled"), [(0, False), (3, False), pytest.param(3, True, marks=pytest.mark.full)])
-def test_parameters_that_forward_reads_past_their_attributes_are_whole_or_named(
-    ranks: Callable[[int], Ranks], stage: int, compiled: bool
-) -> None:
-    ranks(2).run(direct_reads, stage=stage, compiled=compiled)
+#: what is asked for -> stages, and whether compiled, of the default tier and of the full one
+ASKED: dict[Any, tuple[list[tuple[int, bool]], ...]] = {
+    functional_call_computes_with_what_it_is_given: ([(3, False)], [(0, False), (1, True)]),
+    losses_of_gradients: ([(2, False)], [(0, False), (3, False)]),
+    transforms_of_torch_func: ([(2, False)], [(0, False), (3, False)]),
+    reads_past_attributes_are_whole_or_named: ([(0, False), (3, False)], [(3, True)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "compiled"),
+    [
+        pytest.param(what, *case, marks=[pytest.mark.full] * tier)
+        for what, tiers in ASKED.items()
+        for tier, cases in enumerate(tiers)
+        for case in cases
+    ],
+)
+def test_what_is_asked_for_by_function(ranks: Callable[[int], Ranks], what: Any, stage: int, compiled: bool) -> None:
+    ranks(2).run(what, stage=stage, compiled=compiled)

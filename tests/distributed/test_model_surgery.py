@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import compile_muon
 from compile_muon import UnsupportedModelError, full_parameters
 
-STAGES = pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -70,7 +69,7 @@ def error_of(function: Callable[[], Any]) -> str:
 # ----------------------------------------------------------------------------------------- state dicts
 
 
-def load_whole_and_sharded(stage: int) -> None:
+def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
     model, optimizer = sharded(stage)
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
@@ -87,45 +86,24 @@ def load_whole_and_sharded(stage: int) -> None:
             assert all(whole[name] is kept[name] for name in kept)  # the caller's dictionary is the caller's
             same(model, whole, run)
             same(model, whole)
-    other, _ = sharded(stage, seed=5)
-    for assign in (False, True):
+    other, plain = sharded(stage, seed=5)[0], dict(net(7).state_dict())
+    given = [(other.state_dict(), values(other), assign) for assign in (False, True)]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for placement in (Replicate(), Shard(0), Shard(1)) if stage in (1, 3) else ():
+        names = ("up.weight", "head.weight", "tied.weight")
+        given.append((plain | {n: distribute_tensor(plain[n], mesh, [placement]) for n in names}, plain, False))
+    for state, expected, assign in given:
         with torch.no_grad():
             for p in params.values():
                 p.zero_()
-        model.load_state_dict(other.state_dict(), assign=assign)
-        same(model, values(other), run)
+        model.load_state_dict(state, assign=assign)
+        same(model, expected, run)
     assert all(p is params[name] for name, p in model.named_parameters())
     assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer.engine.step.muon, momenta, strict=True))
     step(model, optimizer, run)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 1, 3])
-def test_state_dicts_load_whole_and_sharded(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(load_whole_and_sharded, stage=stage)
-
-
-def load_other_placements(stage: int) -> None:
-    model, _ = sharded(stage)
-    plain = net(7)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        state: dict[str, Any] = dict(plain.state_dict())
-        for name in ("up.weight", "head.weight", "tied.weight"):
-            state[name] = distribute_tensor(state[name], mesh, [placement])
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        model.load_state_dict(state)
-        same(model, dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_state_dicts_of_other_placements_load(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(load_other_placements, stage=stage)
-
-
-def save_shards(stage: int) -> dict[str, tuple[int, int]]:
-    """Bytes in the file of each parameter, and of its shard."""
+def state_dicts_are_saved_on_every_rank(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     buffer = io.BytesIO()
@@ -135,29 +113,20 @@ def save_shards(stage: int) -> dict[str, tuple[int, int]]:
     want = values(model)
     for name, value in loaded.items():
         assert torch.equal(full(value), want[name]), name
-    sizes = {}
-    for held in optimizer.engine.params:
-        storage = held.local.untyped_storage()
-        sizes[held.name] = (storage.nbytes(), held.local.numel() * held.local.element_size())
+    for held in optimizer.engine.params:  # of the file are the bytes of its shard
+        assert held.local.untyped_storage().nbytes() == held.local.numel() * held.local.element_size(), held.name
         if held.resident is not None and held.local.numel():  # no memory of its own
             start = held.spec.layout.local_rows.start
             assert held.local.data_ptr() == held.resident[start:].data_ptr()
     fresh, _ = sharded(stage, seed=8)
     fresh.load_state_dict(loaded)
     same(fresh, want)
-    return sizes
-
-
-@STAGES
-def test_state_dicts_are_saved_on_every_rank(ranks: Callable[[int], Ranks], stage: int) -> None:
-    for sizes in ranks(2).run(save_shards, stage=stage):
-        assert all(stored == shard for stored, shard in sizes.values()), sizes
 
 
 # ----------------------------------------------------------------------------------------------- copies
 
 
-def copy_and_train(stage: int) -> None:
+def deep_copies_are_models_of_their_own(stage: int) -> None:
     """An average of weights: follows its own parameters, and training the first does not touch it."""
     model, optimizer = sharded(stage)
     step(model, optimizer)
@@ -183,15 +152,10 @@ def copy_and_train(stage: int) -> None:
     step(model, optimizer)
 
 
-@STAGES
-def test_deep_copies_are_models_of_their_own(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(copy_and_train, stage=stage)
-
-
 # ------------------------------------------------------------------------------------- full_parameters
 
 
-def edit_whole(stage: int) -> None:
+def full_parameters_of_all_ranks(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     kinds = {name: type(p) for name, p in model.named_parameters()}
@@ -233,9 +197,26 @@ def edit_whole(stage: int) -> None:
     assert torch.equal(full(model.up._parameters["weight"]), third)
 
 
-@STAGES
-def test_full_parameters_of_all_ranks(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(edit_whole, stage=stage)
+#: what is done -> stages of the default tier and of the full one
+DONE: dict[Any, tuple[tuple[int, ...], ...]] = {
+    state_dicts_load_whole_and_sharded_and_of_other_placements: ((1, 3), (0, 2)),
+    state_dicts_are_saved_on_every_rank: ((2, 3), (0, 1)),
+    deep_copies_are_models_of_their_own: ((2, 3), (0, 1)),
+    full_parameters_of_all_ranks: ((2, 3), (0, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [
+        pytest.param(what, stage, marks=[pytest.mark.full] * tier)
+        for what, tiers in DONE.items()
+        for tier, stages in enumerate(tiers)
+        for stage in stages
+    ],
+)
+def test_at_each_stage(ranks: Callable[[int], Ranks], what: Any, stage: int) -> None:
+    ranks(2).run(what, stage=stage)
 
 
 def edit_whole_wrongly() -> list[str]:

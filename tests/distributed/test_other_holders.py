@@ -119,29 +119,23 @@ def test_one_process_shares_its_parameters_with_lists_from_before() -> None:
 # --- other optimizers -------------------------------------------------------------------------------------------------
 
 
-def beside(stage: int = 0) -> list[str]:
+def beside(stage: int = 0) -> str:
     model = Net()
     optimizer = compile_muon.MuonZero(model, stage=stage)
-    rest = torch.optim.AdamW(
-        [dict(model.named_parameters())["head.weight"], dict(model.named_parameters())["head.bias"]]
-    )
-    values = [getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()]
+    named = dict(model.named_parameters())
+    rest = torch.optim.AdamW([named["head.weight"], named["head.bias"]])
+    before = [getattr(param, "_local_tensor", param).detach().clone() for param in model.parameters()]
     model(X).square().mean().backward()
-    said = [said_of(rest.step)]
-    same = [
-        torch.equal(getattr(param, "_local_tensor", param), value)
-        for param, value in zip(model.parameters(), values, strict=True)
-    ]
-    assert all(same)
+    said = said_of(rest.step)
+    after = [getattr(param, "_local_tensor", param) for param in model.parameters()]
+    assert all(map(torch.equal, before, after))
     optimizer.step()
     return said
 
 
 def test_an_optimizer_beside_ours_is_refused_where_it_steps(ranks: Callable[[int], Ranks]) -> None:
-    expected = "UnsupportedModelError: head.weight, head.bias: AdamW steps what MuonZero trains"
-    assert beside()[0].startswith(expected)
-    for said in ranks(2).run(beside, stage=3):
-        assert said[0].startswith(expected)
+    for said in (beside(), *ranks(2).run(beside, stage=3)):
+        assert said.startswith("UnsupportedModelError: head.weight, head.bias: AdamW steps what MuonZero trains")
 
 
 class Wrapper(torch.optim.Optimizer):

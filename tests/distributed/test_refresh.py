@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -16,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness import Ranks
+from support.reference import full
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import compile_muon
 from compile_muon.engine import resident
@@ -63,9 +64,7 @@ def under_way(optimizer: compile_muon.MuonZero) -> list[bool]:
 
 def expected(model: nn.Module, x: Tensor) -> Tensor:
     """By the master shards; collective."""
-    whole = {
-        name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in model.named_parameters()
-    }
+    whole = {name: full(param) for name, param in model.named_parameters()}
     with torch.no_grad():
         return torch.func.functional_call(Net(), whole, x)
 
@@ -131,8 +130,7 @@ def test_an_edit_while_it_is_under_way(ranks: Callable[[int], Ranks], stage: int
 
 def steps_without_a_forward(stage: int) -> None:
     model, optimizer, run = made(stage)
-    loss = run(batch(0, dist.get_rank())).square().mean()
-    loss.backward()
+    run(batch(0, dist.get_rank())).square().mean().backward()
     optimizer.step()
     optimizer.step()  # the same gradients again
     torch.testing.assert_close(run(batch(9)).detach(), expected(model, batch(9)))
@@ -173,12 +171,11 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (replicate, 2), mesh_dim_names=("replicate", "shard"))
         settings |= {"mesh": mesh, "shard_state_over": "all"}
     found = []
-    pairwise, size, starts = Mesh.pairwise, resident._ALONE_BYTES, resident._ALONE_STARTS
+    as_nccl = {"pairwise": property(lambda mesh: False), "_ALONE_BYTES": 1, "_ALONE_STARTS": 0}
     for own in (True, False):
-        try:
-            if own:
-                Mesh.pairwise = property(lambda mesh: False)  # type: ignore[method-assign, assignment]
-                resident._ALONE_BYTES, resident._ALONE_STARTS = 1, 0
+        with contextlib.ExitStack() as stack:
+            for name, value in as_nccl.items() if own else ():
+                stack.enter_context(patch.object(Mesh if name == "pairwise" else resident, name, value))
             model, optimizer, run = made(stage, **settings)
             for step in range(3):
                 advance(optimizer, run, step)
@@ -186,8 +183,6 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             kinds = {refresh.gather.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
-        finally:
-            Mesh.pairwise, resident._ALONE_BYTES, resident._ALONE_STARTS = pairwise, size, starts  # type: ignore[method-assign]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     if dtype == "fp32":

@@ -77,15 +77,9 @@ def having(model, **children):
 
 # --------------------------------------------------------------------------- models nobody here wrote
 
-SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-}
-DECODER = {**SMALL, "num_key_value_heads": 1, "vocab_size": 32}
-BERT = {**SMALL, "vocab_size": 32}
+BERT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT |= {"pad_token_id": 0, "vocab_size": 32}
+DECODER = {**BERT, "num_key_value_heads": 1}
 GPT2 = {"n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
 ATTENTION = {f"{name}_proj.weight": (1, 8 if name in "kv" else 16, 16) for name in "qkvo"}
 CONV1D = {"attn.c_attn": (1, 16, 48), "attn.c_proj": (1, 16, 16), "mlp.c_fc": (1, 16, 64), "mlp.c_proj": (1, 64, 16)}
@@ -113,7 +107,7 @@ ARCHITECTURES = {
 def test_transformers(architecture):
     transformers = pytest.importorskip("transformers")
     config, expected = ARCHITECTURES[architecture]
-    kind = getattr(transformers, architecture.split()[0])
+    kind = getattr(transformers, architecture)
     result = check(kind(kind.config_class(**config)), expected)
     heads = {name for name, a in result.items() if "output head" in a.reason}
     assert heads <= {*expected, "lm_head.weight"}
@@ -161,10 +155,6 @@ def parametrized():
     for module in model.values():
         nn.utils.parametrizations.weight_norm(module)
     return model
-
-
-def some_parameters():
-    return nn.ParameterList([torch.randn(3, 4)])
 
 
 class ScaledEmbedding(Net):
@@ -253,7 +243,8 @@ MODELS = {
     "a table of a class of its own": (ScaledEmbedding, {"weight": "bare table of a ScaledEmbedding", ...: ""}),
     "a patch embedding": (PatchEmbedding, {"weight": "muon", "mid.weight": "muon"}),
     "lists of parameters": (
-        lambda: Net(mid=nn.Linear(4, 4), pos_embeds=some_parameters(), factors=some_parameters()),
+        lambda: Net(mid=nn.Linear(4, 4), pos_embeds=nn.ParameterList([torch.randn(3, 4)]),
+                    factors=nn.ParameterList([torch.randn(3, 4)])),
         {"mid.weight": "muon", "pos_embeds.0": "adamw", "factors.0": "muon"},
     ),
     "parametrized weights": (parametrized, {
@@ -267,10 +258,6 @@ MODELS = {
 def test_a_model(name):
     model, expected = MODELS[name]
     check(model(), expected)
-
-
-def bare(name, *shape, **kwargs):
-    return having(Net(mid=nn.Linear(4, 4)), **{name: nn.Parameter(torch.randn(*shape), **kwargs)})
 
 
 ADAMW = {
@@ -296,7 +283,8 @@ MUON = {
     ],
 )
 def test_a_bare_parameter(name, shape, expected):
-    check(bare(name, *shape), {"mid.weight": "muon", name: expected})
+    model = Net(mid=nn.Linear(4, 4), **{name: nn.Parameter(torch.randn(*shape))})
+    check(model, {"mid.weight": "muon", name: expected})
 
 
 # --------------------------------------------------------------------------------------------- overrides
@@ -333,10 +321,14 @@ def test_patterns_select_exactly_the_muon_matrices():
     assert list(muon(assign(model, ("lm_head.*",)))) == ["wte.weight"]
 
 
-def test_predicate_sees_trainable_matrices_only():
+def half_frozen():
     model = Tiny()
     model.blocks[1].requires_grad_(False)
-    seen = []
+    return model
+
+
+def test_predicate_sees_trainable_matrices_only():
+    model, seen = half_frozen(), []
 
     def predicate(name, param):
         seen.append((name, param))
@@ -346,12 +338,6 @@ def test_predicate_sees_trainable_matrices_only():
     assert all(param.ndim >= 2 and param.requires_grad for _, param in seen)
     assert {name for name, _ in seen} == {n for n, p in model.named_parameters() if p.ndim >= 2 and p.requires_grad}
     assert set(muon(result)) == {n for n in HIDDEN if n.startswith("blocks.0")}
-
-
-def half_frozen():
-    model = Tiny()
-    model.blocks[1].requires_grad_(False)
-    return model
 
 
 BAD = [
@@ -385,7 +371,7 @@ def test_what_decides_nothing_is_an_error(model, muon_params, field, word):
 
 
 def holding(value, requires_grad=True):
-    return having(Net(mid=nn.Linear(4, 4)), other=nn.Parameter(value, requires_grad))
+    return Net(mid=nn.Linear(4, 4), other=nn.Parameter(value, requires_grad))
 
 
 def of_inference_mode(within):

@@ -54,21 +54,16 @@ def change(model: Net, statement: str) -> None:
     exec(statement, {**globals(), "model": model, "down": model.down})
 
 
+DELETED = "cannot be deleted.*before MuonZero"
 REPLACED = r"full_parameters\(module, write=True\).*before MuonZero"
 MOVED = [
     ("down.weight = nn.Parameter(torch.zeros(8, 8))", REPLACED),
     ("down.weight = None", REPLACED),
-    ("del down.weight", "cannot be deleted.*before MuonZero"),
-    (
-        "nn.utils.parametrize.register_parametrization(down, 'weight', nn.Identity())",
-        "cannot be deleted.*before MuonZero",
-    ),
-    ("parametrizations.weight_norm(down)", "cannot be deleted.*before MuonZero"),
+    ("del down.weight", DELETED),
+    ("nn.utils.parametrize.register_parametrization(down, 'weight', nn.Identity())", DELETED),
+    ("parametrizations.weight_norm(down)", DELETED),
     ("down.register_parameter('weight', nn.Parameter(torch.zeros(8, 8)))", "cannot be replaced"),
-    (
-        "nn.utils.prune.random_unstructured(down, 'weight', 0.5)",
-        "weight_orig: is added beside down.weight.*before MuonZero",
-    ),
+    ("prune.random_unstructured(down, 'weight', 0.5)", "weight_orig: is added beside down.weight.*before MuonZero"),
     ("down.adapter = nn.Parameter(torch.zeros(3))", "adapter: is added beside down.weight.*before MuonZero"),
     ("down.half()", "dtype changes from float32 to float16.*param_dtype='float16'"),
     ("down.to('meta')", "device changes from cpu to meta.*move the model before MuonZero"),

@@ -90,14 +90,10 @@ class Gated(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
-def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
-    optimizer = MuonZero(model, update="step", **settings)
-    return {row.name: row.reason for row in optimizer.summary().rows}
-
-
 def test_a_cut_by_a_name_is_one_that_the_modules_arithmetic_has() -> None:
     parts = {"right": Fused("qkv"), "other": Fused("qvk"), "gate": Gated(turns=False), "turns": Gated(turns=True)}
-    found = reasons(nn.ModuleDict(parts), split_fused=True)
+    optimizer = MuonZero(nn.ModuleDict(parts), update="step", split_fused=True)
+    found = {row.name: row.reason for row in optimizer.summary().rows}
     for name, cut in (("right.qkv", "as 3 matrices"), ("gate.gate_up_proj", "as 2 matrices")):
         assert cut in found[f"{name}.weight"]
     for name in ("other.qkv", "turns.gate_up_proj"):
@@ -128,21 +124,15 @@ def test_torchs_own_attention_patterns_and_attributes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("views", "said"),
     [
-        (
-            {"muon_views": {"up*": {"heads": 5}}},
-            r"muon_views\[up\*\] = {'heads': 5}: does not fit up.weight, \[12",
-        ),
-        ({"muon_views": {"norm*": {"heads": 2}}}, r"muon_views\[norm\*\] = {'heads': 2}: matches no matrix"),
-        ({"muon_views": {"up*": {"head": 2}}}, r"muon_views\[up\*\] = {'head': 2}: is no view"),
-        (
-            {"muon_views": {"conv*": {"heads": 2}}},
-            r"is for parameters of two dimensions, and conv.weight is \[4",
-        ),
-        ({"muon_views": ["up"]}, r"muon_views = \['up'\]: must be a mapping of patterns"),
+        ({"up*": {"heads": 5}}, r"muon_views\[up\*\] = {'heads': 5}: does not fit up.weight, \[12"),
+        ({"norm*": {"heads": 2}}, r"muon_views\[norm\*\] = {'heads': 2}: matches no matrix"),
+        ({"up*": {"head": 2}}, r"muon_views\[up\*\] = {'head': 2}: is no view"),
+        ({"conv*": {"heads": 2}}, r"is for parameters of two dimensions, and conv.weight is \[4"),
+        (["up"], r"muon_views = \['up'\]: must be a mapping of patterns"),
     ],
 )
-def test_mistakes(settings: dict[str, Any], said: str) -> None:
+def test_mistakes(views: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        MuonZero(Model(), **settings)
+        MuonZero(Model(), muon_views=views)
