@@ -47,7 +47,8 @@ def kernels_of(gm: GraphModule) -> list[Any]:
             values = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
             sizes = [size for value in values for size in (*value.shape, *value.stride())]
             if values and values[0].device.type == "cuda" and all(isinstance(size, int) for size in sizes):
-                jobs |= {job.key: job for job in _jobs(values[0].device, arguments, runs)}
+                device = values[0].device
+                jobs |= {job.key: job for job in _jobs(device, partial(_noted, device, arguments, runs))}
     return list(jobs.values())
 
 
@@ -55,11 +56,9 @@ def compile_launches(device: torch.device, launches_of: Callable[[], Sequence[An
     """Begin to compile the kernels of these ``kernels.gpu.launch.Launch``; nothing is waited for.
 
     Args:
-        launches_of: is called where Triton's kernels run on ``device``.
+        launches_of: is called where Triton's kernels run.
     """
-    if triton_kernels() is not None:
-        with without_modes():
-            _compile(_jobs_of(device, launches_of()))
+    _compile(_jobs(device, launches_of))
 
 
 def _compile(jobs: Sequence[Any]) -> list[Future[Any]]:
@@ -67,25 +66,28 @@ def _compile(jobs: Sequence[Any]) -> list[Future[Any]]:
     return in_compile_workers(compile_job, jobs)
 
 
-def _jobs_of(device: torch.device, launches: Sequence[Any]) -> list[Any]:
+def _jobs(device: torch.device, launches_of: Callable[[], Sequence[Any]]) -> list[Any]:
+    if triton_kernels() is None:
+        return []
     import triton
 
     from compile_muon.kernels.gpu.jobs import jobs_of
 
+    with without_modes():
+        launches = launches_of()
     return jobs_of(launches, triton.runtime.driver.active.get_current_target(), triton_cache(device))
 
 
-def _jobs(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> list[Any]:
-    if triton_kernels() is None:
-        return []
+def _noted(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> Sequence[Any]:
+    """What ``runs`` launches of these."""
     from compile_muon.kernels.gpu.launch import noting
 
     def on_meta(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-    with noting(device) as launches, without_modes():
+    with noting(device) as launches:
         runs(*tree_map_only(Tensor, on_meta, arguments))
-    return _jobs_of(device, launches)
+    return launches
 
 
 #: and what launches their kernels, of tensors on "meta"

@@ -294,11 +294,11 @@ class Checkpointer:
 
     def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
         """The newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
-        # Ranks may look at different moments; the first one's view counts, but all or none must see something.
-        asked, views = zip(*ranks.gather((step, self.steps())), strict=True)
-        if len(set(asked)) > 1:
-            said = by_rank([str(each) for each in asked])
+        if found := ranks.compare({"step": step}):
+            said = by_rank(found["step"])
             raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
+        # Ranks may look at different moments; the first one's view counts, but all or none must see something.
+        views = ranks.gather(self.steps())
         present = views[0]
         blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:

@@ -44,10 +44,8 @@ class Writer:
         """
         if self._held is not None and _is_at(*self._held):
             return
-        for path in (self._folder, self._folder / LOCK):
-            file = os.open(
-                path, (os.O_RDONLY if path is self._folder else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o644
-            )
+        for path, how in ((self._folder, os.O_RDONLY), (self._folder / LOCK, os.O_RDWR | os.O_CREAT)):
+            file = os.open(path, how | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -258,7 +258,8 @@ class BackwardGraph:
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
             output = self.grads[index].output
-            gradient = None if output is None else memory_of(results[output])
+            assert output is not None  # only such gradients have directions
+            gradient = memory_of(results[output])
             sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches, gradient))
         for ledger, number in Counter([sharded_params[index].ledger for index in extras.directions]).items():
             ledger.count(speculated=number)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..momentum import Averages
-from .launch import Launch, addresses, coded, element_type, filled
+from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
@@ -83,10 +83,10 @@ def apply_kernel(
         m_at = tl.where(mine, ms[tensor], m_at)
         g_at = tl.where(mine, gs[tensor], g_at)
         begin += programs
-    p_at = ((p_at >> 1) - 1).to(tl.pointer_type(P))
-    u_at = ((u_at >> 1) - 1).to(tl.pointer_type(U))
-    m_at = ((m_at >> 1) - 1).to(tl.pointer_type(M))
-    g_at = ((g_at >> 1) - 1).to(tl.pointer_type(G))
+    p_at = decoded(p_at).to(tl.pointer_type(P))
+    u_at = decoded(u_at).to(tl.pointer_type(U))
+    m_at = decoded(m_at).to(tl.pointer_type(M))
+    g_at = decoded(g_at).to(tl.pointer_type(G))
     if WIDE:
         p_at = tl.multiple_of(p_at, 16)
         u_at = tl.multiple_of(u_at, 16)
@@ -197,10 +197,10 @@ def launch(
     elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
     tensors = (params, updates, moved.momenta, moved.grads)
-    lists: list[Sequence[Any]] = [addresses(each, MOST) for each in tensors]
-    lists += [[coded(n) for n in elements], [float(scale) for scale in scales]]
+    pointers = [addresses(each, MOST) for each in tensors]
+    numbers = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)
     rates = (0.0, 0.0) if on_device == 3 else (weight_decay, moved.weight)
-    arguments = (*(filled(each, MOST) for each in lists), lr if on_device else float(lr), found_inf, *rates)
+    arguments = (*pointers, *numbers, lr if on_device else float(lr), found_inf, *rates)
     settings: dict[str, Any] = {name: element_type(each[0]) for name, each in zip("PUMG", tensors, strict=True)}
     settings |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
     settings |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, addresses, coded, element_type, filled
+from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "takes"]
@@ -104,8 +104,8 @@ def sums_kernel(
         address = tl.where(mine, integers[i], address)
         result = tl.where(mine, sums[i], result)
         begin += many
-    start = ((address >> 1) - 1).to(tl.pointer_type(INTEGER))
-    found = ((result >> 1) - 1).to(tl.pointer_type(tl.int64))
+    start = decoded(address).to(tl.pointer_type(INTEGER))
+    found = decoded(result).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(size, width)
     across = tl.cdiv(width, WIDTH)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -144,7 +144,7 @@ def mix_kernel(
     for i in tl.static_range(COUNT):
         size = tl.where(tensor == i, (sizes[i] - 3) // 2, size)
         address = tl.where(tensor == i, sums[i], address)
-    start = ((address >> 1) - 1).to(tl.pointer_type(tl.int64))
+    start = decoded(address).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for block in range(tl.program_id(0) % SPLIT, tl.cdiv(size, BLOCK), SPLIT):
         k = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -195,17 +195,14 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
     settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SQUARES": parts > 0, "BRAIN": brain}
     for kind in {x.dtype for x, _ in xs}:
-        own = [i for i, (x, _) in enumerate(xs) if x.dtype is kind]
+        own = [(x, columns, result) for (x, columns), result in zip(xs, sums, strict=True) if x.dtype is kind]
+        typed = settings | {"INTEGER": element_type(own[0][0])}
         for start in range(0, len(own), MOST):
-            chunk = own[start : start + MOST]
-            programs = sum(min(MOST_PROGRAMS, _tiles_of(xs[i][0].numel(), xs[i][1])) for i in chunk)
-            arguments = (
-                addresses([xs[i][0] for i in chunk], MOST),
-                filled([coded(xs[i][0].numel()) for i in chunk], MOST),
-                filled([coded(xs[i][1]) for i in chunk], MOST),
-                addresses([sums[i] for i in chunk], MOST),
-            )
-            typed = settings | {"INTEGER": element_type(xs[own[0]][0])}
+            integers, columns, results = zip(*own[start : start + MOST], strict=True)
+            counts = [x.numel() for x in integers]
+            programs = sum(min(MOST_PROGRAMS, _tiles_of(*each)) for each in zip(counts, columns, strict=True))
+            sizes_of = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
+            arguments = (addresses(integers, MOST), *sizes_of, addresses(results, MOST))
             Launch(sums_kernel, programs, out, arguments, typed).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 

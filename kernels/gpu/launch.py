@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Launch", "addresses", "coded", "element_type", "filled", "noting", "where_it_runs"]
+__all__ = ["Launch", "addresses", "coded", "decoded", "element_type", "filled", "noting", "where_it_runs"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def coded(number: int) -> int:
 
 
 def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """:func:`coded` addresses of tensors, the first one again up to ``count``; a kernel decodes by ``(n >> 1) - 1``.
+    """:func:`coded` addresses of tensors, the first one again up to ``count``, for :func:`decoded`.
 
     Of tensors in a tuple Triton compiles for each pattern of those that begin at a multiple of 16 bytes.
     """
@@ -65,8 +65,15 @@ def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
     return (*own, *own[:1] * (count - len(own)))
 
 
+@triton.jit
+def decoded(address):
+    """What :func:`addresses` has coded. The cast to a pointer stands where it is read: here Triton would forget of how
+    many bytes the pointer is said to be a multiple."""
+    return (address >> 1) - 1
+
+
 def element_type(x: Tensor) -> tl.dtype:
-    """Triton's name of a dtype, for a kernel that is given :func:`addresses`."""
+    """Of a tensor, for the pointer that its address is cast to."""
     return getattr(tl, str(x.dtype).removeprefix("torch."))
 
 

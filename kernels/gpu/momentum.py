@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .apply import is_wide
 from .fingerprint import row_weights
-from .launch import Launch, addresses, coded, element_type, filled
+from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["Updates", "momentum_updates"]
@@ -115,11 +115,11 @@ def momentum_kernel(
         s_at = tl.where(mine, sums[i], s_at)
         h_at = tl.where(mine, hypers[i], h_at)
         begin += programs
-    g_at = ((g_at >> 1) - 1).to(tl.pointer_type(G))
-    c_at = ((c_at >> 1) - 1).to(tl.pointer_type(W))
-    m_at = ((m_at >> 1) - 1).to(tl.pointer_type(M))
-    u_at = ((u_at >> 1) - 1).to(tl.pointer_type(U))
-    w_at = ((w_at >> 1) - 1).to(tl.pointer_type(W))
+    g_at = decoded(g_at).to(tl.pointer_type(G))
+    c_at = decoded(c_at).to(tl.pointer_type(W))
+    m_at = decoded(m_at).to(tl.pointer_type(M))
+    u_at = decoded(u_at).to(tl.pointer_type(U))
+    w_at = decoded(w_at).to(tl.pointer_type(W))
     if WIDE:
         g_at = tl.multiple_of(g_at, 16)
         c_at = tl.multiple_of(c_at, 16)
@@ -127,7 +127,7 @@ def momentum_kernel(
         u_at = tl.multiple_of(u_at, 16)
         w_at = tl.multiple_of(w_at, 16)
         width = tl.multiple_of(width, 16)
-    toward = ((h_at >> 1) - 1).to(tl.pointer_type(tl.float32))
+    toward = decoded(h_at).to(tl.pointer_type(tl.float32))
     to_grad = tl.load(toward)
     to_new = tl.load(toward + 1)
     row = (program - first) * ROWS + tl.arange(0, ROWS)
@@ -157,8 +157,8 @@ def momentum_kernel(
         else:
             bits = grad.to(tl.int16, bitcast=True)
         total += tl.sum(bits.to(tl.int64) * row_weights(column, GOLDEN, FACTOR)[None, :], axis=1)
-    tl.store(((n_at >> 1) - 1).to(tl.pointer_type(tl.float32)) + row, tl.sqrt(squares), mask=row < count)
-    tl.store(((s_at >> 1) - 1).to(tl.pointer_type(tl.int64)) + row, total, mask=row < count)
+    tl.store(decoded(n_at).to(tl.pointer_type(tl.float32)) + row, tl.sqrt(squares), mask=row < count)
+    tl.store(decoded(s_at).to(tl.pointer_type(tl.int64)) + row, total, mask=row < count)
 
 
 def momentum_updates(

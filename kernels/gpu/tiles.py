@@ -44,6 +44,10 @@ class Table:
     product: tuple[Tile, ...]
     cublas: tuple[Tile, ...]
 
+    def taken(self, backend: str) -> bool:
+        """Whether products of this backend, "auto" or "triton", are Triton's at all."""
+        return backend == "triton" or self.measured
+
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
         """Whether Triton is expected to take no longer than cuBLAS for a step of these matrices, of the standard form.
 

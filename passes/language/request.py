@@ -34,15 +34,18 @@ class ReducedGrad:
     Args:
         spec: its static facts.
         state_index: position of its state tensor among the graph's inputs.
-        speculates: whether SPECULATE may be asked for: it is a Muon matrix, and all the graph does with its averaged
-            gradient is return it.
-        output: position of that gradient among the graph's outputs; None unless it ``speculates``.
+        output: position among the graph's outputs of the averaged gradient of a Muon matrix with which the graph does
+            nothing but return it; None of all others.
     """
 
     spec: ParamSpec
     state_index: int
-    speculates: bool
-    output: int | None = None
+    output: int | None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether SPECULATE may be asked for."""
+        return self.output is not None
 
 
 @dataclass(frozen=True)

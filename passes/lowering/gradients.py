@@ -27,7 +27,7 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
         muon = reduction.spec.muon
         speculates = muon is not None and muon.speculates and set(reduction.node.users) == {output}
         returned = output.args[0].index(reduction.node) if speculates else None
-        found.append(ReducedGrad(reduction.spec, positions[reduction.state], speculates, returned))
+        found.append(ReducedGrad(reduction.spec, positions[reduction.state], returned))
     return tuple(found)
 
 

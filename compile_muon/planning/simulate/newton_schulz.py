@@ -188,9 +188,9 @@ class Call:
         self.machine = machine
         self.limit: int = MEMORY_LIMIT if limit == AUTO_LIMIT else limit
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
-        estimated = machine.tiles is not None and not machine.tiles.measured  # which "auto" leaves to cuBLAS
         halves = machine.device == "cuda" and self.dtype in ("float16", "bfloat16")
-        self.symmetric = halves and not (backend == "aten" or (backend == "auto" and estimated))
+        taken = backend == "quack" or machine.tiles is None or machine.tiles.taken(backend)
+        self.symmetric = halves and backend != "aten" and taken
         self.by_shape = self.symmetric and backend == "quack"
         self.itemsize: int = getattr(torch, self.dtype).itemsize
         self.norms = bool(norms)

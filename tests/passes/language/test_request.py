@@ -16,7 +16,7 @@ MUON = MuonSpec(1, 4, 4, True, "standard", (3.0, -4.0, 2.0), 1.0, (), "bfloat16"
 
 def grad(stage=1, world=2, muon=MUON, speculates=True):
     spec = ParamSpec(Layout((4, 4), stage, Axis("shard", world, 0, "g")), "float32", "float32", "float32", muon)
-    return ReducedGrad(spec, 0, speculates and muon is not None)
+    return ReducedGrad(spec, 0, 0 if speculates and muon is not None else None)
 
 
 GRADS = (grad(), grad(muon=None), grad(), grad(speculates=False))
