@@ -136,7 +136,8 @@ class Figures:
         sent: bytes of theirs, but for the one sum of numbers that ``step()`` makes; ``counted`` are those of
             ``optimizer.traffic``.
         peak, planned: bytes that were asked of the allocator at its peak, and what the planner said. What it leaves of
-            a block unsplit, up to a MiB of each, is in neither.
+            a block unsplit, up to a MiB of each, is in neither. Of CUDA graphs, whose pools hold what nobody asks for,
+            ``peak`` is what the allocator has reserved, such rests included.
         host_ms: of Python for forward, backward and step; ``planned_ms`` as the planner says, ``theirs_ms`` with plain
             torch.compile, FSDP2 where there are several ranks, and AdamW.
         replayed: CUDA graphs, whose operations are in no log.

@@ -231,8 +231,8 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
         device.clear()
         training.step()
         waits, ops = dict(device.waits), device.ops()
-        counted = training.optimizer.traffic.bytes_sent - before
-        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        counted, replayed = training.optimizer.traffic.bytes_sent - before, sum(op.name == "graph launch" for op in ops)
+        peak = torch.cuda.memory_stats()["reserved_bytes.all.peak" if replayed else "requested_bytes.all.peak"]
         races = races_of(training, device, alone)
         del training
         plain = theirs(case) if case.world > 1 else 0.0
@@ -244,7 +244,7 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
         waits=waits, unordered=races, kernels=sum(kinds.count(kind) for kind in ("kernel", "triton", "gemm")),
         copies=kinds.count("copy") + kinds.count("memset"), collectives=collectives_of(ops),
         sent=sent_bytes(without_checks(ops)), counted=counted, peak=peak, planned=planned, host_ms=ours,
-        planned_ms=planned_ms, theirs_ms=plain, replayed=sum(op.name == "graph launch" for op in ops),
+        planned_ms=planned_ms, theirs_ms=plain, replayed=replayed,
     )  # fmt: skip
 
 

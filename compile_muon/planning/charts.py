@@ -22,6 +22,7 @@ _INK = "#010203"
 _COLOURS = {
     "parameters": "#4c78a8", "optimizer": "#72b7b2", "gathered": "#9d755d", "activations": "#f58518",
     "gradients": "#e45756", "exchange": "#b279a2", "intermediates": "#ffbf79", "step": "#9a9a9a", "kernels": "#8cbf88",
+    "pools": "#d3d3d3",
     "product": "#54a24b", "kernel": "#8cbf88", "copy": "#bab0ac", "host": "#79706e", "newton_schulz": "#eeca3b",
     "gather": "#9d755d", "reduce": "#e45756", "refresh": "#4c78a8", "checks": "#72b7b2", "model": "#ff9da6",
 }  # fmt: skip

@@ -20,6 +20,7 @@ from compile_muon.engine.facts import agreement, asked, told
 from compile_muon.engine.finite import directions_not_finite
 from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import Projected, project
+from compile_muon.engine.recorded import Recorded
 from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
@@ -93,7 +94,8 @@ def step_graphs(
         with EagerGraph() as graph, _noting_moves(optimizer, graph):
             commit(optimizer.engine.step, made, {})
         found.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
-        return [*found, _refresh(trained)]
+        recorded = options.cuda_graphs and Recorded().left_out(optimizer.engine.step) is None
+        return [replace(played, replayed=recorded) for played in (*found, _refresh(trained))]
 
 
 def _fused(optimizer: MuonZero) -> bool:

@@ -171,7 +171,7 @@ def simulate(
         for category in played.drops:
             memory.drop(category)
         roots = {node: root for root, members in found.items() for node in members}
-        memory.run(played.gm, played.kind, played.frame, played.user_outputs, roots)
+        memory.run(played.gm, played.kind, played.frame, played.user_outputs, roots, replayed=played.replayed)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))

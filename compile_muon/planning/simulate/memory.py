@@ -2,6 +2,7 @@
 
 Memory lives from the node that makes it to its last reader, views included, and behind the graph if it is an output;
 what a collective sends, until it is waited for. What forward saves for backward is let go at its last reader there.
+CUDA graphs allocate from a private pool, which keeps the most that was ever live in it ("pools": what of that is idle).
 Results inside a fused kernel are never in memory. Buffers that are reused in place by code generation count twice, for
 a moment; what allocators round up and keep does not count.
 """
@@ -40,7 +41,8 @@ class Held:
     Args:
         by_category: what the caller gave as resident, and "gathered" (weights), "activations" (saved for backward),
             "intermediates" (what forward or backward makes and needs no more soon, of a language model mostly its
-            logits), "gradients", "exchange" (matrices, directions and their buffers) and "step" (of AdamW and norms).
+            logits), "gradients", "exchange" (matrices, directions and their buffers), "step" (of AdamW and norms) and
+            "pools" (what private pools of CUDA graphs keep beside that).
         largest: which of the intermediates is largest: operation, shape, dtype and bytes; empty where there is none.
     """
 
@@ -56,6 +58,7 @@ class Held:
 class _Storage:
     """``readers``: values of a later graph that show it."""
 
+    pool: str
     category: str
     nbytes: int
     maker: Node
@@ -74,30 +77,54 @@ class Memory:
     Args:
         resident: bytes by category that are there all the time.
         machine: what runs Newton-Schulz.
-    Attributes:
-        peak: the most so far.
     """
 
     def __init__(self, resident: Mapping[str, int], machine: Machine) -> None:
-        self._live: Counter[str] = Counter(resident)
+        #: bytes by pool ("" for the allocator's common one) and category
+        self._live: Counter[tuple[str, str]] = Counter({("", category): size for category, size in resident.items()})
+        #: bytes that each private pool has had live at most
+        self._most: Counter[str] = Counter()
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
         self._returned: dict[tuple[str, GraphKind], list[_Storage]] = {}
         self._intermediates: dict[_Storage, None] = {}
-        self.peak = Held(dict(self._live))
+        self._peak, self._largest = self._live.copy(), ""
+
+    @property
+    def peak(self) -> Held:
+        """The most so far: pools are full all the time, so the moment is that at which most is live outside of them."""
+        by_category: Counter[str] = Counter()
+        for (_, category), size in self._peak.items():
+            by_category[category] += size
+        if self._most:
+            by_category["pools"] = self._most.total() - sum(size for (pool, _), size in self._peak.items() if pool)
+        return Held(dict(by_category), self._largest)
 
     def drop(self, category: str) -> None:
         """Nothing of this category is needed any more."""
-        self._live[category] = 0
+        for pool, each in self._live:
+            if each == category:
+                self._live[pool, each] = 0
 
-    def run(self, gm: GraphModule, kind: GraphKind, frame: str, user_outputs: int, roots: Mapping[Node, Node]) -> None:
+    def run(
+        self,
+        gm: GraphModule,
+        kind: GraphKind,
+        frame: str,
+        user_outputs: int,
+        roots: Mapping[Node, Node],
+        *,
+        replayed: bool = False,
+    ) -> None:
         """One graph.
 
         Args:
             frame: name that forward and backward share.
             user_outputs: of a forward graph: the outputs behind these are saved for backward.
             roots: node -> the last one of its kernel.
+            replayed: a CUDA graph; those of forward and backward share a pool, those of the step another.
         """
+        pool = "" if not replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         outputs = _outputs(gm)
         saved = outputs[user_outputs:] if kind is GraphKind.FORWARD else []
@@ -110,7 +137,7 @@ class Memory:
                 continue
             memory = base(node)
             if memory.op == "call_function" and memory not in found and _is_tensor(memory):
-                found[memory] = _Storage(_category(memory, kind, passed_on, kept), nbytes(memory), memory)
+                found[memory] = _Storage(pool, _category(memory, kind, passed_on, kept), nbytes(memory), memory)
                 made.setdefault(place[_maker(memory)], []).append(found[memory])
         found |= self._taken(gm, kind, frame)
         for node in gm.graph.nodes:
@@ -121,14 +148,14 @@ class Memory:
             if memory not in kept or memory.op == "placeholder":
                 freed.setdefault(last.get(memory, place[memory]), []).append(storage)
         for node, i in place.items():
-            self._step(node, made.get(i, ()), freed.get(i, ()))
+            self._step(node, pool, made.get(i, ()), freed.get(i, ()))
         if saved:
             self._saved[frame] = [found.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
                 value.readers += 1
         # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
         for storage in self._returned.get((frame, kind), ()):
-            self._live[storage.category] -= storage.nbytes
+            self._live[storage.pool, storage.category] -= storage.nbytes
         self._returned[frame, kind] = [
             found[memory] for memory in kept - passed_on if memory.op == "call_function" and memory in found
         ]
@@ -141,22 +168,31 @@ class Memory:
         pairs = zip(self._saved.pop(frame, ()), inputs, strict=False)
         return {node: storage for storage, node in pairs if storage is not None}
 
-    def _step(self, node: Node, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
+    def _step(self, node: Node, pool: str, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in made:
-            self._live[storage.category] += storage.nbytes
+            self._live[storage.pool, storage.category] += storage.nbytes
             if storage.category == "intermediates":
                 self._intermediates[storage] = None
         works = node.target is torch.ops.muon_zero.newton_schulz.default
         extra = Call(node, self._machine).workspace_bytes() if works else 0
-        if self._live.total() + extra > self.peak.total:
-            found = {**self._live, "exchange": self._live["exchange"] + extra} if extra else dict(self._live)
-            largest = max(self._intermediates, key=lambda storage: storage.nbytes, default="")
-            self.peak = Held(found, str(largest))
+        live = self._live.copy()
+        if extra:
+            live[pool, "exchange"] += extra
+        if self._outside(live) > self._outside(self._peak):
+            self._peak = live
+            self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
+        if pool:
+            self._most[pool] = max(self._most[pool], sum(size for (of, _), size in live.items() if of == pool))
         for storage in freed:
             storage.readers -= 1
             if storage.readers <= 0:
-                self._live[storage.category] -= storage.nbytes
+                self._live[storage.pool, storage.category] -= storage.nbytes
                 self._intermediates.pop(storage, None)
+
+    @staticmethod
+    def _outside(live: Mapping[tuple[str, str], int]) -> tuple[int, int]:
+        """Bytes that are live outside of private pools, and all."""
+        return sum(size for (pool, _), size in live.items() if not pool), live.total()
 
 
 def _is_tensor(node: Node) -> bool:

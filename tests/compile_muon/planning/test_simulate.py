@@ -485,3 +485,21 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     assert found.peak.by_category == {"intermediates": 32, "activations": 16}
     longer = play(Played(forward, GraphKind.FORWARD, "a", 1), Played(backward, GraphKind.BACKWARD, "b"))
     assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
+
+
+def test_pools_of_cuda_graphs_keep_the_most_that_they_held() -> None:
+    """One graph holds 64 bytes and leaves 32, the next 48 and leaves 24: 80 in their pool. The step holds 32."""
+
+    def chain(width: int) -> GraphModule:
+        draw = Drawing()
+        return draw.done(draw.neg(draw.neg(draw.input(width))))
+
+    def peak(*, model: bool, step: bool) -> tuple[int, int]:
+        of_model = [Played(chain(8), GraphKind.FORWARD, "a", 1), Played(chain(6), GraphKind.FORWARD, "b", 1)]
+        graphs = [replace(graph, replayed=model) for graph in of_model]
+        found = play(*graphs, Played(chain(4), GraphKind.STEP, replayed=step), resident={"parameters": 100}).peak
+        return found.total, found.by_category.get("pools", 0)
+
+    assert peak(model=False, step=False) == (100 + 32 + 24 + 32, 0)
+    for step in (False, True):
+        assert peak(model=True, step=step) == (100 + 80 + 32, 80 - 32 - 24)
