@@ -355,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     for folder in (results, out, CACHES):
         folder.mkdir(parents=True, exist_ok=True)
     environment = {"TRITON_CACHE_DIR": str(CACHES / "triton")} | environment
+    about["rehearsed"] = options.rehearse
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     package, tuned = lay_out(ROOT / "build" / "gpu"), lay_out(ROOT / "build" / "gpu_tuned", copy_kernels=True)
     driver = Driver(out, environment, package, tuned, lambda text: print(text, flush=True), deadline)

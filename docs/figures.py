@@ -353,6 +353,32 @@ PAGES: dict[str, Callable[[], Made]] = {
 }
 
 
+def planned_beside_measured() -> str:
+    """The table of what the planner says of each step that a GPU has run."""
+    lines = ["| GPU | step | measured | planned | off |", "|---|---|---|---|---|"]
+    for file in sorted(RESULTS.glob("*_planned.json")):
+        card = file.name.partition("_")[0].upper()
+        for row in result(file.stem)["rows"]:
+            took, said, unit = row["measured"], row["planned"], row["unit"]
+            step = row["what"].replace("ours-", "")
+            lines.append(f"| {card} | {step} | {took:.4g} {unit} | {said:.4g} | {100 * (said / took - 1):+.1f} % |")
+    return "\n".join(lines)
+
+
+#: tables that are written as a whole, between comments of their name
+TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("docs/reference/benchmarks.md", "planned beside measured"): planned_beside_measured,
+}
+
+
+def table_of(page: str, name: str) -> re.Match[str]:
+    """The place of a table that is written as a whole: its text is the group."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    if found is None:
+        raise ValueError(f"no table between comments: {name!r}")
+    return found
+
+
 def renewed(page: str, made: Sequence[Claim]) -> str:
     """The page with the numbers as the results have them."""
     for claim in made:
@@ -365,8 +391,11 @@ def renewed(page: str, made: Sequence[Claim]) -> str:
 def main() -> int:
     """Renew the pages."""
     for path in PAGES:
-        page = (ROOT / path).read_text(encoding="utf-8")
-        (ROOT / path).write_text(renewed(page, [c for c in claims() if c.page == path]), encoding="utf-8")
+        page = renewed((ROOT / path).read_text(encoding="utf-8"), [c for c in claims() if c.page == path])
+        for name in (name for of, name in TABLES if of == path):
+            place = table_of(page, name)
+            page = page[: place.start(1)] + TABLES[path, name]() + page[place.end(1) :]
+        (ROOT / path).write_text(page, encoding="utf-8")
     return 0
 
 

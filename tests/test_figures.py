@@ -42,6 +42,11 @@ def test_every_figure_of_readme_is_a_claim(figures: Any) -> None:
     assert not set(figures_left) - KNOWN
 
 
+def test_tables_of_results_are_as_they_would_be_written(figures: Any) -> None:
+    for (page, name), make in figures.TABLES.items():
+        assert figures.table_of((ROOT / page).read_text(), name)[1] == make(), "python docs/figures.py renews it"
+
+
 def test_a_wrong_number_is_found_and_renewed(figures: Any) -> None:
     claim = figures.Claim("page", "takes {} s, {} of it", ("0.5", "1,000"))
     page = "It takes 0.4\ns, 900 of it."
