@@ -52,7 +52,7 @@ class _Leg:
     """Nodes of one bucket from a wait, or its beginning, up to the start of the next collective, or its end."""
 
     work: Work
-    level: int  # waits of the bucket ahead of the leg
+    level: int  # number of legs ahead of it in the bucket's chain
     nodes: list[Node] = field(default_factory=list)
 
     @property
@@ -121,7 +121,7 @@ def gather_ahead(plan: _Plan, gathers: Sequence[_Chain], limit: int) -> None:
     for number, (*starts, _) in enumerate(gathers):
         while earliest < number - 1 and sum(sizes[earliest : number + 1]) > limit:
             earliest += 1
-        place += [leg for leg in starts if leg.lifts]
+        place += [leg for leg in starts if leg.lifts]  # ``place`` is still that of the gather before
         place = plan.before[gathers[earliest][-1]]
         place += [leg for leg in starts if not leg.lifts]
 
