@@ -54,10 +54,7 @@ def kernels_of(gm: GraphModule) -> list[Any]:
 
 
 def compile_launches(device: torch.device, launches_of: Callable[[], Sequence[Any]]) -> None:
-    """Start to compile the kernels of the ``kernels.gpu.launch.Launch`` that ``launches_of`` returns, without waiting.
-
-    ``launches_of`` is called only where Triton's kernels run.
-    """
+    """Start to compile the kernels of these ``kernels.gpu.launch.Launch``; without Triton nothing is called."""
     _compile(_jobs(device, launches_of))
 
 

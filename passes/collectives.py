@@ -145,10 +145,7 @@ def matrices(node: Node) -> int:
 
 
 def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
-    """Count a lowered graph's collectives, the bytes they send, and its Newton-Schulz matrices.
-
-    ``axes`` are those of the graph's parameters; collectives in other groups count by the group's name, or as "other".
-    """
+    """Count a lowered graph's collectives, the bytes they send along ``axes`` and in other groups, and its matrices."""
     axis_by_group = {group: axis for axis in axes for group in axis.groups}
     sent: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()

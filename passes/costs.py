@@ -103,10 +103,7 @@ class Protocol:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Speed of matrix products, memory and links of a job's ranks, the same for all.
-
-    The default is a machine whose collectives start at once and whose products take a nanosecond an operation.
-    """
+    """Costs on the ranks of a job; by default collectives start at once and products take a nanosecond an operation."""
 
     memory_bandwidth: float = math.inf  # bytes/s, read and written, of kernels beyond all caches
     kernel_seconds: float = 0.0  # least time of a kernel
@@ -134,11 +131,7 @@ class Costs:
         return hash((self.memory_bandwidth, self.kernel_seconds, self.links))
 
     def shared_by(self, ranks: int) -> Self:
-        """Return the costs for each of ``ranks`` busy ranks, which share cores if there are fewer.
-
-        The bytes of a collective take no longer: links between ranks are slower than cores
-        (docs/reference/machines.md).
-        """
+        """Return the costs for each of ``ranks`` busy ranks, which share cores if there are fewer."""
         if not self.cores:
             return self
         load = self.load(ranks)
@@ -149,6 +142,7 @@ class Costs:
             kernel_seconds=self.kernel_seconds * load,
             product_starts={dtype: seconds * load for dtype, seconds in self.product_starts.items()},
             rates={dtype: divided(table, load) for dtype, table in self.rates.items()},
+            # Bandwidths stay: links between ranks are slower than cores (docs/reference/machines.md).
             links=tuple(replace(link, latency=link.latency * load) for link in self.links),
             start_seconds=self.start_seconds * load,
             protocols=tuple(
@@ -169,11 +163,7 @@ class Costs:
     # ------------------------------------------------------------------------------------------------- products
 
     def rate(self, size: float, dtype: str) -> float:
-        """Operations/s of products whose smallest dimension is ``size``.
-
-        For a dtype that :attr:`rates` lacks: the rate of the dtype with the nearest item size, reduced by the ratio of
-        sizes if that one is narrower.
-        """
+        """Operations/s of products whose smallest dimension is ``size``."""
         fraction = interpolated(self.rate_fractions, size) if self.rate_fractions else 1.0
         return self.listed_rate(size, dtype) * fraction
 
@@ -181,6 +171,7 @@ class Costs:
         """:meth:`rate` without :attr:`rate_fractions`."""
         wanted = getattr(torch, dtype).itemsize
         sizes = {name: getattr(torch, name).itemsize for name in self.rates}
+        # A dtype without rates has those of the nearest item size, reduced by the ratio of sizes if that is narrower.
         nearest = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / wanted)))
         return interpolated(self.rates[nearest], size) * min(1.0, sizes[nearest] / wanted)
 
@@ -200,12 +191,9 @@ class Costs:
         return self.kernel_seconds + nbytes / (bandwidth * self.memory_fraction)
 
     def newton_schulz_seconds(self, rows: int, cols: int, *, steps: int, dtype: str, restarts: int | None) -> float:
-        """Seconds of all products for one matrix.
-
-        A step of the standard form is XXᵀ, its square, and that times X. ``restarts`` are those of the gram form
-        (``kernels/operations.py``), None for the standard form.
-        """
+        """Seconds of all products for one matrix; ``restarts`` of the gram form, None for the standard form."""
         k, l = sorted((rows, cols))  # noqa: E741
+        # Standard form: XXᵀ, its square, and that times X in each step. Gram form: see ``kernels/operations.py``.
         wide = steps if restarts is None else restarts + 1
         square = steps if restarts is None else 4 * steps - 3 * wide
         counts = (((k, k, l), wide), ((k, l, k), wide), ((k, k, k), square))
@@ -296,11 +284,8 @@ def reduce_start(layout: Layout, costs: Costs) -> int:
 
 
 def _start(layout: Layout, costs: Costs, collective: str, over_shard: str) -> int:
-    """Return the largest start in bytes of full tensors among the axes of ``collective``, a key of
-    :data:`~.formulas.WEIGHT_BYTES`.
-
-    ``over_shard`` is the kind of its collective over the axis ``shard``.
-    """
+    """Return the largest start, in bytes of full tensors, over the axes of ``collective``, a key of
+    :data:`~.formulas.WEIGHT_BYTES`; ``over_shard`` is the kind of its collective along ``shard``."""
     shards, replicas = layout.shard.size, layout.replicate.size
     # Ranks are numbered row-major: neighbours along a data-parallel axis are this far apart.
     stride = layout.expert.size * layout.tensor.size

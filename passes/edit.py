@@ -74,11 +74,8 @@ def inline(
     *,
     by_kind: bool = False,
 ) -> list[Node]:
-    """Insert ``function(*inputs)`` ahead of ``before`` and return the nodes of its results.
-
-    ``function`` takes and returns tensors, one for each of ``inputs``. Every new node is labelled ``work``. With
-    ``by_kind`` the function also gets the keyword ``alike`` (:data:`~.record.Alike`).
-    """
+    """Insert ``function(*inputs)`` ahead of ``before``, label its nodes ``work`` and return the nodes of its results.
+    With ``by_kind``, ``function`` gets the keyword ``alike`` (:data:`~.record.Alike`)."""
     values = _distinct(inputs)
 
     def call(alike: Alike, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -129,15 +129,13 @@ def _save_for_gather(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, ou
 
 
 def _reduce_grad_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gather the gradient of a loss that is made of gradients; its backward is ``reduce_grad`` again.
-
-    Nothing is divided: the incoming gradient counts once for each rank whose loss the mean covers, like the gradient of
-    a weight, and is divided where that is reduced.
-    """
+    """Gather the gradient of a loss that is made of gradients; its backward is ``reduce_grad`` again."""
     (hyper,) = ctx.saved_tensors  # type: ignore[attr-defined]
     facts, dtype = ParamSpec.decode(ctx.spec), encode_dtype(ctx.dtype)  # type: ignore[attr-defined]
     gathered = replace(facts.layout, stage=min(facts.layout.stage, 1) * 3)
     spec = ParamSpec(gathered, encode_dtype(grad.dtype), dtype, facts.reduce_dtype)
+    # Nothing is divided: like a weight's gradient, this one counts once for each rank whose loss the mean covers, and
+    # is divided where it is reduced.
     no_state = hyper.new_empty(0)  # a state without a holder: this tensor is no parameter's weight
     return UNSHARD(grad, no_state, hyper, None, spec.encode()), None, None, None
 
@@ -211,22 +209,16 @@ class _GradientMarker(_Marker):
 
 
 class ReduceGrad(_GradientMarker):
-    """A ``reduce_grad`` marker in a graph.
-
-    ``node`` has ``spec.layout.local_shape`` and ``spec.dtype``; ``grad`` is the gradient of the full weight,
-    ``spec.layout.shape``.
-    """
+    """A ``reduce_grad`` marker: ``node`` is the piece's gradient, ``spec.layout.local_shape`` in ``spec.dtype``,
+    averaged from ``grad``, the gradient of the full weight, ``spec.layout.shape``."""
 
     target = REDUCE_GRAD
     dtype = attrgetter("dtype")
 
 
 class Orthogonalize(_GradientMarker):
-    """An ``orthogonalize`` marker in a graph.
-
-    ``node`` is the direction, ``spec.layout.local_shape`` in ``spec.muon.dtype``; ``grad`` the averaged gradient of the
-    shard, ``spec.layout.local_shape`` in master dtype; ``state`` the momentum.
-    """
+    """An ``orthogonalize`` marker: ``node`` is the direction, ``spec.layout.local_shape`` in ``spec.muon.dtype``,
+    ``grad`` the shard's averaged gradient, same shape, master dtype, ``state`` the momentum."""
 
     target = ORTHOGONALIZE
     dtype = attrgetter("muon_settings.dtype")

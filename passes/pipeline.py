@@ -1,7 +1,4 @@
-"""The pass runner: order, contracts, timing, lint, stamps, dumps.
-
-A pass is ``(GraphModule, PassContext) -> GraphModule`` and holds only its rewrite; the runner does the rest.
-"""
+"""The pass runner: order, contracts, timing, lint, stamps and dumps, so that passes hold only their rewrite."""
 
 from __future__ import annotations
 

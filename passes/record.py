@@ -168,8 +168,7 @@ def _typed(value: Any) -> Any:
 
 
 def _kind(value: Tensor, node: Node) -> Any:
-    """Return a key, equal for tensors with which a function records the same nodes. Small, shared tensors have their
-    own."""
+    """Return a key, equal for tensors with which a function records the same nodes; small tensors are shared nodes."""
     return node if value.ndim <= 1 else (value.shape, value.stride(), value.dtype, value.device)
 
 

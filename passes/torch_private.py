@@ -81,8 +81,7 @@ BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2
 
 
 class NoCompilerError(MuonZeroError, ShortenTraceback):
-    """There is no C++ compiler for Inductor; raised in place of Inductor's ``inner_exception`` with its 80 lines of
-    traceback."""
+    """There is no C++ compiler for Inductor; raised without the 80 lines of traceback of ``inner_exception``."""
 
     def __init__(self, inner_exception: Exception) -> None:
         said = str(inner_exception).partition("\n")[0]
@@ -115,10 +114,7 @@ def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callabl
 def compile_fx_inner(
     gm: GraphModule, inputs: Sequence[Any], *, cuda_graphs: bool = False, **kwargs: Any
 ) -> Callable[..., Any]:
-    """Run Inductor's code generation for one forward or backward graph.
-
-    ``cuda_graphs`` records it as CUDA graphs; where False, Inductor's own configuration decides.
-    """
+    """Run Inductor's code generation for one graph; without ``cuda_graphs`` its own configuration decides on them."""
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
     # Inductor's reordering for peak memory moves the start of every collective down to its wait, so that nothing
@@ -140,12 +136,10 @@ def compile_fx_inner(
 
 
 def below_autograd(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a compiled graph, boxed, whose operators are dispatched below autograd, which has traced them already.
-
-    In torch 2.13 the autograd kernels of functional collectives are in Python: 30 to 50 microseconds a call.
-    """
+    """Return a compiled graph, boxed, whose operators are dispatched below autograd, which has traced them already."""
 
     def call(args: list[Any]) -> Any:
+        # In torch 2.13 the autograd kernels of functional collectives are in Python: 30 to 50 microseconds a call.
         with torch._C._AutoDispatchBelowAutograd():
             return run(args)
 
@@ -154,10 +148,7 @@ def below_autograd(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any
 
 
 def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequence[Any]) -> list[Future[Any]]:
-    """Run ``function`` for each argument in Inductor's worker processes; return no futures where there are no workers.
-
-    ``function``, arguments and results are pickled.
-    """
+    """Run ``function`` for each argument in Inductor's worker processes (by pickle); no futures without workers."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     if function is None or not arguments or get_compile_threads() <= 1:
@@ -234,8 +225,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def store_of(group: Any) -> torch.distributed.Store | None:
-    """Return a new connection to the store of ``group``, under the group's prefix; None if the store cannot
-    be cloned."""
+    """Return a new connection to the store of ``group``, with its prefix; None if the store cannot be cloned."""
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     try:
@@ -254,10 +244,8 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
 
 
 def another_group(group: Any, description: str, device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return a process group of the same ranks, backend and timeout, one for each ``description``.
-
-    Collective: every rank of ``group`` calls it, and no other.
-    """
+    """Return a process group of the same ranks, backend and timeout, one for each ``description``. Every rank of
+    ``group`` has to call this, and no other."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -343,8 +331,7 @@ def is_autograd_function(node: torch.fx.Node) -> bool:
 
 
 def is_from_local(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is ``DTensor.from_local``: a method in torch 2.13, Dynamo's own
-    function before."""
+    """Whether a node of Dynamo's graph is ``DTensor.from_local``: a method in torch 2.13, Dynamo's function before."""
     return "from_local" in str(node.target)
 
 
@@ -412,12 +399,10 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
 def another_fake(
     value: torch.Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own.
-
-    This takes a fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
-    """
+    """Return a fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own."""
     from torch._subclasses import FakeTensor
 
+    # A fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
     fake, dtype = cast("FakeTensor", value), dtype or value.dtype
     with without_modes():
         if shape is None:
@@ -428,8 +413,7 @@ def another_fake(
 
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a stand-in, inside a backend, for a tensor that Dynamo has not seen: AOTAutograd would take its shape as
-    dynamic."""
+    """Return, inside a backend, a stand-in for a tensor new to Dynamo, whose shape would otherwise be dynamic."""
     from torch._subclasses import FakeTensor
 
     context = torch._guards.TracingContext.try_get()
@@ -439,12 +423,10 @@ def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have shapes but neither values nor memory; reading a value raises.
-
-    Unlike meta tensors they can be told apart (``isinstance(x, FakeTensor)``), so that Transformers reads no values.
-    """
+    """Return a context in which tensors have shapes but neither values nor memory; reading a value raises."""
     from torch._subclasses import FakeTensorMode
 
+    # Unlike meta tensors these can be told apart (``isinstance(x, FakeTensor)``), so that Transformers reads no values.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -540,10 +522,8 @@ def current_backward() -> int:
 
 
 def never_a_frame(function: Any, *, below: bool = True) -> None:
-    """Keep Dynamo from compiling ``function``, and with ``below`` all it calls, as a frame of its own.
-
-    Compiled frames still inline it, where ``torch.compiler.disable`` would break their graphs.
-    """
+    """Keep Dynamo from compiling ``function``, and with ``below`` all it calls, as a frame. Compiled frames still
+    inline it, where ``torch.compiler.disable`` would break their graphs."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 

@@ -47,12 +47,10 @@ def _cuts(node: Node) -> bool:
 
 
 def _look_up_own(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Turn a slice of an embedding, if only slices of it are read, into an embedding of a slice.
-
-    The model looks up the whole batch, as code ahead of its blocks may read all positions.
-    """
+    """Turn a slice of an embedding, if only slices of it are read, into an embedding of a slice."""
     for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
         source, dim, *bounds = node.args
+        # The model looks up the whole batch, and code ahead of its blocks may read all of it.
         if getattr(source, "target", None) is not F.embedding or dim != 1 or not all(map(_cuts, source.users)):
             continue
         ids, *rest = source.args

@@ -25,10 +25,7 @@ def example_value(node: Node) -> Any:
 
 
 def called(node: Node) -> str:
-    """Return the name of the callee of a node in Dynamo's graph.
-
-    ``to_local`` of a DTensor is a method, or in torch 2.11 and 2.12 a function of Dynamo's.
-    """
+    """Return the name of a node's callee; ``to_local`` is a method, in torch 2.11 and 2.12 Dynamo's function."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 

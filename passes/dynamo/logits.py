@@ -86,11 +86,8 @@ def _logits_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, ca
 
 
 def _logits_in(maxima: Tensor) -> Tensor:
-    """Return ``[heads]`` from FlexAttention's row maxima ``[B, heads, rows]``.
-
-    The kernel computes in base 2, and after mask and ``score_mod``.
-    """
-    return maxima.detach().float().amax((0, 2)) * math.log(2)
+    """Return ``[heads]`` from FlexAttention's row maxima ``[B, heads, rows]``, taken after mask and ``score_mod``."""
+    return maxima.detach().float().amax((0, 2)) * math.log(2)  # the kernel computes in base 2
 
 
 # A replayed CUDA graph would skip the call into Python: with the tag Inductor runs the op between CUDA graphs.
@@ -169,11 +166,8 @@ class _Source:
 
 
 def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
-    """Note the logits of every attention in Dynamo's graph and its subgraphs.
-
-    Where ranks exchange positions for heads, this rank has part ``part`` of ``parts`` equal parts of the heads. Raises
-    :class:`UnknownAttention`, with the reason, for attention that cannot be attributed.
-    """
+    """Note the logits of every attention in Dynamo's graph and its subgraphs, or raise :class:`UnknownAttention`. Where
+    ranks exchange positions for heads, this rank has part ``part`` of ``parts`` equal parts of the heads."""
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in list(sub.graph.nodes):
             if is_flex_attention(node):
@@ -287,11 +281,7 @@ def _is_first_part(node: Node) -> bool:
 
 
 def _way(start: Node) -> Iterator[Node]:
-    """Yield ``start`` and its ancestors, up to the matrix products of projections.
-
-    Where queries, keys and values were concatenated and split again (for the exchange of positions for heads), only the
-    concatenated part that ``start`` belongs to is followed.
-    """
+    """Yield ``start`` and its ancestors, up to the matrix products of projections."""
     seen, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
     while pending:
         node, index, widths = pending.pop()
@@ -305,6 +295,8 @@ def _way(start: Node) -> Iterator[Node]:
             outputs = node.args[0].meta["example_value"]
             index, widths = node.args[1], tuple(each.shape[-1] for each in outputs)
         sources = node.all_input_nodes
+        # Queries, keys and values travel concatenated where positions are exchanged for heads: only the part that
+        # ``start`` was split off is followed.
         if node.target in _CATS and widths == tuple(each.meta["example_value"].shape[-1] for each in node.args[0]):
             sources, index, widths = [node.args[0][index]], 0, ()
         pending += [(each, index, widths) for each in sources]
@@ -316,11 +308,8 @@ def _exchanged(start: Node) -> bool:
 
 
 def _sources(start: Node) -> Iterator[_Source]:
-    """Yield the projections that ``start`` comes from, past rotations, views and copies, and their biases.
-
-    Raises :class:`UnknownAttention` for a norm in between, which would undo a scaling of the weight, and for an added
-    tensor that is not scaled with it.
-    """
+    """Yield the projections that ``start`` comes from, past rotations, views and copies, and their biases. Raises
+    :class:`UnknownAttention` where scaling the weight would not scale ``start``: behind a norm, or an added tensor."""
     for node in _way(start):
         if node.target in _PRODUCTS:
             yield from _operands(node)

@@ -55,8 +55,7 @@ class MethodInputs:
         self.made: list[Tensor] = []
 
     def seen(self, part: Tensor) -> Seen:
-        """Return the inputs for the next part, ``[rows, cols]`` or ``[count, rows, cols]``; call once a part,
-        in order."""
+        """Return the inputs for the next part, ``[rows, cols]`` or ``[count, rows, cols]``; call once per part."""
         method = self._method
         rates = {name: self.hyper[2 + place] for place, name in enumerate(method.given)}
         if method.keeps_momentum:

@@ -85,11 +85,8 @@ def _dealt(
     bucket_of: Mapping[int, int],
     quotas: Mapping[_Task, list[int]],
 ) -> dict[int, int]:
-    """Assign each task, in ``order``, to the place with the least work so far.
-
-    ``quotas`` limits how many of each task a place takes, and is used up. ``bucket_of`` breaks ties, see
-    :func:`assign_owners`.
-    """
+    """Assign each task, in ``order``, to the place with the least work so far, ties by the least work in its bucket.
+    ``quotas`` limits how many of each task a place takes, and is used up."""
     load: dict[int, float] = defaultdict(float)
     share: dict[tuple[int | None, int], float] = defaultdict(float)
     owners = {}
@@ -149,10 +146,7 @@ def _among(
     pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int], inputs: Sequence[MethodInputs]
 ) -> list[Tensor]:
     """Exchange within the owner group: all-to-all of pieces to owners, Newton-Schulz, all-to-all of directions back.
-
-    ``owners`` are places along ``layout.owner_group``, ``inputs`` those of each share's parameter. Results are flat,
-    like ``pieces``.
-    """
+    ``owners`` are places along ``layout.owner_group``; results are flat, like ``pieces``."""
     if not pieces:  # No rank of this owner group owns anything: all of them skip the collectives.
         return []
     settings = dealt[0].spec.muon_settings

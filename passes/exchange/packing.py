@@ -61,10 +61,7 @@ def pack(
     xs: Sequence[Tensor], widths: Sequence[int], *, world: int = 1, dtype: torch.dtype, divisor: float = 1.0
 ) -> Tensor:
     """Return a flat bucket of ``world`` rows; row r is the r-th ``widths[i]`` elements of every ``xs[i]``, in order.
-
-    Tensors of fewer than ``world * widths[i]`` elements are padded with zeros. Elements are cast to ``dtype`` and
-    divided by ``divisor``.
-    """
+    Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
     return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
 
 

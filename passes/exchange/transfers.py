@@ -36,10 +36,8 @@ _c10d = torch.ops._c10d_functional
 
 
 def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Tensor:
-    """Return the buckets of all ranks, concatenated: ``[axis.size * sum(widths)]`` in ``dtype``.
-
-    ``xs[i]`` is padded to ``widths[i]`` elements. ``pairwise``, here and below: ``Layout.pairwise``.
-    """
+    """Return the buckets of all ranks, concatenated, ``[axis.size * sum(widths)]`` in ``dtype``; ``xs[i]`` is padded to
+    ``widths[i]`` elements. ``pairwise``, here and below, is ``Layout.pairwise``."""
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype)
         return _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, axis.size, axis.group))
@@ -147,10 +145,8 @@ def gather(
 def gather_slices(
     pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
 ) -> list[Tensor]:
-    """Return this rank's slices (``spec.layout.slice_shape``, ``dtype``), gathered from pieces of its replicas.
-
-    For parameters that share a mesh and are cut twice; ``pieces`` have ``spec.layout.local_shape``.
-    """
+    """Return this rank's slices (``spec.layout.slice_shape``, ``dtype``), gathered from the pieces of its replicas
+    (``spec.layout.local_shape``), for parameters of one mesh that are cut twice."""
     layout, widths = specs[0].layout, piece_widths(specs)
     flat = all_gather(pieces, widths, dtype, layout.replicate.serving(category), layout.pairwise)
     # Pieces fill a slice from the front, so that only its end is padding.
@@ -162,10 +158,8 @@ def gather_slices(
 def gather_pieces(
     pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
 ) -> list[Tensor]:
-    """Return full tensors, ``spec.layout.shape`` in ``dtype``, gathered from the pieces of all ranks.
-
-    For sharded parameters of one mesh; ``pieces`` have ``spec.layout.local_shape``.
-    """
+    """Return full tensors (``spec.layout.shape``, ``dtype``), gathered from the pieces of all ranks
+    (``spec.layout.local_shape``), for sharded parameters of one mesh."""
     slices = gather_slices(pieces, specs, dtype, category) if specs[0].layout.cut_twice else pieces
     return gather(slices, specs, dtype, category)
 
@@ -191,10 +185,8 @@ def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
 
 
 def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis.
-
-    ``grads`` have ``spec.layout.shape``. ``specs`` agree on mesh, reduce dtype and sharding, over several ranks.
-    """
+    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis. ``specs``
+    agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``spec.layout.shape``."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
     shard, replicas = layout.shard.serving(Category.REDUCE), layout.replicate.serving(Category.REDUCE)
     # Divide before the sum: no overflow in half precision.
@@ -222,10 +214,8 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
 
 
 def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
-    """Return the averaged gradient of this rank's piece, ``spec.layout.local_shape`` in ``spec.dtype``.
-
-    ``grad`` has ``spec.layout.shape``; the result may alias it where no other rank has the weight.
-    """
+    """Return the averaged gradient of this rank's piece, ``spec.layout.local_shape`` in ``spec.dtype``. It may alias
+    ``grad``, ``spec.layout.shape``, where no other rank has the weight."""
     if spec.layout.everyone.alone:
         # An expert may be on this rank alone and still have received tokens of other ranks, over which to average.
         mean = grad if spec.layout.divisor == 1 else grad / spec.layout.divisor

@@ -38,10 +38,8 @@ _Holder = TypeVar("_Holder", bound=Holder)
 
 
 def hold(state: Tensor, holder: Holder) -> None:
-    """Attach ``holder`` to this tensor object, by a weak reference.
-
-    Graphs are traced with fake tensors in place of ``state``, so no reference to the holder enters a graph.
-    """
+    """Attach ``holder`` to this tensor object, by a weak reference."""
+    # Graphs are traced with fake tensors in place of ``state``, so no reference to the holder enters one.
     setattr(state, _ATTRIBUTE, weakref.ref(holder))
 
 

@@ -132,8 +132,7 @@ class Layout:
         return self.joined or not self.expert.alone
 
     def _bounds(self, expert: int, tensor: int | None) -> list[tuple[int, int]]:
-        """Return ``(start, stop)`` along each dim of the part at place ``expert`` and ``tensor``; with None the parts
-        along ``tensor`` together."""
+        """``(start, stop)`` along each dim of a part; ``tensor`` None joins the parts of that axis."""
         bounds = [(0, size) for size in self.whole]
         if not self.expert.alone:
             bounds[0] = _part(self.whole[0], self.expert.size, expert)
@@ -178,10 +177,8 @@ class Layout:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of its rows.
-
-        Where tensor parallelism cuts another dim than 0, pieces are not rows of the whole.
-        """
+        """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of its rows
+        (unless tensor parallelism cuts another dim)."""
         parts = self.tensor.size if self.joined else 1
         return tuple(
             (data * self.expert.size + expert) * self.tensor.size + tensor
@@ -216,11 +213,8 @@ class Layout:
         return self.replicate if self.sharded else self.everyone
 
     def owner_ranks(self, owner: int) -> tuple[int, ...]:
-        """Return the ranks of the whole mesh that owner number ``owner`` stands for.
-
-        ``divmod(owner, owner_group.size)`` is its place along replica group and owner group. Experts share one owner
-        table, so there is one rank for each place along ``expert``.
-        """
+        """Return the ranks of the whole mesh that are owner number ``owner``: one for each place along ``expert``."""
+        # Experts share one owner table, of places along replica group and owner group.
         replica, place = divmod(owner, self.owner_group.size)
         if self.joined:
             place, tensor = divmod(place, self.tensor.size)

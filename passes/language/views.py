@@ -58,8 +58,8 @@ class Segment:
         return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """``[count, r, 1]`` of a state with one number a row, ``[rows, 1]``, or ``[rows, matrices]`` where columns are
-        cut."""
+        """``[count, r, 1]`` of a state with a number a row: ``[rows, 1]``, or ``[rows, matrices]`` if columns
+        are cut."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)
@@ -170,8 +170,7 @@ class View:
         return torch.cat([run_at[start] for start in sorted(run_at)], self.dim) if len(run_at) > 1 else run_at[0]
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """Return the segments of a piece of rows, or columns, ``start`` to ``stop``; equal neighbours of a block are
-        one segment."""
+        """Return the segments of rows, or columns, ``start`` to ``stop``; equal neighbours in a block form one."""
         pieces, first = [], 0
         for place, block in enumerate(self.blocks):
             pieces += [(max(a, start), min(b, stop), first + number, place) for number, a, b in block.pieces()]

@@ -30,10 +30,7 @@ class Category(str, Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """The label of one bucket's nodes in a graph.
-
-    Equal on every rank, even where a rank has nothing to send, or where the group has one rank and no collective runs.
-    """
+    """The label of one bucket's nodes, equal on every rank, even one that sends nothing."""
 
     category: Category
     bucket: int  # number within its category

@@ -27,13 +27,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
-    """Replace every ``orthogonalize`` marker of ``gm``; only the output may read them.
-
-    Owners are balanced within each exchange and over all of them.
-    """
+    """Replace every ``orthogonalize`` marker of ``gm``; only the output may read them."""
     markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
+    # Balanced within each exchange and over all of them.
     assigned = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
     owners = [spec.muon_settings.owners or of_marker for spec, of_marker in zip(specs, assigned, strict=True)]
     for number, bucket in enumerate(buckets):

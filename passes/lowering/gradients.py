@@ -32,17 +32,14 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
 
 
 def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext) -> None:
-    """Replace every ``reduce_grad`` marker of ``gm``, with the extra inputs and outputs of ``request``.
-
-    ``request`` has one entry per marker, in graph order; its carried inputs and speculation outputs are in the graph
-    already.
-    """
+    """Replace every ``reduce_grad`` marker, in graph order, and add the extra inputs and outputs of ``request``."""
     reductions = ReduceGrad.all(gm)
     likes = []
     for i in request.unreduced_inputs:
         spec = reductions[i].spec
         like = tensor_value(reductions[i].node).new_empty(spec.layout.shape, dtype=decode_dtype(spec.dtype))
         likes.append((f"unreduced_{i}", like))
+    # The carried inputs come last; insert_orthogonalize has added them.
     added = append_inputs(gm, likes, ahead_of_last=len(request.carried_inputs))
     earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, added, strict=True)}
 
@@ -61,14 +58,12 @@ def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext)
 
 
 def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
-    """Return nodes for an ACCUMULATE: zeros for the shard, and the unreduced gradient.
-
-    Zeros, since AOTAutograd cannot return None for the gradient of a DTensor leaf.
-    """
+    """Return nodes for an ACCUMULATE: zeros for the shard, and the unreduced gradient."""
     spec = reduction.spec
 
     def kept(grad: torch.Tensor) -> list[torch.Tensor]:
         dtype = decode_dtype(spec.dtype)
+        # AOTAutograd cannot return None for the gradient of a DTensor leaf.
         return [grad.new_zeros(spec.layout.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
 
     return inline(gm, reduction.node, kept, [reduction.grad])
@@ -77,10 +72,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
 def _reduce(
     gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], ctx: PassContext
 ) -> dict[Node, Node]:
-    """Return the averaged gradient of each marker, plus its unreduced sum of earlier micro-batches (``earlier``).
-
-    A bucket's collective stands at the last of its gradients.
-    """
+    """Return the averaged gradient of each marker, with its unreduced sum of earlier micro-batches (``earlier``)."""
     results: dict[Node, Node] = {}
     for reduction in reductions:
         if reduction.spec.layout.everyone.alone:
@@ -117,4 +109,4 @@ def _reduce_group(gm: GraphModule, group: list[ReduceGrad], earlier: dict[Node, 
         return transfers.reduce_grads(grads, specs)
 
     inputs = [reduction.grad for reduction in group] + [earlier[group[k].node] for k in added]
-    return inline(gm, group[-1].node, averaged, inputs, work)
+    return inline(gm, group[-1].node, averaged, inputs, work)  # at the bucket's last gradient

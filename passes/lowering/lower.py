@@ -16,11 +16,8 @@ __all__ = ["LOWER"]
 
 
 def _has_effects(node: Node) -> bool:
-    """Whether dead-code elimination has to keep ``node``; unlike other impure nodes, ring hops and their waits may go.
-
-    Backward sends the keys of a ring anew and waits for them; AOTAutograd leaves unread copies of those hops in
-    forward.
-    """
+    """Whether dead-code elimination has to keep ``node``: impure nodes, but for ring hops and their waits."""
+    # Backward sends keys round the ring anew; AOTAutograd leaves unread copies of those hops in forward.
     source = node.args[0] if is_wait(node) else node
     return node.is_impure() and not (isinstance(source, Node) and is_hop(source))
 

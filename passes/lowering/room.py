@@ -43,10 +43,7 @@ def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
 
 
 class _Live:
-    """Live bytes at each node of a graph: a lower bound ``certain`` and an upper bound ``most``.
-
-    Parameters, states and other inputs that live throughout are left out.
-    """
+    """Live bytes at each node, but for inputs that live throughout: lower bound ``certain``, upper bound ``most``."""
 
     def __init__(self, gm: GraphModule, saved: dict[str, str]) -> None:
         place = {node: i for i, node in enumerate(gm.graph.nodes)}

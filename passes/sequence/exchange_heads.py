@@ -29,10 +29,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts of dim 0 among ranks ``first`` to ``first + count`` of the ``size`` ranks of ``group``.
-
-    Its adjoint is the same exchange.
-    """
+    """All-to-all of equal parts of dim 0 among ranks ``first`` to ``first + count`` of ``size``; its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: int, count: int, size: int, group: str) -> Tensor:
@@ -128,10 +125,8 @@ def attention(
     place: Place,
     inner: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]`` over all of them.
-
-    ``attn_mask`` covers all positions and heads, as the model makes it.
-    """
+    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]``; the mask has all positions
+    and heads."""
     local = query.shape[2]
     whole = local * place.size
     q, k, v = to_heads(query, key, value, place, whole)
@@ -156,12 +151,8 @@ def over_ring(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention of this rank's heads and its group's positions over all ``whole`` positions, by a ring.
-
-    ``mask`` covers all positions of this rank's heads. RequestError for a dropout: ATen's kernels do not return, part
-    by part, what they drop.
-    """
-    if dropout_p:
+    """Attention, by a ring, of this rank's heads and its group's positions over all ``whole`` positions of ``mask``."""
+    if dropout_p:  # ATen's kernels do not tell, part by part, what they drop
         raise RequestError(
             f"dropout of attention = {dropout_p}: ring attention has none; set that of the model to 0, or use "
             'sequence_parallel.attention = "heads"'

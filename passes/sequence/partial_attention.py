@@ -104,10 +104,8 @@ def attend_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's queries, keys and values, in their shapes.
-
-    ``grad``, ``out`` (in the query's dtype) and ``lse`` are those over all keys; the rest is as in :func:`attend`.
-    """
+    """Return the gradients of a part's queries, keys and values, in their shapes. ``grad``, ``out`` (in the query's
+    dtype) and ``lse`` are those over all keys; the rest is as in :func:`attend`."""
     widths, heads = (query.shape[-1], key.shape[-1], value.shape[-1]), key.shape[1]
     query, key, value = _alike(query, key, value)
     out, grad = _wide(out, value.shape[-1]), _wide(grad, value.shape[-1])
