@@ -104,8 +104,7 @@ def bytes_by_axis(
 
 @functools.cache
 def padded_rows(rows: int, *, shards: int, replicas: int = 1, state_over_all: bool = False) -> int:
-    """``rows`` with padding (:data:`PADDED_ROWS`), of which each shard, or with state over all each rank, has equally
-    many."""
+    """``rows`` with padding (:data:`PADDED_ROWS`): equally many for each shard, with state over all for each rank."""
     formula = PADDED_ROWS[OVER_ALL if state_over_all else ""]
     return int(_function(formula)(rows, 1, shards, replicas, 1))
 

@@ -117,8 +117,8 @@ def compile_fx_inner(
     """Run Inductor's code generation for one graph; without ``cuda_graphs`` its own configuration decides on them."""
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
-    # Inductor's reordering for peak memory moves the start of every collective down to its wait, so that nothing
-    # overlaps, and readers of a resident weight across the wait for its refresh.
+    # Inductor's reordering for peak memory moves the start of every collective down to its wait, and waits for a
+    # refresh anywhere, so that nothing overlaps.
     config = torch._inductor.config
     ours = ("_c10d_functional", "muon_zero")
     sends = any(getattr(node.target, "namespace", "") in ours for node in gm.graph.nodes)
@@ -371,9 +371,9 @@ def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs
     if saved == outputs[user_outputs:]:
         return
     output.args = (tuple(outputs[:user_outputs] + saved),)
-    taken = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    tangents = taken[-1].next
-    for node in sorted(taken, key=lambda node: (not is_sym_node(node), _place_among_saved(node))):
+    saved_inputs = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    tangents = saved_inputs[-1].next
+    for node in sorted(saved_inputs, key=lambda node: (not is_sym_node(node), _place_among_saved(node))):
         tangents.prepend(node)
     for half in (forward, backward):
         half.graph.lint()

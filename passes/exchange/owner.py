@@ -96,8 +96,8 @@ def _dealt(
         quota = quotas[task]
 
         def had(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
-            first = places.ranks[owner][0]
-            # Owners of equal load are spread over the owner group first, then over replicas.
+            first = places.ranks[owner][0]  # all ranks of a place have the same load
+            # Ties go round the replicas first, which balances the link between them, the scarcer one.
             return load[first], share[bucket, first], owner % places.width, owner
 
         owner = min((place for place, left in enumerate(quota) if left), key=had)
@@ -176,7 +176,7 @@ def _among(
     if mine:
         cut = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]
         back = pack(cut, [piece.numel() for piece in cut], dtype=dtype)
-    else:
+    else:  # a rank that owns nothing takes part in both all-to-alls all the same
         back = pieces[0].new_empty(0, dtype=dtype)
     outbox = all_to_all(back, sent, received, axis.group)
     received_directions = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))

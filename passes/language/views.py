@@ -58,8 +58,7 @@ class Segment:
         return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """``[count, r, 1]`` of a state with a number a row: ``[rows, 1]``, or ``[rows, matrices]`` if columns
-        are cut."""
+        """``[count, r, 1]`` of a state with a number a row, ``[rows, 1]``; ``[rows, matrices]`` if columns are cut."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)

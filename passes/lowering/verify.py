@@ -19,9 +19,9 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def _no_marker_left(gm: GraphModule) -> None:
-    left = [node.name for node in gm.graph.nodes if node.target in MARKERS]
-    if left:
-        raise VerificationError(f"markers {left} were not lowered; the lower pass must run over every graph")
+    unlowered = [node.name for node in gm.graph.nodes if node.target in MARKERS]
+    if unlowered:
+        raise VerificationError(f"markers {unlowered} were not lowered; the lower pass must run over every graph")
 
 
 def _one_wait_each(gm: GraphModule) -> None:

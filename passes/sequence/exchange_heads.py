@@ -125,8 +125,7 @@ def attention(
     place: Place,
     inner: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]``; the mask has all positions
-    and heads."""
+    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]`` over all; the mask is whole."""
     local = query.shape[2]
     whole = local * place.size
     q, k, v = to_heads(query, key, value, place, whole)
