@@ -115,6 +115,7 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
 
         for place, numbers in groupby(range(count), whole_at):
             run = list(numbers)
+            # Whole matrices are shared among the replicas of their place, others among all ranks.
             owners = layout.replica_group.size * (1 if place >= 0 else len(places))
             parts = min(len(run), owners)
             for part in range(parts):

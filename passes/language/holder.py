@@ -18,7 +18,7 @@ class Holder(Protocol):
     """The runtime state of one parameter, as ops of a graph call it."""
 
     def await_refresh(self, read: Tensor | None = None) -> None:
-        """Wait until the resident weight, and ``read``, a tensor that stands for it, equal the shards."""
+        """Wait until the resident weight, and ``read``, which a graph reads in its place, equal the shards."""
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the offloaded momentum into ``out`` and return it; ``grad`` is the gradient to be mixed with it."""

@@ -55,7 +55,8 @@ class Extras(Generic[T]):
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """One entry per gradient of the graph, in the order of :func:`~compile_muon.passes.reduced_grads`.
+    """The treatment of all gradients of a graph: one entry each, in the order of
+    :func:`~compile_muon.passes.reduced_grads`.
 
     Extra inputs follow the graph's own: one per True of ``unreduced``, by index, then one per True of ``carried``, by
     index. Extra outputs follow the graph's own: one unreduced gradient per ACCUMULATE, by index; one direction per
@@ -124,7 +125,7 @@ class BackwardRequest:
         return len(self.speculated) + bool(self.speculated)
 
     def split(self, extra: Sequence[T]) -> Extras[T]:
-        """Sort the extra outputs of a run; ValueError unless there are :attr:`extra_outputs`."""
+        """Sort the extra outputs of a run by kind and gradient; ValueError unless there are :attr:`extra_outputs`."""
         accumulated, speculated = self.accumulated, self.speculated
         count = len(accumulated) + len(speculated) + bool(speculated)
         if len(extra) != count:

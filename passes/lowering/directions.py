@@ -133,7 +133,7 @@ def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
 def _sum_rows(gm: GraphModule) -> None:
     """Lower the row sums that the momentum operator does not make, as ops that Inductor fuses with the gradient."""
     for node in gm.graph.find_nodes(op="call_function", target=FINGERPRINT_OF_ROWS):
-        gm.graph.output_node().prepend(node)
+        gm.graph.output_node().prepend(node)  # behind all gradients
         unsummed = [source for source in node.args[0] if source.target is ROW_SUMS]
         if not unsummed:
             continue

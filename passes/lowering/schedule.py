@@ -159,6 +159,7 @@ def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: 
             return
         done.add(leg.work.bucket)
         travelling = [chain for chain in ready(travels=True) if chain[0].work.needs]
+        # One bucket that only sends directions is left, to overlap with the last reductions.
         local = [chain for chain in ready(travels=False) if chain[0].work.needs][:-1]
         if under_backward and (travelling or local):
             yield from under_way.hand_round()
@@ -277,6 +278,7 @@ def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
     lists = (*plan.before.values(), *plan.after.values(), plan.ready, plan.end, plan.waits)
     moved = {leg for legs in lists for leg in legs}
     body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    # Model nodes keep their order up to the last leg that stays; behind it, readers of moved legs come late.
     last = max((i for i, node in enumerate(body) if (leg := order.leg_of.get(node)) and leg not in moved), default=-1)
     late = []
     for position, node in enumerate(body):
@@ -310,7 +312,7 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     plan = _Plan()
     gathers = chains[Category.GATHER]
     largest = largest_bucket(sum(chain[0].work.nbytes for chain in gathers), ctx.options.bucket_bytes)
-    gather_ahead(plan, gathers, 2 * largest)
+    gather_ahead(plan, gathers, 2 * largest)  # room for the bucket in use and the next one
     reduce_until_the_next(plan, chains[Category.REDUCE])
     exchange_when_reduced(plan, chains[Category.REDUCE], chains[Category.EXCHANGE], ctx.options.exchange_bytes)
     output = gm.graph.output_node()
