@@ -39,6 +39,7 @@ def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
     apart = layout.sharded or not layout.expert.alone
     # Ranks hold whole matrices already: a single rank, or a stack, which dim 0 cuts between its matrices.
     local = layout.owner_group.size * layout.replica_group.size == 1 or (batch > 1 and apart and not layout.joined)
+    # A view, too, may be cut between its matrices on every rank.
     if view is not None and apart and not layout.joined and layout.replica_group.alone:
         bounds = [layout.region(rank)[0] for rank in layout.holders]
         local = local or all(view.within(part.start, part.stop) for part in bounds)
