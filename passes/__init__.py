@@ -1,12 +1,12 @@
 """Graph passes: markers in, collectives and kernels out.
 
-The pipelines are values you can print: ``DYNAMO_PASSES`` run on Dynamo's graph of a frame, behind those of extensions,
-``JOINT_PASSES`` on the joint graph before it is partitioned, ``LOWERING_PASSES`` on each forward, backward, inference
-and step graph before code generation.
+The pipelines are tuples in the order of their passes: ``DYNAMO_PASSES`` for Dynamo's graph of a frame, after the passes
+of extensions; ``JOINT_PASSES`` for the joint graph before it is partitioned; ``LOWERING_PASSES`` for each forward,
+backward, inference and step graph before code generation.
 """
 
 if __name__ != "compile_muon.passes":
-    # Found from a checkout's root. A second copy of the operators would unregister the first.
+    # Imported from a checkout's root: a second copy would register the operators again, and PyTorch drop the first.
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
 from .dynamo.local_inputs import TAKE_SHARDS

@@ -1,7 +1,7 @@
-"""Kernels of Newton-Schulz and of fingerprints compile in Inductor's worker processes, while it compiles the graph.
+"""Compilation of Triton kernels in Inductor's worker processes, while Inductor compiles the graph that launches them.
 
-Which kernels those are an operator itself says: run on the device "meta" it notes its launches. Without workers, or
-for a kernel that they did not make, the first launch compiles, as ever.
+The operators of Newton-Schulz, fingerprints and momentum name their kernels: run on device "meta", they note their
+launches. Without workers, or for a kernel that they failed to compile, the first launch compiles.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from compile_muon.passes.torch_private import in_compile_workers, triton_cache, 
 
 __all__ = ["compile_launches", "kernels_ahead", "kernels_of"]
 
-#: seconds, after which the first launch is left to compile what is missing
+#: seconds to wait for workers; kernels that are missing then are compiled by their first launch
 _PATIENCE = 300.0
 
 
 @contextlib.contextmanager
 def kernels_ahead(gm: GraphModule) -> Iterator[None]:
-    """Around the compilation of ``gm``: ends when the kernels that its operators launch are compiled, too."""
+    """Compile the kernels of ``gm`` while the block compiles ``gm``, and wait for them at its end."""
     futures = _compile(kernels_of(gm))
     yield
-    wait(futures, timeout=_PATIENCE)  # what failed fails again where it is launched, and is told there
+    wait(futures, timeout=_PATIENCE)  # a kernel that failed fails again at its launch, which raises
 
 
 def kernels_of(gm: GraphModule) -> list[Any]:
-    """``kernels.gpu.jobs.Job`` of each kernel that the calls of a lowered graph launch and nobody has compiled yet."""
+    """Return the ``kernels.gpu.jobs.Job`` of each kernel that a lowered graph launches and that is not compiled yet."""
     jobs: dict[str, Any] = {}
     for operator, runs in _OPERATORS.items():
         for call in gm.graph.find_nodes(op="call_function", target=operator):
             arguments = tree_map_only(Node, lambda node: node.meta["val"], call.args)
             values = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
             sizes = [size for value in values for size in (*value.shape, *value.stride())]
+            # Launches depend on sizes, so symbolic ones have to wait for the first launch.
             if values and values[0].device.type == "cuda" and all(isinstance(size, int) for size in sizes):
                 device = values[0].device
                 jobs |= {job.key: job for job in _jobs(device, partial(_noted, device, arguments, runs))}
@@ -53,11 +54,7 @@ def kernels_of(gm: GraphModule) -> list[Any]:
 
 
 def compile_launches(device: torch.device, launches_of: Callable[[], Sequence[Any]]) -> None:
-    """Begin to compile the kernels of these ``kernels.gpu.launch.Launch``; nothing is waited for.
-
-    Args:
-        launches_of: is called where Triton's kernels run.
-    """
+    """Start to compile the kernels of these ``kernels.gpu.launch.Launch``; without Triton nothing is called."""
     _compile(_jobs(device, launches_of))
 
 
@@ -79,7 +76,7 @@ def _jobs(device: torch.device, launches_of: Callable[[], Sequence[Any]]) -> lis
 
 
 def _noted(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> Sequence[Any]:
-    """What ``runs`` launches of these."""
+    """Return the launches of ``runs`` with these arguments."""
     from compile_muon.kernels.gpu.launch import noting
 
     def on_meta(x: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ def _noted(device: torch.device, arguments: tuple[Any, ...], runs: Callable[...,
     return launches
 
 
-#: and what launches their kernels, of tensors on "meta"
+#: operator -> function that launches its kernels for tensors on "meta"
 _OPERATORS: Mapping[Any, Callable[..., object]] = {
     torch.ops.muon_zero.newton_schulz.default: lambda xs, *arguments: orthogonalize(
         xs, plan_of(arguments), arguments[-1]

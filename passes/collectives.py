@@ -1,4 +1,4 @@
-"""What the collectives of a graph are, and what they send."""
+"""The collectives of a graph, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_collective(node: Node) -> bool:
 
 
 def is_hop(node: Node) -> bool:
-    """Whether ``node`` starts to send all it has to one rank, as in a ring."""
+    """Whether ``node`` starts an all-to-all that sends to one rank only, as in a ring."""
     return (
         node.target is _c10d.all_to_all_single.default
         and len([n for n in node.args[2] if isinstance(n, Node) or n != 0]) == 1
@@ -60,32 +60,24 @@ def is_hop(node: Node) -> bool:
 
 
 def collectives(gm: GraphModule) -> Iterator[tuple[Node, str]]:
-    """``(node, kind)`` of every collective in graph order."""
+    """Yield ``(node, kind)`` of every collective, in graph order."""
     for node in gm.graph.nodes:
         if is_collective(node):
             work = work_of(node)
-            # Of all-to-alls and a local sum, where that is what the backend is best at.
+            # With ``Layout.pairwise`` a reduce-scatter is an all-to-all and a local sum.
             reduces = work is not None and work.category is Category.REDUCE and _KINDS[node.target] == "all_to_all"
             yield node, "reduce_scatter" if reduces else _KINDS[node.target]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What running a graph once sends and computes.
+    """Bytes, collectives and Newton-Schulz calls of one run of a graph, on this rank."""
 
-    Args:
-        bytes_sent: bytes this rank sends (ring or pairwise algorithms).
-        collectives: number of collectives by kind.
-        matrices: matrices that this rank puts through Newton-Schulz.
-        by_axis: ``bytes_sent`` by axis of the mesh.
-        calls: of Newton-Schulz, each of many matrices.
-    """
-
-    bytes_sent: int = 0
-    collectives: tuple[tuple[str, int], ...] = ()
-    matrices: int = 0
-    by_axis: tuple[tuple[str, int], ...] = ()
-    calls: int = 0
+    bytes_sent: int = 0  # by ring or pairwise algorithms
+    collectives: tuple[tuple[str, int], ...] = ()  # number by kind
+    matrices: int = 0  # orthogonalized by this rank
+    by_axis: tuple[tuple[str, int], ...] = ()  # ``bytes_sent`` by mesh axis
+    calls: int = 0  # of Newton-Schulz, each with many matrices
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -105,7 +97,7 @@ def _sums(left: tuple[tuple[str, int], ...], right: tuple[tuple[str, int], ...])
 
 
 def _size(size: Any) -> int:
-    """Of a split or a dimension; 0 where only the data say, as of tokens that a model sends to its experts."""
+    """Return a split or dimension as a number; 0 if it depends on data, as with tokens sent to experts."""
     return expected_size(size.meta["val"] if isinstance(size, Node) else size)
 
 
@@ -125,47 +117,41 @@ def _sent(node: Node, kind: str, axis: Axis) -> float:
 
 
 def axis_of_group(name: str) -> Axis:
-    """Of a collective in a group that no parameter names, as the model makes itself."""
+    """Return the axis of a group that no parameter uses, for collectives of the model's own."""
     group = group_named(name)
     desc = group.group_desc
-    # That of a dimension of a mesh is called by it, and one of ours by its purpose: `sequence`.
-    called = next((desc.removeprefix(own) for own in ("mesh_", "muon_zero ") if desc.startswith(own)), "other")
-    return Axis(called, group.size(), group.rank(), name)
+    # DeviceMesh describes a group as ``mesh_<dim>``, this library as ``muon_zero <purpose>``, such as `sequence`.
+    axis_name = next(
+        (desc.removeprefix(prefix) for prefix in ("mesh_", "muon_zero ") if desc.startswith(prefix)), "other"
+    )
+    return Axis(axis_name, group.size(), group.rank(), name)
 
 
 def bytes_sent(node: Node, kind: str, axis: Axis | None = None) -> int:
-    """What this rank sends in one collective, as in :class:`Traffic`.
-
-    Args:
-        axis: of its group; default: asked of the group itself.
-    """
+    """Bytes that this rank sends in one collective, see :class:`Traffic`; ``axis`` defaults to that of its group."""
     return round(_sent(node, kind, axis_of_group(node.args[-1]) if axis is None else axis))
 
 
 def bytes_received(node: Node, axis: Axis) -> int:
-    """What others send this rank in an all-to-all, of which it may take more than it gives."""
+    """Bytes that this rank receives in an all-to-all; the splits in and out may differ."""
     sizes = [_size(size) for peer, size in enumerate(node.args[1]) if peer != axis.index]
     value = tensor_value(node.args[0])
     return sum(sizes) * math.prod(_size(size) for size in value.shape[1:]) * value.element_size()
 
 
 def matrices(node: Node) -> int:
-    """How many go through one Newton-Schulz call."""
+    """Number of matrices in one Newton-Schulz call."""
     return sum(tensor_value(x).shape[:-2].numel() for x in node.args[0])
 
 
 def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
-    """Count a lowered graph's collectives, the bytes they send, and its Newton-Schulz matrices.
-
-    Args:
-        axes: of the parameters whose collectives these are; all others count as axis "other".
-    """
-    known = {group: axis for axis in axes for group in axis.groups}
+    """Count a lowered graph's collectives, the bytes they send along ``axes`` and in other groups, and its matrices."""
+    axis_by_group = {group: axis for axis in axes for group in axis.groups}
     sent: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for node, kind in collectives(gm):
         name = node.args[-1]  # the group comes last in each of them
-        axis = known[name] if name in known else axis_of_group(name)
+        axis = axis_by_group[name] if name in axis_by_group else axis_of_group(name)
         counts[kind] += 1
         sent[axis.name] += _sent(node, kind, axis)
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)

@@ -1,4 +1,4 @@
-"""What the eager implementation of a marker sends, counted as graphs are."""
+"""Traffic of markers that run eagerly, counted like that of graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["traffic_of_gather", "traffic_of_reduction"]
 
 @lru_cache(maxsize=4096)
 def traffic_of_gather(text: str) -> Traffic:
-    """Of ``unshard`` for the parameter with this encoded spec."""
+    """Traffic of an eager ``unshard``, by its encoded spec."""
     spec = ParamSpec.decode(text)
     resident = spec.layout.resident
     shape, dtype = (spec.layout.slice_shape, spec.compute_dtype) if resident else (spec.layout.local_shape, spec.dtype)
@@ -30,7 +30,7 @@ def traffic_of_gather(text: str) -> Traffic:
 
 @lru_cache(maxsize=4096)
 def traffic_of_reduction(text: str) -> Traffic:
-    """Of ``reduce_grad`` for the parameter with this encoded spec."""
+    """Traffic of an eager ``reduce_grad``, by its encoded spec."""
     spec = ParamSpec.decode(text)
     return _traffic(spec, Category.REDUCE, spec.layout.shape, spec.dtype)
 

@@ -1,4 +1,4 @@
-"""Small edits of a graph that several passes need."""
+"""Edits of graphs that several passes need."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ __all__ = ["append_inputs", "inline", "insert_outputs", "outputs", "replace"]
 
 
 def replace(gm: GraphModule, node: Node, new: Node) -> None:
-    """Let every reader of ``node`` read ``new``, and erase ``node``."""
+    """Replace all uses of ``node`` by ``new``, and erase ``node``."""
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
 
 
 def outputs(gm: GraphModule) -> list[Node | None]:
-    """What a graph returns, in order."""
+    """Return the outputs of a graph, in order."""
     return list(gm.graph.output_node().args[0])
 
 
 def append_inputs(gm: GraphModule, named: Sequence[tuple[str, torch.Tensor]], *, ahead_of_last: int = 0) -> list[Node]:
-    """Add placeholders behind a graph's own, but ahead of its last ``ahead_of_last``.
-
-    Args:
-        named: name and fake tensor of each.
-    """
-    existing = list(gm.graph.find_nodes(op="placeholder"))
-    last = existing[len(existing) - ahead_of_last - 1]
+    """Add a placeholder for each ``(name, fake tensor)``, behind all others but the last ``ahead_of_last``."""
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    last = placeholders[len(placeholders) - ahead_of_last - 1]
     added = []
     for name, like in named:
         with gm.graph.inserting_after(last):
@@ -44,12 +40,12 @@ def append_inputs(gm: GraphModule, named: Sequence[tuple[str, torch.Tensor]], *,
 
 
 def insert_outputs(gm: GraphModule, extra: Sequence[Node], *, ahead_of_last: int = 0) -> None:
-    """Return ``extra`` behind a graph's own outputs, but ahead of its last ``ahead_of_last``."""
+    """Return ``extra`` as well, behind all other outputs but the last ``ahead_of_last``."""
     output = gm.graph.output_node()
     returned = outputs(gm)
     at = len(returned) - ahead_of_last
     output.args = ((*returned[:at], *extra, *returned[at:]),)
-    # What AOTAutograd notes per output, Inductor reads.
+    # AOTAutograd notes these for each output, and Inductor reads them by position.
     for key in ("desc", "output_stack_traces"):
         if key in output.meta:
             notes = list(output.meta[key])
@@ -57,15 +53,15 @@ def insert_outputs(gm: GraphModule, extra: Sequence[Node], *, ahead_of_last: int
 
 
 def _distinct(nodes: Sequence[Node]) -> dict[Node, torch.Tensor]:
-    """A fake tensor for each of ``nodes``: recording tells inputs apart by them, and two nodes may share one."""
+    """Return a separate fake tensor for each node: recording identifies inputs by them, and nodes may share one."""
     values: dict[Node, torch.Tensor] = {}
-    seen: set[int] = set()
+    used_ids: set[int] = set()
     with fake_mode_of([tensor_value(node) for node in nodes]):
         for node in nodes:
             value = tensor_value(node)
-            if node not in values and id(value) in seen:
+            if node not in values and id(value) in used_ids:
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            seen.add(id(values.setdefault(node, value)))
+            used_ids.add(id(values.setdefault(node, value)))
     return values
 
 
@@ -78,13 +74,8 @@ def inline(
     *,
     by_kind: bool = False,
 ) -> list[Node]:
-    """Insert ``function(*inputs)`` ahead of ``before`` and return the nodes of its results.
-
-    Args:
-        function: takes one tensor per node of ``inputs``; returns tensors.
-        work: noted at every new node.
-        by_kind: give ``function`` the keyword ``alike`` (:data:`~.record.Alike`), for what it does with many tensors.
-    """
+    """Insert ``function(*inputs)`` ahead of ``before``, label its nodes ``work`` and return the nodes of its results.
+    With ``by_kind``, ``function`` gets the keyword ``alike`` (:data:`~.record.Alike`)."""
     values = _distinct(inputs)
 
     def call(alike: Alike, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:

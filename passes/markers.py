@@ -1,13 +1,13 @@
-"""The three marker ops: the whole intermediate language between the model and the passes.
+"""The three marker ops: the intermediate language between model and passes.
 
-``unshard`` reads a weight, ``reduce_grad`` is its backward, ``orthogonalize`` makes a Muon direction of a gradient.
-Each has an eager implementation with real collectives, so a graph break or plain eager training gives the same
-numbers. ``orthogonalize_with`` is the second form of the last, for what a method keeps at the owners of matrices. State
-travels as tensor arguments (never as a handle), static facts as one string (:class:`ParamSpec`).
+``unshard`` reads a weight, ``reduce_grad`` is its backward, ``orthogonalize`` turns a gradient into a Muon direction;
+``orthogonalize_with`` does so for methods that keep states at the owners of matrices. Each has an eager implementation
+with real collectives, so that graph breaks and eager training give the same numbers. Optimizer state travels as tensor
+arguments, never as a handle, and static facts as one string (:class:`ParamSpec`).
 
-``state`` is the momentum of a Muon parameter and an empty tensor otherwise; it identifies the parameter at run time.
-``hyper`` is the fp32 tensor ``(1 - momentum, momentum)``, behind it the rates that a method is given, so changing these
-never recompiles.
+``state`` is the momentum of a Muon parameter, else an empty tensor; at run time it identifies the parameter. ``hyper``
+is the fp32 tensor ``(1 - momentum, momentum)``, followed by the rates that the method is given: a tensor, so that
+changing them never recompiles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Operators may not return their inputs; only the eager path pays for this copy."""
+    """Return ``result`` without aliasing inputs, as custom ops have to; only the eager path pays for the copy."""
     storages = {t.untyped_storage()._cdata for t in inputs if t is not None}
     return result.clone() if result.untyped_storage()._cdata in storages else result.contiguous()
 
@@ -91,8 +91,8 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 def orthogonalize_with(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
     facts = ParamSpec.decode(spec)
     owners = facts.muon_settings.owners
-    found = orthogonalize_group([grad], [state], [hyper], [facts], owners, [states])
-    return [_no_alias(each, grad, state, *states) for each in found]
+    results = orthogonalize_group([grad], [state], [hyper], [facts], owners, [states])
+    return [_no_alias(each, grad, state, *states) for each in results]
 
 
 @orthogonalize_with.register_fake
@@ -112,7 +112,7 @@ def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) ->
     text: str = ctx.spec  # type: ignore[attr-defined]
     holder = holder_of(state)
     whole = grad if holder is None else holder.to_reduce(grad)
-    if whole is None:  # it stays here
+    if whole is None:  # stage 1, not the last micro-batch: the gradient stays unreduced
         spec = ParamSpec.decode(text)
         return grad.new_zeros(spec.layout.local_shape, dtype=decode_dtype(spec.dtype)), None, None, None, None
     with nullcontext() if holder is None else holder.reducing():
@@ -129,17 +129,15 @@ def _save_for_gather(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, ou
 
 
 def _reduce_grad_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of losses that are made of gradients: a gather, whose backward is ``reduce_grad`` again.
-
-    Nothing is divided. What arrives on a rank counts once for each rank that the loss is the mean of, as the gradient
-    of a weight does, and will be divided where that is reduced.
-    """
+    """Gather the gradient of a loss that is made of gradients; its backward is ``reduce_grad`` again."""
     (hyper,) = ctx.saved_tensors  # type: ignore[attr-defined]
     facts, dtype = ParamSpec.decode(ctx.spec), encode_dtype(ctx.dtype)  # type: ignore[attr-defined]
     gathered = replace(facts.layout, stage=min(facts.layout.stage, 1) * 3)
     spec = ParamSpec(gathered, encode_dtype(grad.dtype), dtype, facts.reduce_dtype)
-    nobodys = hyper.new_empty(0)  # no sharded parameter is asked: this is neither its weight nor its gradient
-    return UNSHARD(grad, nobodys, hyper, None, spec.encode()), None, None, None
+    # Nothing is divided: like a weight's gradient, this one counts once for each rank whose loss the mean covers, and
+    # is divided where it is reduced.
+    no_state = hyper.new_empty(0)  # a state without a holder: this tensor is no parameter's weight
+    return UNSHARD(grad, no_state, hyper, None, spec.encode()), None, None, None
 
 
 def _orthogonalize_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,7 +169,7 @@ class _Marker:
 
     @classmethod
     def of(cls: type[_View], node: Node) -> _View:
-        """View ``node``; TypeError if it is something else."""
+        """View ``node``; TypeError for other targets."""
         if node.target is not cls.target:
             raise TypeError(f"node {node} is {node.target}, not {cls.target}")
         *inputs, text = node.args
@@ -179,25 +177,18 @@ class _Marker:
 
     @classmethod
     def all(cls: type[_View], gm: GraphModule) -> list[_View]:
-        """Every one of ``gm``, in graph order."""
+        """Return all markers of this kind in ``gm``, in graph order."""
         return [cls.of(node) for node in gm.graph.find_nodes(op="call_function", target=cls.target)]
 
 
 @dataclass(frozen=True)
 class Unshard(_Marker):
-    """An ``unshard`` marker in a graph.
-
-    Args:
-        node: the marker; ``spec.layout.shape``, ``spec.compute_dtype``.
-        spec: static facts of the parameter.
-        shard, state, hyper: nodes of its tensor arguments.
-        resident: node of the resident copy, or None.
-    """
+    """An ``unshard`` marker in a graph; ``node`` has ``spec.layout.shape`` and ``spec.compute_dtype``."""
 
     shard: Node
     state: Node
     hyper: Node
-    resident: Node | None
+    resident: Node | None  # the resident weight or slice
     target = UNSHARD
 
 
@@ -210,7 +201,7 @@ class _GradientMarker(_Marker):
 
     @classmethod
     def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
-        """Put a marker at the graph's insertion point."""
+        """Insert a marker at the graph's insertion point."""
         node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
         like, shape, dtype = tensor_value(grad), spec.layout.local_shape, decode_dtype(cls.dtype(spec))
         node.meta["val"] = another_fake(like, shape=shape, dtype=dtype)
@@ -218,28 +209,16 @@ class _GradientMarker(_Marker):
 
 
 class ReduceGrad(_GradientMarker):
-    """A ``reduce_grad`` marker in a graph.
-
-    Args:
-        node: the marker; ``spec.layout.local_shape``, ``spec.dtype``.
-        spec: static facts of the parameter.
-        grad: node of the gradient of the whole weight, ``spec.layout.shape``.
-        state, hyper: nodes of the parameter's state and of ``(1 - momentum, momentum)``.
-    """
+    """A ``reduce_grad`` marker: ``node`` is the piece's gradient, ``spec.layout.local_shape`` in ``spec.dtype``,
+    averaged from ``grad``, the gradient of the full weight, ``spec.layout.shape``."""
 
     target = REDUCE_GRAD
     dtype = attrgetter("dtype")
 
 
 class Orthogonalize(_GradientMarker):
-    """An ``orthogonalize`` marker in a graph.
-
-    Args:
-        node: the marker; the direction, ``spec.layout.local_shape``, ``spec.muon.dtype``.
-        spec: static facts of the parameter, with ``muon``.
-        grad: node of the averaged gradient of the shard, ``spec.layout.local_shape``, master dtype.
-        state, hyper: nodes of the momentum and of ``(1 - momentum, momentum)``.
-    """
+    """An ``orthogonalize`` marker: ``node`` is the direction, ``spec.layout.local_shape`` in ``spec.muon.dtype``,
+    ``grad`` the shard's averaged gradient, same shape, master dtype, ``state`` the momentum."""
 
     target = ORTHOGONALIZE
     dtype = attrgetter("muon_settings.dtype")
@@ -247,36 +226,29 @@ class Orthogonalize(_GradientMarker):
 
 @dataclass(frozen=True)
 class OrthogonalizeWith(_Marker):
-    """An ``orthogonalize`` marker in a step graph, of a method that keeps states at the owners of matrices.
-
-    Args:
-        node: the marker, a list: the direction as of :class:`Orthogonalize`, and the new states.
-        spec: static facts of the parameter, with its owners.
-        grad, state, hyper: as of :class:`Orthogonalize`.
-        states: nodes of the states that this rank owns, ``[count, a, b]`` each.
-    """
+    """An ``orthogonalize_with`` marker in a step graph; ``node`` is the list of the direction and the new states."""
 
     grad: Node
     state: Node
     hyper: Node
-    states: tuple[Node, ...]
+    states: tuple[Node, ...]  # that this rank owns, ``[count, a, b]`` each
     target = ORTHOGONALIZE_WITH
 
     @classmethod
     def insert(
         cls, graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec, states: Sequence[Node]
     ) -> list[Node]:
-        """Put a marker at the graph's insertion point; the nodes of what it makes."""
+        """Insert a marker at the graph's insertion point and return the nodes of its results."""
         node = graph.call_function(cls.target, (grad, state, hyper, list(states), spec.encode()))
-        own = tensor_value(grad)
-        like = own.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
-        node.meta["val"] = [like, *map(tensor_value, states)]
-        found = [graph.call_function(operator.getitem, (node, place)) for place in range(1 + len(states))]
-        for each, value in zip(found, node.meta["val"], strict=True):
+        example = tensor_value(grad)
+        direction = example.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
+        node.meta["val"] = [direction, *map(tensor_value, states)]
+        results = [graph.call_function(operator.getitem, (node, place)) for place in range(1 + len(states))]
+        for each, value in zip(results, node.meta["val"], strict=True):
             each.meta["val"] = value
-        return found
+        return results
 
     @property
     def found(self) -> list[Node]:
-        """What reads the list: the direction, and the new states."""
+        """The nodes of the marker's results: the direction, then the new states."""
         return sorted(self.node.users, key=lambda user: cast("int", user.args[1]))

@@ -1,4 +1,4 @@
-"""Norms of lists of tensors in few launches, and what they tell; nothing waits for the device."""
+"""Norms of many tensors in few launches, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
-    """Norm of each tensor, ``[len(tensors)]`` fp32."""
-    found: dict[int, Tensor] = {}
+    """Return the norm of each tensor, ``[len(tensors)]`` fp32."""
+    norm_of: dict[int, Tensor] = {}
     for kind in {tensor.dtype for tensor in tensors}:
-        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
-        if order == math.inf:  # of nothing there is no largest entry
-            found |= {i: tensors[i].new_zeros(()) for i in chosen if not tensors[i].numel()}
-            chosen = [i for i in chosen if tensors[i].numel()]
-        # A norm that is returned in half precision would overflow where no entry does.
+        indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
+        if order == math.inf:  # _foreach_norm raises for the largest entry of an empty tensor
+            norm_of |= {i: tensors[i].new_zeros(()) for i in indices if not tensors[i].numel()}
+            indices = [i for i in indices if tensors[i].numel()]
+        # A norm in half precision may overflow although no entry does.
         dtype = torch.float32 if kind in _HALF else None
-        own = torch._foreach_norm([tensors[i] for i in chosen], order, dtype=dtype) if chosen else ()
-        found.update(zip(chosen, own, strict=True))
-    return torch.stack([found[i].float() for i in range(len(tensors))])
+        group_norms = torch._foreach_norm([tensors[i] for i in indices], order, dtype=dtype) if indices else ()
+        norm_of.update(zip(indices, group_norms, strict=True))
+    return torch.stack([norm_of[i].float() for i in range(len(tensors))])
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared norm of each tensor, ``[len(tensors)]`` fp32."""
+    """Return the squared norm of each tensor, ``[len(tensors)]`` fp32."""
     return norms(tensors).square()
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
-    # The largest entry: a 2-norm overflows where no entry does.
+    """Return 1.0 for each tensor with an inf or NaN, else 0.0: ``[len(tensors)]`` fp32."""
+    # By the largest entry, since a 2-norm may overflow although no entry is infinite.
     return (~torch.isfinite(norms(tensors, math.inf))).float()

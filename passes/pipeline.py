@@ -1,8 +1,4 @@
-"""The pass runner: order, contracts, timing, lint, stamps, dumps.
-
-A pass is ``(GraphModule, PassContext) -> GraphModule`` and holds only its rewrite; everything around it is done here,
-once, for all of them.
-"""
+"""The pass runner: order, contracts, timing, lint, stamps and dumps, so that passes hold only their rewrite."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ from .torch_private import trace_artifact
 
 __all__ = ["LOWERED", "PASS_KEY", "GraphPass", "GraphKind", "PassContext", "PassOptions", "run_passes", "tensor_value"]
 
-#: key of node.meta under which the runner notes the name of the pass that made a node
+#: key of node.meta: the name of the pass that made the node
 PASS_KEY = "muon_zero_pass"
 
 
 class GraphKind(str, Enum):
-    """Which graph a pass is looking at."""
+    """The role of a graph."""
 
     DYNAMO = "dynamo"
     JOINT = "joint"
@@ -38,63 +34,42 @@ class GraphKind(str, Enum):
     STEP = "step"
 
 
-#: graphs that are lowered: all but those of Dynamo and joint ones
+#: kinds of graphs that are lowered
 LOWERED = (GraphKind.FORWARD, GraphKind.BACKWARD, GraphKind.INFERENCE, GraphKind.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """What the caller of torch.compile chose about the passes.
+    """Options of the passes, from the caller of torch.compile."""
 
-    Args:
-        dump: folder for readable graphs before and after each pass, or None.
-        nvtx: make ranges for profilers around collectives and Newton–Schulz.
-        bucket_bytes: size cap of fused collectives, below which the cost model chooses.
-        exchange_bytes: what exchanges under way may hold.
-        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it;
-            at stage 0 the same of weights in another dtype than their masters.
-    """
-
-    dump: Path | None = None
-    nvtx: bool = False
-    bucket_bytes: int = 512 * 2**20
-    exchange_bytes: int = 512 * 2**20
+    dump: Path | None = None  # folder for readable graphs before and after each pass
+    nvtx: bool = False  # insert profiler ranges around collectives and Newton–Schulz
+    bucket_bytes: int = 512 * 2**20  # largest bucket; the cost model may choose smaller ones
+    exchange_bytes: int = 512 * 2**20  # most bytes that overlapping exchanges hold
+    # Gather again for backward at stage 3, rather than save gathered weights; at stage 0 the same for casts of master
+    # weights.
     reshard_after_forward: bool = True
 
 
 @dataclass
 class PassContext:
-    """What passes know besides the graph.
-
-    Args:
-        kind: the graph's role.
-        frame: name for dumps.
-        options: the caller's.
-        costs: what the machine costs that the graph is for.
-        request: backward graphs only: what to do with each gradient.
-        user_outputs: forward graphs only: how many outputs, the first ones, are the model's; the rest is saved for
-            backward.
-        saved: backward graphs only: inputs that forward made for this graph alone, by name, to names of their memory;
-            several may be views of one.
-        left: bytes that backward has held beside what it returns, and holds no more behind it: filled by room for a
-            backward graph, read by it for a step graph.
-        shards: graphs of Dynamo only: which inputs are shards in place of the DTensors they are of, filled by
-            take_shards.
-        timings: seconds per pass, filled by the runner.
-        exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
-    """
+    """The input of passes beside the graph, and their further results."""
 
     kind: GraphKind
-    frame: str = "frame"
+    frame: str = "frame"  # name in dumps
     options: PassOptions = PassOptions()
     costs: Costs = Costs()
-    request: BackwardRequest | None = None
-    user_outputs: int = 0
+    request: BackwardRequest | None = None  # backward graphs only
+    user_outputs: int = 0  # forward graphs: number of the model's outputs, ahead of the saved values
+    # Backward graphs: inputs that forward made for this graph alone, by name, to names of their memory; several may be
+    # views of one.
     saved: dict[str, str] = field(default_factory=dict)
+    # Bytes that backward frees until its end, beside its outputs. The room pass sets it for a backward graph and reads
+    # it for a step graph.
     left: int = 0
-    shards: Sequence[int] = ()
-    timings: dict[str, float] = field(default_factory=dict)
-    exchange_bytes: int = 0
+    shards: Sequence[int] = ()  # Dynamo's graphs: inputs that take_shards turned from DTensors into shards
+    timings: dict[str, float] = field(default_factory=dict)  # seconds per pass, set by the runner
+    exchange_bytes: int = 0  # most bytes that overlapping exchanges hold, set by verify
 
     @property
     def title(self) -> str:
@@ -107,40 +82,32 @@ class PassContext:
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A named rewrite with its contract.
+    """A named rewrite with its contract."""
 
-    Args:
-        name: shown in dumps, timings and errors.
-        rewrite: the transform.
-        requires: names of passes that must have run before.
-        conflicts: names of passes that must not have run before.
-        kinds: graphs it applies to.
-    """
-
-    name: str
+    name: str  # in dumps, timings and errors
     rewrite: Callable[[GraphModule, PassContext], GraphModule]
-    requires: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
-    kinds: tuple[GraphKind, ...] = tuple(GraphKind)
+    requires: tuple[str, ...] = ()  # names of passes that must run before
+    conflicts: tuple[str, ...] = ()  # names of passes that must not run before
+    kinds: tuple[GraphKind, ...] = tuple(GraphKind)  # graphs that it applies to
 
 
 _ASSIGNMENT = re.compile(r"^ +(\w+)(: \"[^\"]*\")? = ", re.MULTILINE)
 
 
 def readable(gm: GraphModule) -> str:
-    """The graph as Python code; what a pass made ends with the name of the pass."""
+    """Return the graph as Python code, with the name of the pass behind each node that a pass made."""
     makers = {node.name: node.meta[PASS_KEY] for node in gm.graph.nodes if PASS_KEY in node.meta}
     code = gm.print_readable(print_output=False, include_stride=True, include_device=True)
     lines = []
     for line in code.splitlines():
-        found = _ASSIGNMENT.match(line)
-        maker = makers.get(found.group(1)) if found else None
+        assignment = _ASSIGNMENT.match(line)
+        maker = makers.get(assignment.group(1)) if assignment else None
         lines.append(line if maker is None else f"{line}  # made by {maker}")
     return "\n".join(lines) + "\n"
 
 
 def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
-    # Readable graphs are an eighth of all compile time, so they are made only where someone reads them.
+    # Printing graphs takes an eighth of all compile time, so they are printed only for a reader.
     trace_artifact(f"muon_zero.{ctx.title}.{stage}", lambda: readable(gm))
     if ctx.options.dump is not None:
         ctx.options.dump.mkdir(parents=True, exist_ok=True)
@@ -148,13 +115,10 @@ def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:
-    """Run ``passes`` in order over ``gm``; every node that a pass makes gets its name, under ``meta[PASS_KEY]``.
+    """Run ``passes`` in order over ``gm``, and label each new node with its pass (``meta[PASS_KEY]``).
 
-    The graph is checked and compiled to Python once, at the end: nobody runs what is between two passes. With dumps it
-    is checked behind each pass.
-
-    Raises:
-        PassContractError: a pass's ``requires`` or ``conflicts`` does not hold, or it left an ill-formed graph.
+    The graph is linted and compiled to Python once, at the end; with dumps it is linted after each pass. Raises
+    :class:`PassContractError` where ``requires`` or ``conflicts`` does not hold, or a pass left an ill-formed graph.
     """
     done: set[str] = set()
     _dump(gm, ctx, "00_before")
@@ -164,10 +128,10 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -
         if clash := set(graph_pass.conflicts) & done:
             raise PassContractError(f"pass {graph_pass.name!r} must run before {sorted(clash)}; reorder them")
         started = time.perf_counter()
-        known = set(gm.graph.nodes)
+        old_nodes = set(gm.graph.nodes)
         gm = graph_pass.rewrite(gm, ctx)
         for node in gm.graph.nodes:
-            if node not in known:
+            if node not in old_nodes:
                 node.meta[PASS_KEY] = graph_pass.name
         ctx.timings[graph_pass.name] = time.perf_counter() - started
         done.add(graph_pass.name)
@@ -187,7 +151,7 @@ def _lint(gm: GraphModule, who: str) -> None:
 
 
 def tensor_value(node: torch.fx.Node) -> torch.Tensor:
-    """The fake tensor a node stands for."""
+    """Return the fake tensor of a node."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"node {node} holds {type(value).__name__}, not a tensor")

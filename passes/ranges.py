@@ -1,8 +1,8 @@
-"""Ranges that profilers show: NVTX in the domain ``muon_zero``, and the same for torch.profiler.
+"""Profiler ranges: NVTX in the domain ``muon_zero``, and the same for torch.profiler.
 
-NVTX goes through NVIDIA's ``nvtx`` package, which has domains, categories and payloads; where it is not installed, or
-no tool listens, only torch.profiler sees ranges. A stack of open ranges per thread, as NVTX keeps one, lets whoever
-opened a range close those that an error left open inside.
+NVTX ranges need NVIDIA's ``nvtx`` package, which has domains, categories and payloads, and a tool that listens; else
+only torch.profiler sees ranges. Each thread has a stack of open ranges, as in NVTX, so that the end of a range also
+closes those that an error left open inside.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["COLORS", "DOMAIN", "NEWTON_SCHULZ", "RANGE_POP", "RANGE_PUSH", "nvtx
 
 DOMAIN = "muon_zero"
 
-#: the category beside those of :class:`Category`
+#: a category of ranges beside :class:`Category`
 NEWTON_SCHULZ = "newton_schulz"
 
-#: ARGB, by category; "" is for what has none
+#: ARGB by category; "" for ranges without one
 COLORS = {
     "": 0xFF7F7F7F,
     Category.GATHER.value: 0xFF1F77B4,
@@ -38,7 +38,7 @@ COLORS = {
 
 
 class _Open(threading.local):
-    """The ranges of one thread that are open, outermost first; None where torch.profiler does not record."""
+    """The open ranges of one thread, outermost first; None where torch.profiler does not record."""
 
     def __init__(self) -> None:
         self.records: list[record_function | None] = []
@@ -48,13 +48,13 @@ _open = _Open()
 
 
 def nvtx_installed() -> bool:
-    """Whether NVTX ranges can be made."""
+    """Whether the ``nvtx`` package is installed."""
     return find_spec("nvtx") is not None
 
 
-@functools.cache  # a package that is missing is looked for in every folder
+@functools.cache  # a failed import searches the whole path again each time
 def _domain() -> Any:
-    """The domain, which does nothing without a tool; None without the package."""
+    """Return the NVTX domain, a dummy without a listening tool; None without the package."""
     try:
         import nvtx
     except ImportError:
@@ -84,12 +84,10 @@ def _pop() -> None:
 
 @contextlib.contextmanager
 def ranged(name: str, category: str = "", payload: int = 0) -> Iterator[None]:
-    """A range around a block; ranges that were opened inside and not closed end with it.
+    """Open a range around a block; its end also closes ranges left open inside.
 
-    Args:
-        name: the same from step to step, or tools keep one for each.
-        category: of :data:`COLORS`.
-        payload: bytes that this rank sends, or a number of matrices.
+    ``name`` has to be the same from step to step, or tools list each step's. ``category`` is a key of :data:`COLORS`,
+    ``payload`` the bytes that this rank sends, or a number of matrices.
     """
     depth = len(_open.records)
     _push(name, category, payload)
@@ -100,8 +98,8 @@ def ranged(name: str, category: str = "", payload: int = 0) -> Iterator[None]:
             _pop()
 
 
-#: Inductor drops ``record_function`` nodes, and any side effect without tensors. These claim to write ``xs``, which
-#: keeps them ahead of what reads it and behind what makes it.
+#: Inductor drops ``record_function`` nodes, and any side effect without tensors. These ops declare a write of ``xs``,
+#: which keeps them behind the makers and ahead of the readers of ``xs``.
 RANGE_PUSH = unrecorded_op(
     "muon_zero_push", "Tensor(a!)[] xs, str name, str category, int payload", lambda xs, *about: _push(*about)
 )

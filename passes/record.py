@@ -1,11 +1,11 @@
-"""Graphs of functions that passes put into other graphs.
+"""Recording of functions that passes insert into graphs.
 
-``make_fx`` prepares a tracer, a module and modes for each function, 60 ms, and takes 2 ms an operator; a pass records a
-function of few operators for each matrix of a model. Here inputs are fake and shapes are numbers, so the operators need
-only be noted, decomposed as Inductor wants them.
+``make_fx`` takes 60 ms for each function, to prepare a tracer, a module and modes, and 2 ms an operator; passes record
+a short function for each matrix of a model. Here inputs are fake and shapes constant, so that operators need only be
+noted, decomposed by Inductor's table.
 
-One node serves for equal values. The parameters of a bucket read the same rates and weigh the rows of a fingerprint by
-the same numbers; recorded anew for each, these were half of the nodes that Muon adds to a backward graph.
+Equal values share one node. The parameters of a bucket read the same rates and weigh the rows of a fingerprint by the
+same numbers; recorded for each, these were half of the nodes that Muon adds to a backward graph.
 """
 
 from __future__ import annotations
@@ -25,46 +25,38 @@ from .torch_private import another_fake, decomposition_table, fake_mode_of, with
 
 __all__ = ["Alike", "call", "record"]
 
-#: ``(kind, function, tensors) -> function(*tensors)``, a tensor. Calls of one kind compute alike where their tensors
-#: differ in their content alone.
+#: ``(kind, function, tensors) -> function(*tensors)``, a tensor. Calls of one kind record the same nodes for tensors
+#: that differ in content only.
 Alike = Callable[[Hashable, Callable[..., Tensor], Sequence[Tensor]], Tensor]
 
-#: operators whose result is their input where they change no size
+#: operators that return their input if sizes stay the same
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default)
 
 
 def call(kind: Hashable, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """:data:`Alike` of eager code: the function is called each time."""
+    """:data:`Alike` for eager code: call the function each time."""
     return function(*tensors)
 
 
 @dataclass(frozen=True)
 class _Template:
-    """Nodes that a call of one kind has appended.
+    """The nodes of the first call of a kind."""
 
-    Args:
-        inputs: nodes of its tensors.
-        nodes: in order.
-        result: one of both.
-    """
-
-    inputs: Sequence[Node]
-    nodes: Sequence[Node]
-    result: Node
+    inputs: Sequence[Node]  # nodes of its tensors
+    nodes: Sequence[Node]  # in order
+    result: Node  # one of both
 
 
 class _WritesError(Exception):
-    """A recorded operator writes to a tensor: a value read before it differs from the same read behind it."""
+    """A recorded operator writes to a tensor, so equal reads before and after it differ and must not share a node."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Appends each operator that runs inside to a graph, with its result under ``meta["val"]``.
+    """Dispatch mode that appends each operator to a graph, with its result under ``meta["val"]``.
 
-    Args:
-        inputs: tensors that become placeholders.
-        fake: mode of the tensors.
-        share: return the result of an equal operator where there is one. Results of more than one dimension stay
-            apart: AOTAutograd has merged those of the model, and what a merged one keeps in memory counts.
+    ``inputs`` become placeholders. With ``share``, an operator equal to an earlier one returns that one's result. Only
+    results of at most one dimension are shared: AOTAutograd has merged the model's larger ones, and a merged value
+    stays in memory for longer.
     """
 
     def __init__(self, inputs: Sequence[Tensor], fake: Any, *, share: bool) -> None:
@@ -73,7 +65,7 @@ class _Recorder(TorchDispatchMode):
         self._fake = fake
         self._share = share
         self._decompositions = decomposition_table()
-        #: tensor and node by the tensor's id; the tensor is kept, or another one could get its id
+        #: tensor and node by the tensor's id; the reference keeps the id from being reused
         self._nodes: dict[int, tuple[Tensor, Node]] = {}
         self._order: list[Node] = []
         self._shared: dict[Any, Node] = {}
@@ -82,7 +74,7 @@ class _Recorder(TorchDispatchMode):
             self._note(value, self.graph.placeholder(f"input_{place}"))
 
     def alike(self, kind: Hashable, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """:data:`Alike`: the first call is recorded, those behind it are copies of its nodes."""
+        """:data:`Alike`: record the first call of a kind, and copy its nodes for the others."""
         inputs = [self.node_of(tensor) for tensor in tensors]
         key = kind, *(_kind(tensor, node) for tensor, node in zip(tensors, inputs, strict=True))
         if (template := self._templates.get(key)) is not None:
@@ -90,7 +82,7 @@ class _Recorder(TorchDispatchMode):
         before = len(self._order)
         result = function(*tensors)
         nodes = self._order[before:]
-        if all(isinstance(node.meta["val"], Tensor) for node in nodes):  # no results that are taken from a list
+        if all(isinstance(node.meta["val"], Tensor) for node in nodes):  # ``_copy`` knows no list results
             self._templates[key] = _Template(inputs, nodes, self.node_of(result))
         return result
 
@@ -120,11 +112,7 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def node_of(self, value: Tensor) -> Node:
-        """The node that made ``value``.
-
-        Raises:
-            RuntimeError: no node did: ``value`` is a constant of the function.
-        """
+        """Return the node that made ``value``; RuntimeError for a constant of the function, which no node made."""
         if id(value) not in self._nodes:
             raise RuntimeError(f"recording captured a constant of shape {tuple(value.shape)}; pass it as an input")
         return self._nodes[id(value)][1]
@@ -133,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question whose answer is no tensor
+        if func.namespace == "prim":  # queries such as ``prim::device``, which return no tensor
             return func(*args, **kwargs)
         decompose = self._decompositions.get(func, func.decompose)
         with self:
@@ -150,7 +138,7 @@ class _Recorder(TorchDispatchMode):
                 key = func, _typed(node_args), _typed(sorted(node_kwargs.items()))
                 if (node := self._shared.get(key)) is not None:
                     value = node.meta["val"]
-                    # Autograd makes the result of a view operator a view, which it can do with a tensor once.
+                    # Autograd marks a view operator's result as a view, and refuses a tensor that is marked already.
                     return self._note(value.detach(), node) if func.is_view else value
         result = func(*args, **kwargs)
         if key is not None and isinstance(result, Tensor):
@@ -173,26 +161,22 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """``value`` as a key: numbers of different types are different, though Python has 1 == 1.0 == True."""
+    """Return ``value`` as a key that includes types, since in Python 1 == 1.0 == True."""
     if isinstance(value, list | tuple):
         return tuple(map(_typed, value))
     return value if isinstance(value, Node) else (type(value), str(value))
 
 
 def _kind(value: Tensor, node: Node) -> Any:
-    """Equal for tensors that a function computes alike with; results of small ones are shared, so they are the same."""
+    """Return a key, equal for tensors with which a function records the same nodes; small tensors are shared nodes."""
     return node if value.ndim <= 1 else (value.shape, value.stride(), value.dtype, value.device)
 
 
 def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Graph:
-    """The graph of ``function(alike, *inputs)``, decomposed by Inductor's table, without dead code.
+    """Return the graph of ``function(alike, *inputs)``, decomposed by Inductor's table, without dead code.
 
-    Args:
-        function: takes :data:`Alike` and tensors, and returns tensors; its operators depend on no value of them. It may
-            run twice.
-        inputs: fake tensors of constant shapes, no two of them one object.
-    Raises:
-        RuntimeError: ``function`` reads a tensor that is neither an input nor made of inputs.
+    ``inputs`` are fake tensors of constant shapes, all distinct objects. The operators of ``function`` must not depend
+    on values, and it may run twice. RuntimeError if it reads a tensor that is not made of ``inputs``.
     """
     fake = fake_mode_of(inputs)
     recorder = _Recorder(inputs, fake, share=True)

@@ -1,7 +1,7 @@
-"""Every torch API used here that is not public, in one place.
+"""Every non-public torch API that this library uses.
 
-``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
-here patches torch beyond the ``with`` block of a documented ``config.patch``.
+``tests/passes/test_torch_private.py`` tells which of them changed in a new torch. Nothing here patches torch beyond the
+``with`` block of a documented ``config.patch``.
 """
 
 from __future__ import annotations
@@ -76,16 +76,12 @@ __all__ = [
     "without_modes",
 ]
 
-#: of torch
+#: whether torch is older than 2.13
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 class NoCompilerError(MuonZeroError, ShortenTraceback):
-    """There is no C++ compiler, which Inductor writes for; told without the eighty lines of torch that lead there.
-
-    Attributes:
-        inner_exception: Inductor's own error.
-    """
+    """There is no C++ compiler for Inductor; raised without the 80 lines of traceback of ``inner_exception``."""
 
     def __init__(self, inner_exception: Exception) -> None:
         said = str(inner_exception).partition("\n")[0]
@@ -94,12 +90,12 @@ class NoCompilerError(MuonZeroError, ShortenTraceback):
         self.inner_exception = inner_exception
 
     def remove_dynamo_frames(self) -> NoCompilerError:
-        """Without the frames below our backend, whichever made this."""
+        """Drop the traceback. ``ShortenTraceback`` would keep the frames of the backend."""
         return self.with_traceback(None)
 
 
 def lacks_compiler(error: BaseException) -> Exception | None:
-    """Inductor's complaint that there is no C++ compiler, if ``error`` is one."""
+    """Return Inductor's error for a missing C++ compiler, if ``error`` is or wraps one."""
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error if isinstance(error, InvalidCxxCompiler) else None
@@ -109,7 +105,7 @@ PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
 
 
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Inductor's graph compiler, joint passes and AOTAutograd included."""
+    """Run Inductor's graph compiler, joint passes and AOTAutograd included."""
     from torch._inductor.compile_fx import compile_fx as implementation
 
     return cast("Callable[..., Any]", implementation(gm, inputs, **kwargs))
@@ -118,21 +114,17 @@ def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callabl
 def compile_fx_inner(
     gm: GraphModule, inputs: Sequence[Any], *, cuda_graphs: bool = False, **kwargs: Any
 ) -> Callable[..., Any]:
-    """Inductor's code generation for one forward or backward graph.
-
-    Args:
-        cuda_graphs: record it as CUDA graphs. Where False, Inductor's own configuration says.
-    """
+    """Run Inductor's code generation for one graph; without ``cuda_graphs`` its own configuration decides on them."""
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
-    # Inductor's reordering for peak memory moves the start of every collective down to its wait, and what waits for a
-    # refresh anywhere: nothing overlaps.
+    # Inductor's reordering for peak memory moves the start of every collective down to its wait, and waits for a
+    # refresh anywhere, so that nothing overlaps.
     config = torch._inductor.config
     ours = ("_c10d_functional", "muon_zero")
     sends = any(getattr(node.target, "namespace", "") in ours for node in gm.graph.nodes)
-    # It keeps a buffer that nothing reads any more until one of its size is wanted, by an estimate of the peak that
-    # takes what collectives and their copies hold for more: 2 to 5 percent above what is live. The allocator of GPUs
-    # gives memory again for next to nothing; on CPUs it is pages to be mapped anew.
+    # Inductor's buffer reuse keeps dead buffers for later ones of the same size. Its estimate of the peak counts too
+    # much for collectives and their copies, which costs 2 to 5 percent above live memory. Allocation is almost free on
+    # GPUs; on CPUs it maps new pages, so buffers are reused there.
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     patches = {
         "allow_buffer_reuse": config.allow_buffer_reuse and not on_gpu,
@@ -144,12 +136,10 @@ def compile_fx_inner(
 
 
 def below_autograd(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A compiled graph, boxed, whose operators are dispatched past autograd, which has traced them already.
-
-    In torch 2.13 the kernels of functional collectives for autograd are in Python: 30 to 50 microseconds a call.
-    """
+    """Return a compiled graph, boxed, whose operators are dispatched below autograd, which has traced them already."""
 
     def call(args: list[Any]) -> Any:
+        # In torch 2.13 the autograd kernels of functional collectives are in Python: 30 to 50 microseconds a call.
         with torch._C._AutoDispatchBelowAutograd():
             return run(args)
 
@@ -158,11 +148,7 @@ def below_autograd(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any
 
 
 def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequence[Any]) -> list[Future[Any]]:
-    """``function`` of each of ``arguments`` in Inductor's worker processes; none where it has none, with one thread.
-
-    Args:
-        function, arguments: are pickled; the result comes back.
-    """
+    """Run ``function`` for each argument in Inductor's worker processes (by pickle); no futures without workers."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     if function is None or not arguments or get_compile_threads() <= 1:
@@ -171,47 +157,47 @@ def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequenc
         AsyncCompile.use_process_pool()  # starts it
         pool = AsyncCompile.process_pool()
         return [pool.submit(function, argument) for argument in arguments]
-    except RuntimeError:  # daemons may have no children, and a pool may have ended
+    except RuntimeError:  # daemonic processes may not start workers, and the pool may be shut down
         return []
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Around tensors that are no part of what is being traced or compiled."""
+    """Return a context outside of all dispatch modes, for tensors that are not traced or compiled."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def triton_cache(device: torch.device) -> Path:
-    """Where Triton keeps kernels of ``device`` once Inductor has loaded one of its own there."""
+    """Return the folder of Triton's cache for ``device``, as Inductor sets it when it loads a kernel."""
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     return Path(triton_cache_dir(device.index or 0))
 
 
 def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
-    """Without the AOTAutograd cache: a hit would skip the partition function and the inner compiler."""
+    """Disable the AOTAutograd cache: a hit would skip the partition function and the inner compiler."""
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)
 
 
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's own lock: while graphs are traced PyTorch patches nn.Module, as a frame of another thread would see."""
+    """Return Dynamo's lock: while it traces, PyTorch patches nn.Module, which frames of other threads would see."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions: nodes added after AOTAutograd must already be decomposed."""
+    """Return Inductor's decompositions: nodes added after AOTAutograd must already be decomposed."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
 class Partitioner(CustomPartitionerFn):
-    """A partition function as ``config.custom_partitioner_fn`` wants it; ``identity`` keys Inductor's caches."""
+    """A partition function for ``config.custom_partitioner_fn``; ``identity`` keys Inductor's caches."""
 
     def __init__(self, function: PartitionFunction | None, identity: bytes) -> None:
         self._function = function
@@ -226,12 +212,12 @@ class Partitioner(CustomPartitionerFn):
         return self._identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Inductor hashes its configuration by pickling it; what the function does is in the graphs themselves.
+        # Inductor hashes its configuration by pickling it; the graphs contain what the function did.
         return type(self), (None, self._identity)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """How long a collective of ``group`` on ``device`` may take; None if the backend does not say."""
+    """Return the timeout of collectives of ``group`` on ``device``; None if the backend does not tell."""
     try:
         return cast("timedelta", group._get_backend(device).options._timeout)
     except (AttributeError, RuntimeError):
@@ -239,18 +225,18 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def store_of(group: Any) -> torch.distributed.Store | None:
-    """A connection of one's own to the store of ``group``, under the group's prefix; None if it cannot be shared."""
+    """Return a new connection to the store of ``group``, with its prefix; None if the store cannot be cloned."""
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     try:
         store: Any = _get_process_group_store(group)
         return cast("torch.distributed.Store", store.clone())
-    except (AttributeError, KeyError, RuntimeError):  # stores in Python, and the fake group's, are not cloned
+    except (AttributeError, KeyError, RuntimeError):  # stores in Python, and the fake group's, have no clone
         return None
 
 
 def group_named(name: str) -> torch.distributed.ProcessGroup:
-    """The process group that functional collectives know by ``name``."""
+    """Return the process group that functional collectives know by ``name``."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     resolve: Any = _resolve_process_group
@@ -258,10 +244,8 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
 
 
 def another_group(group: Any, description: str, device: torch.device) -> torch.distributed.ProcessGroup:
-    """A process group of the same ranks, backend and timeout; one for all calls with the same description.
-
-    Every rank of ``group`` must call it, and no other.
-    """
+    """Return a process group of the same ranks, backend and timeout, one for each ``description``. Every rank of
+    ``group`` has to call this, and no other."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -280,10 +264,11 @@ def another_group(group: Any, description: str, device: torch.device) -> torch.d
 
 @contextlib.contextmanager
 def fake_group(rank: int, world: int) -> Iterator[None]:
-    """Inside this block the default process group is one of ``world`` ranks, whose collectives send nothing."""
+    """Make the default process group a fake one of ``world`` ranks within the block; its collectives send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # each group puts "[rank0]: " in front of a traceback, also when it is gone
+    # init_process_group installs a hook that prefixes tracebacks with "[rank0]: ", and never removes it.
+    hook = sys.excepthook
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -293,52 +278,48 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
 
 
 def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:
-    """The group of all ranks of a mesh of several dimensions, row-major; one for as many calls as there are."""
+    """Return the group of all ranks of a mesh of several dimensions, row-major; DeviceMesh caches it."""
     return mesh._flatten().get_group()
 
 
 def unflattened(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks with one dimension as several."""
-    if mesh.mesh_dim_names is None:  # torch names the new dimensions only beside others with names
+    """Return a mesh of the same ranks with dimension ``dim`` as several."""
+    if mesh.mesh_dim_names is None:  # _unflatten drops ``names`` if the mesh has none
         mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("shard",))
     return mesh._unflatten(dim, sizes, names)
 
 
 def expected_size(size: int | torch.SymInt) -> int:
-    """A size as it was when the graph was traced; 0 where only the data say."""
+    """Return a size as a number, as it was in tracing; 0 for a data-dependent one."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental import symbolic_shapes
 
-    # torch 2.11 has the other name
+    # torch 2.11 calls it hint_int
     hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]
     return int(hint(size, 0))
 
 
 def flop_formula(target: Any) -> Callable[..., Any] | None:
-    """What ``torch.utils.flop_counter`` has for ``target``: a function of the arguments' values and ``out_val``."""
+    """Return the formula of ``torch.utils.flop_counter`` for ``target``, of the arguments' values and ``out_val``."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry.get(getattr(target, "overloadpacket", target))
 
 
-#: of FlexAttention's arguments in Dynamo's graph, what its kernel is told
+#: index of the kernel options among FlexAttention's arguments in Dynamo's graph
 _FLEX_OPTIONS = 6
 
 
 def is_flex_attention(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is FlexAttention, of ``(query, key, value, ...)``."""
+    """Whether a node of Dynamo's graph is FlexAttention, called with ``(query, key, value, ...)``."""
     return node.target is torch.ops.higher_order.flex_attention
 
 
 def flex_with_maxima(node: torch.fx.Node) -> bool:
-    """Have FlexAttention's kernel make its third output: the largest logit of each row, in powers of two.
-
-    Returns:
-        Whether it can; FlashAttention's cannot.
-    """
+    """Let FlexAttention's kernel return its third output, each row's largest logit in base 2; False if it cannot."""
     options: Any = node.args[_FLEX_OPTIONS]
-    if options["BACKEND"] == "FLASH":
+    if options["BACKEND"] == "FLASH":  # FlashAttention's kernel has no such output
         return False
     node.update_arg(_FLEX_OPTIONS, {**options, "OUTPUT_MAX": True})
     return True
@@ -350,29 +331,29 @@ def is_autograd_function(node: torch.fx.Node) -> bool:
 
 
 def is_from_local(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is ``DTensor.from_local``, the method in torch 2.13, its own function before."""
+    """Whether a node of Dynamo's graph is ``DTensor.from_local``: a method in torch 2.13, Dynamo's function before."""
     return "from_local" in str(node.target)
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Whether ``error`` is what torch raises for a collective that did not end, or could not be started."""
+    """Whether ``error`` is torch's error for a collective that did not finish or could not start."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    # Gloo raises plain RuntimeErrors, which name its source file or its operation.
+    # Gloo raises plain RuntimeErrors, whose text names its source file or operation.
     return type(error) is RuntimeError and any(word in str(error) for word in ("gloo/", "Gloo", "NCCL"))
 
 
 def mark_for_backward(node: torch.fx.Node, *, save: bool) -> None:
-    """Ask the partitioner to recompute ``node`` in backward, or to save it, or what follows from it (``save``)."""
+    """Let the partitioner recompute ``node`` in backward, or with ``save`` keep it."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
-    # In a region, or before all of them, it would be saved for the regions behind that use it too.
+    # With a checkpoint region's id, the partitioner would also save it for later regions that read it.
     node.meta.pop("ac_graph_id", None)
 
 
 def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs: int) -> None:
-    """Order what forward saves for backward as AOTAutograd slices it, in place: tensors, opaque objects, symints.
+    """Order the values that forward saves for backward as AOTAutograd slices them: tensors, opaque objects, symints.
 
     With activation checkpointing around an op that draws random numbers (scaled_dot_product_attention counts as one),
     the partitioner appends the generator's states behind the opaque objects among the saved values: behind the device
@@ -381,10 +362,8 @@ def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs
     place, nothing changes. Delete this, its call and its test once ``functionalize_rng_ops`` in
     ``torch/_functorch/partitioners.py`` puts its states before the opaque objects; in 2.15 it does not.
 
-    Args:
-        forward: returns its user outputs, then what is saved.
-        backward: takes the saved symints, then the other saved values in the same order, then the tangents.
-        user_outputs: how many of forward's outputs are not saved values.
+    ``forward`` returns ``user_outputs`` outputs of the user, then saved values. ``backward`` takes saved symints, then
+    the other saved values in the same order, then tangents. Both are changed in place.
     """
     output = forward.graph.output_node()
     outputs = list(output.args[0])
@@ -392,9 +371,9 @@ def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs
     if saved == outputs[user_outputs:]:
         return
     output.args = (tuple(outputs[:user_outputs] + saved),)
-    taken = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    tangents = taken[-1].next
-    for node in sorted(taken, key=lambda node: (not is_sym_node(node), _place_among_saved(node))):
+    saved_inputs = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    tangents = saved_inputs[-1].next
+    for node in sorted(saved_inputs, key=lambda node: (not is_sym_node(node), _place_among_saved(node))):
         tangents.prepend(node)
     for half in (forward, backward):
         half.graph.lint()
@@ -402,7 +381,7 @@ def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs
 
 
 def _place_among_saved(node: torch.fx.Node) -> int:
-    """Tensors whose version is checked, other tensors, opaque objects, symints."""
+    """Rank of a saved value: tensors whose version is checked, other tensors, opaque objects, symints."""
     if is_sym_node(node):
         return 3
     if "val" in node.meta and not isinstance(node.meta["val"], torch.Tensor):
@@ -411,7 +390,7 @@ def _place_among_saved(node: torch.fx.Node) -> int:
 
 
 def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """The fake mode of these fake tensors, as a context in which new tensors are fake too."""
+    """Return the fake mode of these fake tensors, as a context in which new tensors are fake too."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
@@ -420,12 +399,10 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
 def another_fake(
     value: torch.Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own.
-
-    It takes a fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
-    """
+    """Return a fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own."""
     from torch._subclasses import FakeTensor
 
+    # A fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
     fake, dtype = cast("FakeTensor", value), dtype or value.dtype
     with without_modes():
         if shape is None:
@@ -436,8 +413,7 @@ def another_fake(
 
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """Inside a backend: what stands for a tensor that Dynamo has not seen, and whose shape AOTAutograd would therefore
-    take for one of many."""
+    """Return, inside a backend, a stand-in for a tensor new to Dynamo, whose shape would otherwise be dynamic."""
     from torch._subclasses import FakeTensor
 
     context = torch._guards.TracingContext.try_get()
@@ -447,28 +423,26 @@ def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Inside this block tensors have shapes and no numbers, and no memory; whoever looks at a number raises.
-
-    Unlike those of the meta device they say so (``isinstance(x, FakeTensor)``), and Transformers looks at none then.
-    """
+    """Return a context in which tensors have shapes but neither values nor memory; reading a value raises."""
     from torch._subclasses import FakeTensorMode
 
+    # Unlike meta tensors these can be told apart (``isinstance(x, FakeTensor)``), so that Transformers reads no values.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def accumulators_of(params: Iterable[torch.Tensor]) -> list[Any]:
-    """The autograd nodes that write ``.grad`` of leaves; each stays the same while somebody holds it.
+    """Return the autograd nodes that write ``.grad`` of leaves; a node stays the same while somebody holds it.
 
-    None for what does not train: of a weight that was frozen later torch 2.11 compiles no other frame.
+    None for a tensor that does not train: torch 2.11 compiles no other frame for a weight that was frozen later.
 
-    Inside the backward of a function that has read a leaf, or its shard, it is among the next nodes: 1 microsecond. Of
-    others it is found as :func:`torch.autograd.graph.get_gradient_edge` does, in 3 microseconds in place of 9.
+    Inside the backward of a function that read a leaf, or its shard, the node is among the next ones: 1 microsecond.
+    Others are found as :func:`torch.autograd.graph.get_gradient_edge` does, in 3 microseconds in place of 9.
     """
-    under_way = torch._C._current_autograd_node()  # not what is said to be typed: None outside of a backward
-    nodes = [] if under_way is None else _next_of(under_way)
+    current_node = torch._C._current_autograd_node()  # None outside of a backward, unlike its annotation
+    nodes = [] if current_node is None else _next_of(current_node)
     nodes += [further for node in nodes if not hasattr(node, "variable") for further in _next_of(node)]
-    known = {id(node.variable): node for node in nodes if hasattr(node, "variable")}
-    return [known.get(id(param)) or _accumulator(param) for param in params]
+    node_of_leaf = {id(node.variable): node for node in nodes if hasattr(node, "variable")}
+    return [node_of_leaf.get(id(param)) or _accumulator(param) for param in params]
 
 
 def _next_of(node: Any) -> list[Any]:
@@ -476,28 +450,28 @@ def _next_of(node: Any) -> list[Any]:
 
 
 def _accumulator(param: torch.Tensor) -> Any:
-    # Found through a view, which a DTensor would dispatch: 26 microseconds.
+    # Through a view; without dispatch, which takes a DTensor 26 microseconds.
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
         view: Any = param.view_as(param).grad_fn
     return None if view is None else view.next_functions[0][0]
 
 
 def will_execute(node: Any) -> bool:
-    """Inside a backward: whether the engine will run ``node`` in it."""
+    """Whether the engine will run ``node`` in the current backward."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad() for this very leaf: its gradient is handed to the caller, not accumulated
+    except RuntimeError:  # autograd.grad() for this leaf: its gradient goes to the caller and is not accumulated
         return False
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors use this tensor's memory, and some more: only differences mean anything."""
+    """Reference count of the tensor's storage, with an unknown offset: only differences mean anything."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Inside this block no dispatch mode or tensor subclass sees what is computed, nor does autograd."""
+    """Hide computations in the block from dispatch modes, tensor subclasses and autograd."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
@@ -505,12 +479,12 @@ def unobserved() -> Iterator[None]:
 
 
 def transforming() -> bool:
-    """Whether ``torch.func`` transforms what is computed: grad, jvp, vmap and their kind."""
+    """Whether a ``torch.func`` transform (grad, jvp, vmap, ...) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Inside this block no ``torch.func`` transform sees what is computed: it is a constant to all of them."""
+    """Return a context that hides computations from ``torch.func`` transforms: results are constants to them."""
     if not transforming():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -519,25 +493,21 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch.profiler records on this thread: a tenth of a microsecond, a ``record_function`` is several."""
+    """Whether torch.profiler records on this thread: 0.1 microseconds, while a ``record_function`` takes several."""
     return bool(torch.autograd._profiler_enabled())
 
 
-#: registrations end with it
+#: operators are unregistered when this object is freed
 _PROFILER = torch.library.Library("profiler", "FRAGMENT")
 
 
 def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) -> torch._ops.OpOverload:
-    """An op without results of which torch.profiler makes no event, and which is run between CUDA graphs, not in them.
+    """Register an op without results that torch.profiler does not record, and that runs between CUDA graphs.
 
-    A range that one op opens and another one closes lies across both: viewers drop events that overlap and do not nest.
-    PyTorch records no overload of the names in its list of unobserved ones, ``profiler::_record_function_enter`` among
-    them.
-
-    Args:
-        overload: its name.
-        arguments: of its schema.
-        function: what it does, on every device; nothing for fake tensors.
+    A range that one op opens and another closes would overlap the events of both ops, and viewers drop events that
+    overlap without nesting. PyTorch records no overloads of the names in its list of unobserved ones, such as
+    ``profiler::_record_function_enter``. ``arguments`` are those of the schema. ``function`` runs on every device, not
+    for fake tensors.
     """
     name = f"_record_function_enter.{overload}"
     _PROFILER.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
@@ -547,18 +517,13 @@ def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) 
 
 
 def current_backward() -> int:
-    """A number for the backward call under way on this thread; -1 outside of one."""
+    """Return the id of the current backward call on this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def never_a_frame(function: Any, *, below: bool = True) -> None:
-    """Have Dynamo leave alone ``function`` where code that is not compiled calls it.
-
-    Frames that are compiled inline it still, where ``torch.compiler.disable`` would break their graphs.
-
-    Args:
-        below: and what it calls.
-    """
+    """Keep Dynamo from compiling ``function``, and with ``below`` all it calls, as a frame. Compiled frames still
+    inline it, where ``torch.compiler.disable`` would break their graphs."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
@@ -567,14 +532,14 @@ def never_a_frame(function: Any, *, below: bool = True) -> None:
 
 
 def compiled_as_frame(function: Any) -> bool:
-    """Whether Dynamo takes ``function`` for a frame where code that is not compiled calls it: not torch.nn's own."""
+    """Whether Dynamo compiles ``function`` as a frame when uncompiled code calls it; false for torch.nn's own."""
     from torch._dynamo import trace_rules
 
     return not trace_rules.check(function)
 
 
 def compiled_autograd_active() -> bool:
-    """Whether backward would be captured by compiled autograd, which bypasses the compiled backward callables."""
+    """Whether compiled autograd would capture backward, and so bypass the compiled backward callables."""
     from torch._dynamo import compiled_autograd
 
     return bool(
@@ -584,31 +549,31 @@ def compiled_autograd_active() -> bool:
 
 
 def lacks_sharding(error: RuntimeError) -> bool:
-    """Whether an operator has no way to compute with these DTensors."""
+    """Whether an operator has no sharding rule for these DTensors."""
     return isinstance(error, NotImplementedError) or any(x in str(error) for x in ("DTensor", "Sharding propagation"))
 
 
 def meets_plain_tensor(error: RuntimeError) -> bool:
-    """Whether an operator refuses a DTensor beside a tensor that is none."""
+    """Whether an operator refuses to mix a DTensor and a plain tensor."""
     return "mixed torch.Tensor and DTensor" in str(error)
 
 
 def being_compiled() -> bool:
-    """Whether a frame is being compiled: Dynamo then looks at tensors itself, as user code would."""
+    """Whether a frame is being compiled: then Dynamo itself reads tensors, as user code would."""
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is not None
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Hand a readable graph to TORCH_TRACE / tlparse; ``text`` is called only if one of them listens."""
+    """Pass a readable graph to TORCH_TRACE / tlparse; ``text`` is called only if either listens."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 class SavedContext:
-    """The ambient compile state, captured when a graph is built so that a variant of it can be compiled later."""
+    """The ambient compile state when a graph is built, for compiling a variant of the graph later."""
 
     def __init__(self) -> None:
         from torch._guards import TracingContext
@@ -620,7 +585,7 @@ class SavedContext:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside this block, compilation sees what it saw when the object was made."""
+        """Restore the state within the block."""
         from torch._guards import tracing
         from torch._inductor.virtualized import V
 
@@ -635,7 +600,7 @@ class SavedContext:
 
 @contextlib.contextmanager
 def fresh_context(fake_mode: Any) -> Iterator[None]:
-    """Inside this block, graphs of ``fake_mode``'s tensors can be traced and compiled on their own."""
+    """Trace and compile graphs of ``fake_mode``'s tensors separately within the block."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.virtualized import V
 

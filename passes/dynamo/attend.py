@@ -1,8 +1,8 @@
-"""Blocks whose positions are cut, in Dynamo's graph: their attention sees all positions, lookups ahead only their own.
+"""Passes over Dynamo's graph for sequence parallelism: attention over all positions, embeddings of the rank's own.
 
-Blocks say where they are by an annotation (``torch.fx.traceback.annotate``), which Dynamo puts on every node in them,
-those of checkpointed regions too. The result of attention has the same shape either way, so nothing else of the graph
-changes; what it becomes is traced and differentiated with the rest.
+Blocks carry an annotation (``torch.fx.traceback.annotate``), which Dynamo puts on each of their nodes, also in
+checkpointed regions. Attention over all positions has the shape of attention over the rank's own, so no other node
+changes, and AOTAutograd traces and differentiates the replacement with the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..sequence.place import Place
 
 __all__ = ["ATTEND", "LOOK_UP_OWN", "SEQUENCE"]
 
-#: what blocks are annotated with: the fields of a place
+#: key of the annotation of blocks; its value is ``Place.fields``
 SEQUENCE = "muon_zero_sequence"
 
 
@@ -28,7 +28,7 @@ def _attention(*args: Any, fields: tuple[int, int, str, int], **kwargs: Any) -> 
 
 
 def _attend(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Exchange positions for heads around the attention of annotated blocks, in ``gm`` and its subgraphs."""
+    """Let the attention of annotated blocks exchange positions for heads, in ``gm`` and its subgraphs."""
     changed = set[GraphModule]()
     for part in (module for module in gm.modules() if isinstance(module, GraphModule)):
         for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention, sort=False):
@@ -47,21 +47,19 @@ def _cuts(node: Node) -> bool:
 
 
 def _look_up_own(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """A slice of an embedding, where nothing else of it is read, becomes an embedding of a slice.
-
-    The model looks up the whole batch, since all that it does ahead of its blocks may see all positions.
-    """
+    """Turn a slice of an embedding, if only slices of it are read, into an embedding of a slice."""
     for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
         source, dim, *bounds = node.args
+        # The model looks up the whole batch, and code ahead of its blocks may read all of it.
         if getattr(source, "target", None) is not F.embedding or dim != 1 or not all(map(_cuts, source.users)):
             continue
         ids, *rest = source.args
         with gm.graph.inserting_before(node):  # where symbolic bounds are known
-            own = gm.graph.call_method("narrow", (ids, dim, *bounds))
-            new = gm.graph.call_function(F.embedding, (own, *rest), source.kwargs)
-        own.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
+            own_ids = gm.graph.call_method("narrow", (ids, dim, *bounds))
+            own_rows = gm.graph.call_function(F.embedding, (own_ids, *rest), source.kwargs)
+        own_ids.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
+        own_rows.meta = dict(node.meta)
+        node.replace_all_uses_with(own_rows)
         gm.graph.erase_node(node)
         if not source.users:
             gm.graph.erase_node(source)

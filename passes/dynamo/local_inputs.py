@@ -1,9 +1,8 @@
-"""Shards as inputs of a frame in place of the DTensors they are of.
+"""The pass that makes shards inputs of a frame, in place of their DTensors.
 
-In Dynamo's graph the first thing that happens to a parameter is ``to_local``. It can happen ahead of the frame, for one
-node of autograd, which then knows how gradients are placed: AOTAutograd would work that out anew for each in each
-backward. Nor does it compile graphs that have inputs of a subclass and return two views of one tensor, as frames
-between graph breaks do.
+Dynamo's graph begins with ``to_local`` of each parameter. Done ahead of the frame, all of them take one autograd node,
+which knows the placements of gradients; AOTAutograd would work these out again in every backward. AOTAutograd also
+refuses graphs that have subclass inputs and return two views of one tensor, as frames between graph breaks do.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ __all__ = ["TAKE_SHARDS", "called", "example_value"]
 
 
 def example_value(node: Node) -> Any:
-    """What Dynamo has traced a node of its graph with."""
+    """Return the value with which Dynamo traced a node."""
     return node.meta.get("example_value")
 
 
 def called(node: Node) -> str:
-    """The name of what a node of Dynamo's graph calls: of a method of DTensors, or as torch 2.11 and 2.12 trace it of a
-    function of Dynamo's own."""
+    """Return the name of a node's callee; ``to_local`` is a method, in torch 2.11 and 2.12 Dynamo's function."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -36,11 +34,11 @@ def _is_to_local(node: Node) -> bool:
 
 
 def _returns_views(gm: GraphModule) -> bool:
-    """Whether two results of a graph of Dynamo share memory."""
+    """Whether two results of Dynamo's graph share memory."""
     (results,) = gm.graph.output_node().args
     values = [example_value(node) for node in dict.fromkeys(results) if isinstance(node, Node)]
-    held = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-    return len(set(held)) < len(held)
+    storages = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    return len(set(storages)) < len(storages)
 
 
 def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -50,8 +48,9 @@ def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
         local = [user for user in users if _is_to_local(user) and user.args == (node,)]
         if not isinstance(example_value(node), DTensor) or not users or len(local) < len(users):
             continue
+        # Where AOTAutograd would refuse the graph, shards that the model's own code reads are replaced too.
         if not (must or all(reader.target is UNSHARD for user in local for reader in user.users)):
-            continue  # whoever asks for a shard may say how its gradient is placed
+            continue  # the model's own ``to_local`` may set ``grad_placements``
         node.meta = {**node.meta, "example_value": example_value(local[0])}
         for user in local:
             user.replace_all_uses_with(node)

@@ -1,11 +1,10 @@
-"""MuonClip's eyes: the largest logit of each head, noted where attention is called.
+"""The pass behind MuonClip: it notes the largest logit of each head where attention is called.
 
-A pass over Dynamo's graph, where attention is still one call. It finds the weights that queries and keys come from, and
-the biases added to them. ``largest_logits`` in front of ``scaled_dot_product_attention`` computes the products of
-queries and keys once more, a block of rows at a time; FlexAttention's kernel hands out the maximum of each row.
-``watch_logits`` has their maximum noted beside the weight's state where its backward runs: what trains nothing (an
-evaluation, a forward whose loss is dropped) has no say in what a step scales, and what is recomputed for a backward is
-counted once. Source: Kimi K2, arXiv 2507.20534.
+It runs over Dynamo's graph, where attention is one call, and finds the weights and biases that queries and keys come
+from. Ahead of ``scaled_dot_product_attention``, ``largest_logits`` computes the products of queries and keys again, a
+block of rows at a time; FlexAttention's kernel returns the maximum of each row. ``watch_logits`` passes the maxima to
+the holder of the weight's state when its backward runs. So a forward without backward (evaluation, a dropped loss) does
+not affect a step, and a recomputed one counts once. Source: Kimi K2, arXiv 2507.20534.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_atte
 
 __all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]
 
-#: what holders of weights of queries are told: the state of the keys' weight, the largest logit of each head, its
-#: size, and what :func:`note_logits` says of ``dims``, ``own`` and the biases
+#: ``Holder.tell`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of a
+#: head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
 LOGITS = "logits"
 
 #: rows of queries at a time
@@ -49,32 +48,28 @@ class UnknownAttention(Exception):
 
 
 def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """``max over batch and pairs of scale <q, k> + mask``, of the pairs that see each other.
+    """Return the largest ``scale <q, k> + mask`` of each head, over batch and visible pairs: ``[heads]`` fp32.
 
-    Args:
-        query: ``[..., heads, queries, size]``.
-        key: ``[..., key heads, keys, size]``, where key heads divide heads.
-        mask: as ``scaled_dot_product_attention`` takes it: True where a pair counts, or what is added.
-        causal: whether a query sees only keys up to its own place.
-    Returns:
-        ``[heads]`` fp32. Memory is that of a block of rows.
+    ``query`` is ``[..., heads, queries, size]``, ``key`` ``[..., key heads, keys, size]``, where key heads divide
+    heads. ``mask`` is as in ``scaled_dot_product_attention``: True for visible pairs, or added to logits. Memory is
+    that of a block of rows.
     """
     heads, length = query.shape[-3], query.shape[-2]
     if key.shape[-3] != heads:
         key = key.repeat_interleave(heads // key.shape[-3], -3)
-    found = torch.full((heads,), -math.inf, device=query.device)
+    maxima = torch.full((heads,), -math.inf, device=query.device)
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)
-        seen = min(stop, key.shape[-2]) if causal else key.shape[-2]
-        logits = (query[..., start:stop, :] @ key[..., :seen, :].mT).float() * scale
+        visible = min(stop, key.shape[-2]) if causal else key.shape[-2]
+        logits = (query[..., start:stop, :] @ key[..., :visible, :].mT).float() * scale
         if causal:
             rows = torch.arange(start, stop, device=query.device)[:, None]
-            logits = logits.masked_fill(torch.arange(seen, device=query.device) > rows, -math.inf)
+            logits = logits.masked_fill(torch.arange(visible, device=query.device) > rows, -math.inf)
         if mask is not None:
-            own = mask[..., start:stop, :seen] if mask.shape[-2] > 1 else mask[..., :seen]
-            logits = logits.masked_fill(~own, -math.inf) if own.dtype is torch.bool else logits + own
-        found = torch.maximum(found, logits.amax((-2, -1)).reshape(-1, heads).amax(0))
-    return found
+            tile = mask[..., start:stop, :visible] if mask.shape[-2] > 1 else mask[..., :visible]
+            logits = logits.masked_fill(~tile, -math.inf) if tile.dtype is torch.bool else logits + tile
+        maxima = torch.maximum(maxima, logits.amax((-2, -1)).reshape(-1, heads).amax(0))
+    return maxima
 
 
 @torch.library.custom_op("muon_zero::largest_logits", mutates_args=())
@@ -91,12 +86,11 @@ def _logits_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, ca
 
 
 def _logits_in(maxima: Tensor) -> Tensor:
-    """Of FlexAttention's ``[B, heads, rows]``, in powers of two as its kernel counts them, behind mask and
-    ``score_mod``."""
-    return maxima.detach().float().amax((0, 2)) * math.log(2)
+    """Return ``[heads]`` from FlexAttention's row maxima ``[B, heads, rows]``, taken after mask and ``score_mod``."""
+    return maxima.detach().float().amax((0, 2)) * math.log(2)  # the kernel computes in base 2
 
 
-# A CUDA graph that is replayed would not ask whether this backward trains: Inductor runs the op between the graphs.
+# A replayed CUDA graph would skip the call into Python: with the tag Inductor runs the op between CUDA graphs.
 @torch.library.custom_op("muon_zero::note_logits", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def note_logits(
     grad: Tensor,
@@ -111,15 +105,12 @@ def note_logits(
     part: int,
     parts: int,
 ) -> Tensor:
-    """The gradient again; the holder of the state of the queries' weight is told the largest logits of its forward.
+    """Return the gradient, and pass the largest logits of its forward to the holder of the queries' weight.
 
-    Args:
-        largest: ``[heads]``, of this rank.
-        query_bias, key_bias: states of the biases that are added to queries and keys.
-        size: of a head.
-        dims: of the weights of queries and keys, that their heads lie along.
-        own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
-        part, parts: which of how many equal parts of all heads these are.
+    ``largest`` has this rank's ``[heads]``; these are part ``part`` of ``parts`` equal parts of all heads.
+    ``query_bias`` and ``key_bias`` are the states of the biases added to queries and keys, ``size`` the size of a head,
+    ``dims`` the dims of the two weights along which heads lie. The first ``own`` entries of a key belong to its head
+    alone, the others are shared by all heads (MLA).
     """
     if (holder := holder_of(query_state)) is not None:
         of_all = largest.new_full((parts, len(largest)), -math.inf)
@@ -142,7 +133,7 @@ def watch_logits(
     part: int,
     parts: int,
 ) -> Tensor:
-    """``x`` again; its backward tells the largest logits, see :func:`note_logits`. What trains nothing tells none."""
+    """Return ``x``; its backward runs :func:`note_logits`."""
     return x.clone()
 
 
@@ -152,11 +143,11 @@ def _save_for_note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _note_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    told = torch.ops.muon_zero.note_logits.default(grad, *ctx.saved_tensors, *ctx.facts)
-    return told, *[None] * (_TENSORS - 1 + len(ctx.facts))
+    input_grad = torch.ops.muon_zero.note_logits.default(grad, *ctx.saved_tensors, *ctx.facts)
+    return input_grad, *[None] * (_TENSORS - 1 + len(ctx.facts))
 
 
-#: of the arguments of both ops, those that are tensors come first
+#: number of tensor arguments of both ops, which come first
 _TENSORS = 6
 
 for _op in (note_logits, watch_logits):
@@ -167,27 +158,16 @@ watch_logits.register_autograd(_note_backward, setup_context=_save_for_note)
 
 @dataclass(frozen=True)
 class _Source:
-    """What projects queries or keys, or a bias that is added to them.
+    """A projection of queries or keys, or a bias added to its result."""
 
-    Args:
-        state: of its weight, or of the bias.
-        dim: of the weight, that outputs lie along; None of a bias.
-        cut: which of how many parts of them this rank has (tensor parallelism).
-    """
-
-    state: Node
-    dim: int | None
-    cut: tuple[int, int]
+    state: Node  # of the weight or bias
+    dim: int | None  # dim of the weight along which outputs lie; None for a bias
+    cut: tuple[int, int]  # tensor-parallel part on this rank: ``(index, parts)``
 
 
 def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
-    """Note the logits of every attention of a graph of Dynamo, and of those inside it.
-
-    Args:
-        part, parts: which of how many equal parts of the heads this rank has where ranks exchange positions for heads.
-    Raises:
-        UnknownAttention: naming why.
-    """
+    """Note the logits of every attention in Dynamo's graph and its subgraphs, or raise :class:`UnknownAttention`. Where
+    ranks exchange positions for heads, this rank has part ``part`` of ``parts`` equal parts of the heads."""
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in list(sub.graph.nodes):
             if is_flex_attention(node):
@@ -199,14 +179,14 @@ def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
 
 def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    query, key = given["query"], given["key"]
-    told, scale = _told(query, key, part, parts), given.get("scale")
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    query, key = arguments["query"], arguments["key"]
+    facts, scale = _told(query, key, part, parts), arguments.get("scale")
     scale = 1 / math.sqrt(query.meta["example_value"].shape[-1]) if scale is None else float(scale)
     with gm.graph.inserting_before(node):
-        causal = bool(given.get("is_causal", False))
-        largest = gm.graph.call_function(_logits_of, (query, key, given.get("attn_mask"), scale, causal))
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *told))
+        causal = bool(arguments.get("is_causal", False))
+        largest = gm.graph.call_function(_logits_of, (query, key, arguments.get("attn_mask"), scale, causal))
+        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *facts))
     noted.meta["example_value"] = query.meta["example_value"]
     if "query" in node.kwargs:
         node.update_kwarg("query", noted)
@@ -216,7 +196,7 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
 
 def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     query, key, *_ = node.args
-    told = _told(query, key, part, parts)
+    facts = _told(query, key, part, parts)
     if not flex_with_maxima(node):
         raise UnknownAttention("flex_attention with BACKEND='FLASH' hands out no logits; use another backend")
     (out,) = (user for user in node.users if user.target is operator.getitem and user.args[1] == 0)
@@ -225,35 +205,36 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_after(maxima):
         largest = gm.graph.call_function(_logits_in, (maxima,))
     with gm.graph.inserting_after(largest):
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *told))
+        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *facts))
     noted.meta["example_value"] = out.meta["example_value"]
+    # Watched on the output, not on queries as for SDPA: the maxima do not exist ahead of the call.
     out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
 
 
 def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
-    """What both ops are told of an attention of ``query`` and ``key``, from ``query_state`` on."""
+    """Return the arguments of both ops from ``query_state`` on."""
     size = own = query.meta["example_value"].shape[-1]
     queries, keys = set(_sources_of(query)), set(_sources_of(key))
-    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - multi-head latent attention: own, and shared
-        firsts = [_pieces(each)[0] for each in (query, key)]
-        widths = {first.meta["example_value"].shape[-1] for first in firsts}
-        keys, own = set(_sources_of(firsts[1])), firsts[1].meta["example_value"].shape[-1]
-        if len(widths) != 1 or not all(map(_is_first_part, firsts)):
+    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - multi-head latent attention: own and shared
+        first_pieces = [_pieces(each)[0] for each in (query, key)]
+        widths = {first.meta["example_value"].shape[-1] for first in first_pieces}
+        keys, own = set(_sources_of(first_pieces[1])), first_pieces[1].meta["example_value"].shape[-1]
+        if len(widths) != 1 or not all(map(_is_first_part, first_pieces)):
             raise UnknownAttention(
                 "keys come from two weights, and not as in MLA: first what is of a head, then shared"
             )
     weights, biases = list[_Source](), list["Node | None"]()
     for what, sources in (("queries", queries), ("keys", keys)):
-        found = [source for source in sources if source.dim is not None]
-        added = [source.state for source in sources if source.dim is None]
-        if len(found) != 1:
-            raise UnknownAttention(f"{what} come from {len(found)} weights, where the rows of one are scaled")
-        if len(added) > 1:
-            raise UnknownAttention(f"{len(added)} biases are added to {what}, where those of one are scaled")
-        weights.append(found[0])
-        biases.append(added[0] if added else None)
-    (slice_of, slices), of_sequence = weights[0].cut, (part, parts) if _exchanged(query) else (0, 1)
-    heads = slice_of * of_sequence[1] + of_sequence[0], slices * of_sequence[1]
+        projections = [source for source in sources if source.dim is not None]
+        bias_states = [source.state for source in sources if source.dim is None]
+        if len(projections) != 1:
+            raise UnknownAttention(f"{what} come from {len(projections)} weights, where the rows of one are scaled")
+        if len(bias_states) > 1:
+            raise UnknownAttention(f"{len(bias_states)} biases are added to {what}, where those of one are scaled")
+        weights.append(projections[0])
+        biases.append(bias_states[0] if bias_states else None)
+    (slice_of, slices), sequence_part = weights[0].cut, (part, parts) if _exchanged(query) else (0, 1)
+    heads = slice_of * sequence_part[1] + sequence_part[0], slices * sequence_part[1]
     states = (*(source.state for source in weights), *biases)
     return (*states, size, [source.dim for source in weights], own, *heads)
 
@@ -264,12 +245,12 @@ def _sources_of(start: Node) -> Iterator[_Source]:
 
 
 def _pieces(node: Node) -> list[Node]:
-    """What ``node`` is put together of along its last dim, by ``cat`` or by writes to slices; itself otherwise."""
+    """Return the tensors that ``node`` joins along its last dim, by ``cat`` or writes to slices; else ``[node]``."""
     while node.target in _CASTS:
         node = node.all_input_nodes[0]
     if node.target in _CATS and len(node.args[0]) > 1:
-        given = {"dim": 0, **dict(zip(("tensors", "dim"), node.args, strict=False)), **node.kwargs}
-        return list(given["tensors"]) if given["dim"] in (-1, node.meta["example_value"].ndim - 1) else [node]
+        arguments = {"dim": 0, **dict(zip(("tensors", "dim"), node.args, strict=False)), **node.kwargs}
+        return list(arguments["tensors"]) if arguments["dim"] in (-1, node.meta["example_value"].ndim - 1) else [node]
     written: dict[int, Node] = {}
     for user in node.users:
         if user.target is operator.setitem and user.args[0] is node:
@@ -291,7 +272,7 @@ def _is_part_of_split(node: Node) -> bool:
 
 
 def _is_first_part(node: Node) -> bool:
-    """Whether ``node`` is the beginning of what was split along its last dim."""
+    """Whether ``node`` is the first part of a split."""
     while not _is_part_of_split(node):
         if len(node.all_input_nodes) != 1:
             return False
@@ -300,14 +281,10 @@ def _is_first_part(node: Node) -> bool:
 
 
 def _way(start: Node) -> Iterator[Node]:
-    """``start`` and what it comes from, up to the products of projections.
-
-    What was put together along the last dim and is taken apart again alike (queries, keys and values travel together
-    where positions are exchanged for heads) has only its own part on the way.
-    """
-    seen, left = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
-    while left:
-        node, index, widths = left.pop()
+    """Yield ``start`` and its ancestors, up to the matrix products of projections."""
+    seen, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
+    while pending:
+        node, index, widths = pending.pop()
         if (node, index, widths) in seen:
             continue
         seen.add((node, index, widths))
@@ -318,23 +295,21 @@ def _way(start: Node) -> Iterator[Node]:
             outputs = node.args[0].meta["example_value"]
             index, widths = node.args[1], tuple(each.shape[-1] for each in outputs)
         sources = node.all_input_nodes
+        # Queries, keys and values travel concatenated where positions are exchanged for heads: only the part that
+        # ``start`` was split off is followed.
         if node.target in _CATS and widths == tuple(each.meta["example_value"].shape[-1] for each in node.args[0]):
             sources, index, widths = [node.args[0][index]], 0, ()
-        left += [(each, index, widths) for each in sources]
+        pending += [(each, index, widths) for each in sources]
 
 
 def _exchanged(start: Node) -> bool:
-    """Whether ranks have exchanged positions for heads between the projection and ``start``."""
+    """Whether ranks exchanged positions for heads between the projection and ``start``."""
     return any(map(is_autograd_function, _way(start)))
 
 
 def _sources(start: Node) -> Iterator[_Source]:
-    """The projections that ``start`` comes from, past rotations, views and copies, and the biases added behind them.
-
-    Raises:
-        UnknownAttention: a norm lies between, which undoes what scaling the weight would do, or something is added
-            that is not scaled with it.
-    """
+    """Yield the projections that ``start`` comes from, past rotations, views and copies, and their biases. Raises
+    :class:`UnknownAttention` where scaling the weight would not scale ``start``: behind a norm, or an added tensor."""
     for node in _way(start):
         if node.target in _PRODUCTS:
             yield from _operands(node)
@@ -348,11 +323,11 @@ def _sources(start: Node) -> Iterator[_Source]:
 
 
 def _operands(node: Node, *args: Node) -> Iterator[_Source]:
-    """The weights and biases among the operands of a product or sum; of all of them, or ``args``."""
+    """Yield the weights and biases among the operands of a product or sum, or among ``args``."""
     for arg in args or node.all_input_nodes:
-        if (found := _weight(arg)) is None:
+        if (weight := _weight(arg)) is None:
             continue
-        unshard, turned = found
+        unshard, turned = weight
         layout = ParamSpec.decode(unshard.args[-1]).layout
         if len(layout.shape) == 1:
             yield _Source(unshard.args[1], None, (0, 1))
@@ -363,7 +338,8 @@ def _operands(node: Node, *args: Node) -> Iterator[_Source]:
 
 
 def _added(node: Node) -> Iterator[_Source]:
-    """The biases that a sum adds to what was projected; none of a sum of other things, as tables of rotations have."""
+    """Yield the biases that a sum adds to a projection; none for other sums, as in tables of rotations."""
+    # Per operand, whether it comes from a projection.
     projected = {
         arg: any(n.target in _PRODUCTS and any(_operands(n)) for n in _way(arg)) for arg in node.all_input_nodes
     }
@@ -376,12 +352,12 @@ def _added(node: Node) -> Iterator[_Source]:
 
 
 def _weight(node: Node) -> tuple[Any, bool] | None:
-    """The ``unshard`` that ``node`` is, but for casts, and whether it is turned; None if it is something else."""
-    turned = False
+    """Return the ``unshard`` that ``node`` casts or transposes, and whether it is transposed; else None."""
+    transposed = False
     while node.target not in _UNSHARDS:
         if node.target in _TURNS:
-            turned = not turned
+            transposed = not transposed
         elif node.target not in _CASTS and not is_from_local(node):  # a tensor-parallel weight
             return None
         node = node.all_input_nodes[0]
-    return node, turned
+    return node, transposed

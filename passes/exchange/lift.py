@@ -1,8 +1,8 @@
-"""Shards in host memory, on their way to the device.
+"""Copies of offloaded shards from host to device.
 
-Weights that ``offload_param`` keeps in host memory are tensors of the device all the same: their memory is pinned, and
-a GPU reads and writes it over its link (unified addressing). So optimizers, checkpoints and averages see what they
-always see. What is read for every use, by the gathers of forward and backward, is copied ahead by a copy engine.
+With ``offload_param``, shards are CUDA tensors whose memory is pinned host memory (unified addressing), which a GPU
+reads and writes over its link: optimizers, checkpoints and weight averages need no special case. Gathers, which read a
+shard at every use of the weight, start from a copy that a copy engine makes ahead.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _LIBRARY.define("lift(Tensor[] shards) -> Tensor[]", tags=(torch.Tag.cudagraph_u
 
 @cache
 def _copies(device: torch.device) -> torch.Stream:
-    """Of the device, beside the one that computes. A copy of every shard takes its turn on it."""
+    """Return the device's copy stream, on which all copies of shards queue up."""
     return torch.Stream(device)
 
 
 @torch.library.impl(_LIBRARY, "lift", "CompositeExplicitAutograd")
 def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
-    found = [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
+    copies = [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
     if not shards[0].is_cuda:
-        return [out.copy_(shard) for out, shard in zip(found, shards, strict=True)]
+        return [out.copy_(shard) for out, shard in zip(copies, shards, strict=True)]
     stream = _copies(shards[0].device)
-    # The memory may have been let go by work that is not done, and the step may be writing the shards.
+    # The allocator may reuse memory that queued kernels still read, and the step may still be writing the shards.
     stream.wait_event(torch.accelerator.current_stream(shards[0].device).record_event())
     with stream:
-        for out, shard in zip(found, shards, strict=True):
+        for out, shard in zip(copies, shards, strict=True):
             out.copy_(shard, non_blocking=True)
         arrived = stream.record_event()
-    for out in found:
+    for out in copies:
         setattr(out, _ARRIVED, arrived)
-    return found
+    return copies
 
 
 @torch.library.register_fake("muon_zero::lift", lib=_LIBRARY)
@@ -50,10 +50,10 @@ def _(shards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def land(tensors: Sequence[Tensor]) -> None:
-    """Work that is queued from now on comes behind the copies of those that :data:`LIFT` made."""
+    """Make the current stream wait for the copies among ``tensors`` that :data:`LIFT` started."""
     for arrived in {event for x in tensors if (event := getattr(x, _ARRIVED, None)) is not None}:
         torch.accelerator.current_stream(tensors[0].device).wait_event(arrived)
 
 
-#: Copies of shards on the device. They are under way when this returns, and only ``pack`` may read them.
+#: ``lift(shards)``: copies on the device, still under way at return. Only ``pack`` may read them, as it calls ``land``.
 LIFT = torch.ops.muon_zero.lift.default

@@ -1,4 +1,4 @@
-"""What every strategy does with whole matrices: see a parameter as them, put them through Newton-Schulz."""
+"""Newton-Schulz on whole matrices, with the method around it: common to all exchange strategies."""
 
 from __future__ import annotations
 
@@ -19,72 +19,65 @@ __all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
-    """Matrices travel in the compute dtype, those of float16 in bfloat16.
+    """Return the dtype in which matrices travel to owners: the compute dtype, but bfloat16 for float16.
 
-    A gradient may be anywhere in float32's range, which float16 only has room for after normalization, at the owner.
-    Directions come back in the compute dtype: no entry of one is far from 1/√l.
+    Gradients have float32's range, which float16 covers only after the owner has normalized. Directions travel back in
+    the compute dtype: their entries are near 1/√l.
     """
     dtype = decode_dtype(muon.dtype)
     return torch.bfloat16 if dtype is torch.float16 else dtype
 
 
 def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
-    """A whole parameter as one matrix, ``[rows, cols]``, or as a stack of them, ``[batch, rows, cols]``."""
+    """View a whole parameter as a matrix ``[rows, cols]``, or a stack ``[batch, rows, cols]``."""
     shape = (muon.rows, muon.cols) if muon.batch == 1 else (muon.batch, muon.rows, muon.cols)
     return flat if flat.shape == shape else flat.reshape(shape)
 
 
-#: of a matrix, under which float32 may lose squares of entries that count
+#: Frobenius norm below which squares of entries may underflow in float32
 _LEAST_NORM = 1e-12
 
 
 @dataclass(eq=False)
 class MethodInputs:
-    """What a method sees of one parameter beside its matrices, at whoever has these.
+    """The arguments of a method for one parameter, beside its matrices, on the rank that orthogonalizes them."""
 
-    Args:
-        hyper: ``(1 - momentum, momentum)``, and the rates that its method is :attr:`~..methods.MatrixMethod.given`.
-        settings: of the parameter.
-        states: that this rank owns of it, ``[count, a, b]`` each, part by part.
-        norms: of the rows of its update here, ``[..., rows]`` fp32, where they are known.
-    Attributes:
-        made: the new ones, in the same order, once directions are.
-    """
-
+    # ``(1 - momentum, momentum)``, then the rates that :attr:`~..methods.MatrixMethod.given` names.
     hyper: Tensor
     settings: MuonSpec
-    states: Sequence[Tensor] = ()
-    norms: Tensor | None = None
+    states: Sequence[Tensor] = ()  # that this rank owns, ``[count, a, b]`` each, part by part
+    norms: Tensor | None = None  # of the update's rows on this rank, ``[..., rows]`` fp32, if known
 
     def __post_init__(self) -> None:
         self._method = matrix_method(self.settings.method)
         self._left = iter(self.states)
+        #: new states, in the order of ``states``, filled by :meth:`direction`
         self.made: list[Tensor] = []
 
     def seen(self, part: Tensor) -> Seen:
-        """Of its next part, ``[rows, cols]`` or ``[count, rows, cols]``."""
+        """Return the inputs for the next part, ``[rows, cols]`` or ``[count, rows, cols]``; call once per part."""
         method = self._method
         rates = {name: self.hyper[2 + place] for place, name in enumerate(method.given)}
         if method.keeps_momentum:
             rates[MOMENTUM.name] = self.hyper[1]
-        own = {state.name: next(self._left) for state in method.owned}
+        owned_states = {state.name: next(self._left) for state in method.owned}
         if part.ndim == 2:
-            own = {name: state.squeeze(0) for name, state in own.items()}
-        return Seen(rates, own, self.settings.phase)
+            owned_states = {name: state.squeeze(0) for name, state in owned_states.items()}
+        return Seen(rates, owned_states, self.settings.phase)
 
     def row_norms(self, matrix: Tensor) -> Tensor:
-        """``[..., rows, 1]`` fp32, of its whole update."""
+        """Norms of the rows of the parameter's update ``matrix``, ``[..., rows, 1]`` fp32."""
         if self.norms is None or self.norms.numel() * matrix.shape[-1] != matrix.numel():
             return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
         return self.norms.reshape(*matrix.shape[:-1], 1)
 
     def direction(self, found: Tensor | Made, seen: Seen) -> Tensor:
-        """Of a part; its new states are noted."""
-        made = found if isinstance(found, Made) else Made(found)
+        """Return the direction of a part, from the method's result ``found``, and keep its new states in ``made``."""
+        result = found if isinstance(found, Made) else Made(found)
         for name, old in seen.states.items():
-            new = made.states.get(name, old).to(old.dtype)
+            new = result.states.get(name, old).to(old.dtype)
             self.made.append(new.unsqueeze(0) if old.ndim == 2 else new)
-        return made.direction.to(decode_dtype(self.settings.dtype))
+        return result.direction.to(decode_dtype(self.settings.dtype))
 
 
 def orthogonalized(
@@ -95,37 +88,34 @@ def orthogonalized(
     *,
     fresh: bool = False,
 ) -> list[Tensor]:
-    """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
-    opaque op, and what a method has around it.
+    """Return directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``.
 
-    Args:
-        views: what of each is a matrix by itself.
-        inputs: of the parameter of each.
-        fresh: whether this graph makes the matrices where they are: what makes them then tells the norms of their rows,
-            and Triton's kernels need not read them for it.
+    Newton-Schulz is one opaque op for all of them, or the method's ``whole`` calls it. ``views`` and ``inputs`` have
+    one entry a matrix; a view cuts it into smaller ones. ``fresh``: this graph computes the matrices on this rank, so
+    that the kernel which writes them also computes the norms of their rows, and Triton's Newton-Schulz skips a read.
     """
     if not matrices:
         return []
     parts = _parts(matrices, views)
     whole = matrix_method(settings.method).whole
     flat = [part for several in parts for part in several]
-    norms: list[Tensor] = []
+    row_norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
         columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]
-        norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
+        row_norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
-        return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, norms)
+        return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, row_norms)
 
     if whole is None:
-        made = iter(run(flat))
+        directions = iter(run(flat))
     else:
-        whose = [each for each, several in zip(inputs, parts, strict=True) for _ in several]
-        seen = [each.seen(part) for each, part in zip(whose, flat, strict=True)]
-        results = zip(whose, whole(flat, run, seen), seen, strict=True)
-        made = iter([each.direction(found, own) for each, found, own in results])
-    found = [[next(made) for _ in several] for several in parts]
-    return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
+        part_inputs = [each for each, several in zip(inputs, parts, strict=True) for _ in several]
+        seen = [each.seen(part) for each, part in zip(part_inputs, flat, strict=True)]
+        results = zip(part_inputs, whole(flat, run, seen), seen, strict=True)
+        directions = iter([each.direction(output, entry) for each, output, entry in results])
+    output = [[next(directions) for _ in several] for several in parts]
+    return [entry[0] if view is None else view.join(entry) for entry, view in zip(output, views, strict=True)]
 
 
 def _parts(matrices: Sequence[Tensor], views: Sequence[View | None]) -> list[list[Tensor]]:
@@ -133,12 +123,12 @@ def _parts(matrices: Sequence[Tensor], views: Sequence[View | None]) -> list[lis
 
 
 def _in_rows(view: View | None) -> bool:
-    """Whether matrices are whole rows, one behind the other: those that take turns are copied together."""
+    """Whether the view's matrices are whole, consecutive rows; interleaved ones are copied together first."""
     return view is None or (view.dim == 0 and all(len(block.runs) == 1 for block in view.blocks))
 
 
 def _norms_wanted(settings: MuonSpec, device: torch.device) -> bool:
-    """Whether kernels that take them are to be expected."""
+    """Whether the expected kernels of Newton-Schulz take norms of rows."""
     on_triton = settings.backend != "quack" and symmetric_kernels(
         decode_dtype(settings.dtype), device, settings.backend
     )

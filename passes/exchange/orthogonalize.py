@@ -1,8 +1,6 @@
-"""Gather ahead of Newton-Schulz, scatter behind it.
+"""Muon directions of many parameters: momentum, exchange of matrices, Newton-Schulz, exchange of directions.
 
-``orthogonalize_group`` is the Muon direction of many parameters at once: momentum, the exchange that brings whole
-matrices together, Newton-Schulz, and the exchange that brings each rank's rows back. Routing is static: splits and
-owners follow from the specs, so nothing is negotiated at run time. One file a strategy:
+Splits and owners follow from the specs, so that ranks negotiate nothing at run time. One file a strategy:
 
 ========== ============================================= ===================== ==========================
 strategy   bytes sent per rank, matrix of S bytes, W     Newton-Schulz work    used for
@@ -34,12 +32,12 @@ __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[MethodInputs]], list[Tensor]]
 
-#: what ``MuonSpec.exchange`` names: (updates, specs, owners, inputs) -> directions
+#: by name in ``MuonSpec.exchange``: (updates, specs, owners, inputs) -> directions
 STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
 def route(spec: ParamSpec) -> tuple[object, ...]:
-    """What parameters must agree on to share one exchange."""
+    """Return the key on which parameters must agree to share one exchange."""
     muon = spec.muon_settings
     layout = spec.layout
     ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
@@ -47,7 +45,7 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
 
 
 def hops(spec: ParamSpec) -> int:
-    """Collectives of an exchange, one behind the other."""
+    """Number of successive collectives in an exchange."""
     layout = spec.layout
     shared = not layout.replica_group.alone
     return shared + (2 * (not layout.owner_group.alone) if spec.muon_settings.exchange == "owner" else 0)
@@ -64,37 +62,32 @@ def orthogonalize_group(
     carried: Mapping[int, Tensor] = MappingProxyType({}),
     alike: Alike = call,
 ) -> list[Tensor]:
-    """Muon directions of many parameters.
+    """Return the Muon direction of each parameter, then the new states of each, like ``states``.
 
-    Args:
-        grads: averaged gradient of each shard, ``spec.layout.local_shape``, ``spec.dtype``.
-        momenta: EMA of the gradients before these, same shapes, ``spec.state_dtype``; empty where it is fetched.
-        hypers: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then what its method is given.
-        specs: static facts, of one :func:`route`; all with ``muon`` set.
-        owners: of each share, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
-        states: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
-        updated: filled with what else is known of each gradient, None where :func:`~..momentum.takes` refuses it. What
-            it takes may come in a narrower dtype than ``spec.dtype``.
-        carried: what some of these, by number, are added to.
-        alike: calls what is done with each parameter by itself.
-    Returns:
-        One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
-        contiguous; behind them the new states of each parameter, like ``states``.
-        Inputs are not modified: the momentum is the optimizer's to commit.
-    Raises:
-        ValueError: a parameter without ``muon``.
+    Directions have ``spec.layout.local_shape``, in ``spec.muon.dtype``, contiguous. Inputs are not modified: the
+    optimizer writes the momentum. ValueError for a parameter without ``muon``.
+
+    - ``grads``: averaged gradients of the shards, ``spec.layout.local_shape``, ``spec.dtype``.
+    - ``momenta``: averages of the gradients of earlier steps, same shapes, ``spec.state_dtype``; empty where offloaded.
+    - ``hypers``: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then the rates of its method.
+    - ``specs``: of one :func:`route`. ``owners``: of each share, from :func:`assign_owners`.
+    - ``states``: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
+    - ``updated``: a list to fill with the momentum operator's further results for each gradient, None where
+      :func:`~..momentum.takes` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
+    - ``carried``: by index, the ``.grad`` of earlier backwards, to which the gradient is added.
+    - ``alike``: records a function once for all parameters of one kind (:data:`~..record.Alike`).
     """
-    made = _by_operator(grads, momenta, hypers, specs, carried)
+    by_operator = _by_operator(grads, momenta, hypers, specs, carried)
     updates = []
     for i, (grad, momentum, hyper, spec) in enumerate(zip(grads, momenta, hypers, specs, strict=True)):
-        if i in made:
-            updates.append(made[i].update)
+        if i in by_operator:
+            updates.append(by_operator[i].update)
             continue
         updates.append(alike((_update, spec), partial(_update, spec), [grad, momentum, hyper]))
     if updated is not None:
-        updated += [made.get(i) for i in range(len(grads))]
+        updated += [by_operator.get(i) for i in range(len(grads))]
     inputs = [
-        MethodInputs(hyper, spec.muon_settings, own, made[i].norms if i in made else None)
+        MethodInputs(hyper, spec.muon_settings, own, by_operator[i].norms if i in by_operator else None)
         for i, (hyper, spec, own) in enumerate(zip(hypers, specs, states or [()] * len(specs), strict=True))
     ]
     directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
@@ -102,7 +95,7 @@ def orthogonalize_group(
 
 
 def _update(spec: ParamSpec, grad: Tensor, momentum: Tensor, hyper: Tensor) -> Tensor:
-    """What is orthogonalized of one parameter."""
+    """Return the update of one parameter that Newton-Schulz orthogonalizes, in the wire dtype."""
     muon = spec.muon_settings
     grad = grad.to(decode_dtype(spec.state_dtype))
     if muon.fetched:
@@ -118,16 +111,20 @@ def _by_operator(
     specs: Sequence[ParamSpec],
     carried: Mapping[int, Tensor],
 ) -> dict[int, Updated]:
-    """By number of the parameter, of those that one operator updates."""
+    """Return, by index, the updates of those parameters that the fused momentum operator takes."""
     groups: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, (grad, momentum, spec) in enumerate(zip(grads, momenta, specs, strict=True)):
         if takes(grad, momentum, spec):
             muon = spec.muon_settings
             kind = (grad.dtype, momentum.dtype, muon.nesterov, wire_dtype(muon), decode_dtype(spec.dtype), i in carried)
             groups.setdefault(kind, []).append(i)
-    made: dict[int, Updated] = {}
-    for (_, _, nesterov, dtype, wide, _), chosen in groups.items():
-        own, kept, rates = ([each[i] for i in chosen] for each in (grads, momenta, hypers))
-        held = [carried[i] for i in chosen if i in carried]
-        made |= zip(chosen, updates_of(own, kept, rates, held, nesterov, dtype, wide), strict=True)
-    return made
+    updates: dict[int, Updated] = {}
+    for (_, _, nesterov, dtype, wide, _), indices in groups.items():
+        group_grads, group_momenta, group_hypers = ([each[i] for i in indices] for each in (grads, momenta, hypers))
+        group_carried = [carried[i] for i in indices if i in carried]
+        updates |= zip(
+            indices,
+            updates_of(group_grads, group_momenta, group_hypers, group_carried, nesterov, dtype, wide),
+            strict=True,
+        )
+    return updates

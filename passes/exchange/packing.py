@@ -1,8 +1,8 @@
-"""Buckets: many tensors to one buffer and back, as opaque ops.
+"""Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``.
 
-Left to the code generator, every copy in and out of a bucket has an offset of its own and becomes a kernel of its own:
-for a 12-layer model that was five times as many kernels to compile as the model has. As ops they are one batched copy
-each, and the layers' own kernels stay equal and are compiled once.
+Inductor would generate a kernel for every copy into and out of a bucket, as each has its own offset: five times as many
+kernels as a 12-layer model has itself. An op is one batched copy, and the kernels of equal layers stay equal, compiled
+once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from .lift import land
 
 __all__ = ["pack", "unpack", "unpack_into"]
 
-# Not custom_op, whose wrappers cost the host some 90 microseconds a call beside 13: every bucket of a step is packed
-# and unpacked once.
+# torch.library.custom_op would cost the host 90 µs a call instead of 13, twice for every bucket of a step.
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define("pack(Tensor[] xs, SymInt[] widths, SymInt world, str dtype, float divisor) -> Tensor")
 _LIBRARY.define("unpack(Tensor flat, SymInt[] widths, SymInt[] numels, SymInt world) -> Tensor[]")
 
 
 def _rows(x: Tensor, world: int, width: int) -> Tensor:
-    """``x`` flattened, zero-padded to ``world * width`` elements, as ``[world, width]``."""
+    """Return ``x`` flattened and zero-padded as ``[world, width]``."""
     missing = world * width - x.numel()
     if not missing:
         return x.reshape(world, width)
@@ -36,7 +35,7 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
     land(xs)
-    # Casts on the way in: one pass over the tensors.
+    # cat casts while it copies: one pass over the tensors.
     torch.cat([_rows(x, world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)
 
@@ -61,22 +60,17 @@ def _(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) ->
 def pack(
     xs: Sequence[Tensor], widths: Sequence[int], *, world: int = 1, dtype: torch.dtype, divisor: float = 1.0
 ) -> Tensor:
-    """One 1-D buffer of ``world`` rows; row r holds the r-th ``widths[i]`` elements of every ``xs[i]``, in order.
-
-    Args:
-        xs: tensors of up to ``world * widths[i]`` elements; shorter ones are padded with zeros.
-        dtype: of the buffer; tensors are cast on the way in.
-        divisor: the buffer is divided by it.
-    """
+    """Return a flat bucket of ``world`` rows; row r is the r-th ``widths[i]`` elements of every ``xs[i]``, in order.
+    Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
     return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
 
 
 def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
-    """The same into tensors that are there, ``[world, widths[i]]`` each; not for graphs."""
-    # With out= it is one kernel on CUDA, without one for each piece.
+    """Unpack into tensors ``[world, widths[i]]``; eager only."""
+    # With out= this is one kernel on CUDA, without it one for each piece.
     torch.split_with_sizes_copy(flat.view(len(rows[0]), -1), [x.shape[1] for x in rows], 1, out=list(rows))
 
 
 def unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], *, world: int = 1) -> list[Tensor]:
-    """Inverse of :func:`pack`: 1-D tensors of ``numels[i]`` elements, each with storage of its own."""
+    """Invert :func:`pack`: return 1-D tensors of ``numels[i]`` elements, each with its own storage."""
     return torch.ops.muon_zero.unpack(flat, list(widths), list(numels), world)

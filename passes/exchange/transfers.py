@@ -1,8 +1,7 @@
-"""What the markers mean, written once with functional collectives.
+"""Markers as functional collectives, run by their eager implementations and traced by the lowering pass alike.
 
-The eager implementation of a marker calls these functions; the lowering pass traces the very same functions into the
-graph. Nothing here allocates state, looks up a process group or synchronizes with the host: groups travel by name and
-all routing follows from the specs.
+Nothing here allocates state, looks up a process group or synchronizes with the host: groups are passed by name, and
+routing follows from the specs.
 """
 
 from __future__ import annotations
@@ -37,13 +36,8 @@ _c10d = torch.ops._c10d_functional
 
 
 def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Tensor:
-    """Every rank's bucket, one behind the other, ``[axis.size * sum(widths)]``.
-
-    Args:
-        xs: tensors of up to ``widths[i]`` elements, padded to that.
-        dtype: of the bucket.
-        pairwise: as ``Layout.pairwise``.
-    """
+    """Return the buckets of all ranks, concatenated, ``[axis.size * sum(widths)]`` in ``dtype``; ``xs[i]`` is padded to
+    ``widths[i]`` elements. ``pairwise``, here and below, is ``Layout.pairwise``."""
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype)
         return _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, axis.size, axis.group))
@@ -53,11 +47,7 @@ def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, 
 
 
 def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
-    """The sum over ``axis`` of one's own row of ``flat``, which has a row for each of its ranks.
-
-    Args:
-        pairwise: as ``Layout.pairwise``.
-    """
+    """Sum over ``axis`` this rank's row of ``flat``, which has one row for each rank."""
     if not pairwise:
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", axis.size, axis.group))
     splits = [flat.numel() // axis.size] * axis.size
@@ -67,55 +57,44 @@ def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
 def _all_reduce(
     xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, divisor: float, axis: Axis, pairwise: bool
 ) -> Tensor:
-    """The sum over ``axis`` of a bucket, ``[sum(widths)]``.
+    """Sum a bucket over ``axis``: ``[sum(widths)]``, each rank's values divided by ``divisor`` first.
 
-    Made of a reduce-scatter and a gather where those are all-to-alls: as many bytes, and sums in the order in which
-    they are added where gradients are sharded, so that weights have the same bits at every stage.
-
-    Args:
-        divisor: of each rank's own.
-        pairwise: as ``Layout.pairwise``.
+    Pairwise it is a reduce-scatter and an all-gather: as many bytes, and sums in the same order as for sharded
+    gradients, so that weights have the same bits at every ZeRO stage.
     """
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype, divisor=divisor)
         return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", axis.group))
     padding = -sum(widths) % axis.size
-    filled = [*xs, xs[0].new_zeros(padding)] if padding else xs
-    flat = pack(filled, [*widths, padding] if padding else widths, dtype=dtype, divisor=divisor)
-    own = _reduce_scatter(flat, axis, pairwise)
-    flat = all_gather([own], [own.numel()], dtype, axis, pairwise)
+    padded = [*xs, xs[0].new_zeros(padding)] if padding else xs
+    flat = pack(padded, [*widths, padding] if padding else widths, dtype=dtype, divisor=divisor)
+    reduced = _reduce_scatter(flat, axis, pairwise)
+    flat = all_gather([reduced], [reduced.numel()], dtype, axis, pairwise)
     return flat[: sum(widths)] if padding else flat
 
 
 def hand_round(
     mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, pairwise: bool, *, like: Tensor
 ) -> list[Tensor]:
-    """What each rank along ``axis`` holds some of, on all of them: one collective.
+    """Give every rank of ``axis`` the tensors that each of them holds some of, by one collective.
 
-    A gather takes as much from every rank. Where most of that would be padding, as of a single matrix, whose one owner
-    has all there is, the pieces travel from rank to rank as they are.
-
-    Args:
-        mine: this rank's, in order.
-        holders: who has each of all.
-        numels: elements of each of all.
-        pairwise: as ``Layout.pairwise``.
-        like: a tensor of the dtype and device of all of them.
-    Returns:
-        All of them, 1-D, each with storage of its own.
+    ``mine`` has this rank's tensors in order; ``holders`` and ``numels`` have the holder and size of each of all
+    tensors, ``like`` their dtype and device. Results are 1-D, each with its own storage. An all-gather takes equally
+    many elements from every rank. Where most of them would be padding (a single matrix has one owner), an all-to-all
+    sends the tensors unpadded.
     """
     held = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
-    filled = [sum(numels[i] for i in indices) for indices in held]
-    own = [numels[i] for i in held[axis.index]]
-    if pairwise or axis.size * max(filled) > 2 * sum(filled):
+    rank_numels = [sum(numels[i] for i in indices) for indices in held]
+    my_numels = [numels[i] for i in held[axis.index]]
+    if pairwise or axis.size * max(rank_numels) > 2 * sum(rank_numels):
         padding = [0] * axis.size
-        flat = pack(list(mine) * axis.size, own * axis.size, dtype=like.dtype) if own else like.new_empty(0)
-        gathered = all_to_all(flat, filled, [sum(own)] * axis.size, axis.group)
+        flat = pack(list(mine) * axis.size, my_numels * axis.size, dtype=like.dtype) if my_numels else like.new_empty(0)
+        gathered = all_to_all(flat, rank_numels, [sum(my_numels)] * axis.size, axis.group)
     else:
-        padding = [max(filled) - size for size in filled]
+        padding = [max(rank_numels) - size for size in rank_numels]
         # The padding is a tensor of its own: a rank that holds nothing sends only that.
         filler = like.new_zeros(padding[axis.index])
-        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, pairwise=False)
+        gathered = all_gather([*mine, filler], [*my_numels, padding[axis.index]], like.dtype, axis, pairwise=False)
     slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
     sizes = [size for _, size in slots]
     pieces = unpack(gathered, sizes, sizes)
@@ -124,17 +103,17 @@ def hand_round(
 
 
 def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
-    """Exchange of 1-D pieces: ``input_splits[d]`` elements go to rank d, ``output_splits[s]`` come from rank s."""
+    """Exchange 1-D pieces: ``input_splits[d]`` elements go to rank d, ``output_splits[s]`` come from rank s."""
     return _c10d.wait_tensor(_c10d.all_to_all_single(x, list(output_splits), list(input_splits), group))
 
 
 def shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
-    """Elements of the largest slice of each parameter: the same on every rank."""
+    """Elements of each parameter's largest slice: equal on all ranks."""
     return [spec.layout.chunk * spec.layout.row_numel for spec in specs]
 
 
 def piece_widths(specs: Sequence[ParamSpec]) -> list[int]:
-    """Elements of the largest piece of each parameter's slice: the same on the ranks that share the slice."""
+    """Elements of the largest piece of each parameter's slice: equal on the ranks that share the slice."""
     return [spec.layout.widest_piece for spec in specs]
 
 
@@ -144,13 +123,10 @@ def gather(
     dtype: torch.dtype | None = None,
     category: Category = Category.GATHER,
 ) -> list[Tensor]:
-    """The weights that slices are of, ``spec.layout.shape`` each: one all-gather, or none where they are all of them.
+    """Return the full weights, ``spec.layout.shape``, by one all-gather, or none where slices are whole weights.
 
-    Args:
-        slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
-        specs: of parameters that share a mesh, compute dtype, and whether they are in host memory.
-        dtype: to send them in; default: compute dtype.
-        category: of what they are gathered for.
+    ``slices`` have ``spec.layout.slice_shape``, master or compute dtype, and are sent in ``dtype`` (default: compute
+    dtype). ``specs`` agree on mesh, compute dtype and ``on_host``.
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
     if specs[0].on_host:
@@ -169,46 +145,33 @@ def gather(
 def gather_slices(
     pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
 ) -> list[Tensor]:
-    """This rank's slices, of the pieces that its replicas hold of them.
-
-    Args:
-        pieces: this rank's, ``spec.layout.local_shape``.
-        specs: of parameters that share a mesh and are cut twice.
-        dtype: of the slices, ``spec.layout.slice_shape`` each.
-    """
+    """Return this rank's slices (``spec.layout.slice_shape``, ``dtype``), gathered from the pieces of its replicas
+    (``spec.layout.local_shape``), for parameters of one mesh that are cut twice."""
     layout, widths = specs[0].layout, piece_widths(specs)
     flat = all_gather(pieces, widths, dtype, layout.replicate.serving(category), layout.pairwise)
     # Pieces fill a slice from the front, so that only its end is padding.
     shapes = [spec.layout.slice_shape for spec in specs]
-    found = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
-    return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
+    slices = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
+    return [piece.view(shape) for piece, shape in zip(slices, shapes, strict=True)]
 
 
 def gather_pieces(
     pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
 ) -> list[Tensor]:
-    """Whole tensors, ``spec.layout.shape`` in ``dtype``, of the pieces that all ranks hold of them.
-
-    Args:
-        pieces: this rank's, ``spec.layout.local_shape``.
-        specs: of sharded parameters that share a mesh.
-    """
+    """Return full tensors (``spec.layout.shape``, ``dtype``), gathered from the pieces of all ranks
+    (``spec.layout.local_shape``), for sharded parameters of one mesh."""
     slices = gather_slices(pieces, specs, dtype, category) if specs[0].layout.cut_twice else pieces
     return gather(slices, specs, dtype, category)
 
 
 def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
-    """The full weight in compute dtype.
+    """Return the full weight, ``spec.layout.shape`` in ``spec.compute_dtype``; it may alias ``shard`` or ``resident``.
 
-    Args:
-        shard: this rank's rows, ``spec.layout.local_shape``, master dtype.
-        resident: what is resident in compute dtype: the full weight (stages 1 and 2), this rank's slice (stage 3 where
-            masters are cut twice), else None.
-    Returns:
-        ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``resident``.
+    ``shard`` has ``spec.layout.local_shape`` and the master dtype. ``resident`` is in compute dtype: the full weight
+    (stages 1 and 2), this rank's slice (stage 3 with masters cut twice), else None.
     """
     layout = spec.layout
-    if layout.gathered and layout.cut_twice and resident is None:  # not a weight, of which nothing is resident
+    if layout.gathered and layout.cut_twice and resident is None:  # a gradient, in double backward: no resident slice
         return gather_pieces([shard], [spec], decode_dtype(spec.compute_dtype))[0]
     if layout.resident:
         if resident is None:
@@ -222,12 +185,8 @@ def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
 
 
 def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """The averaged gradients of the local pieces, in master dtype: one collective, or one an axis.
-
-    Args:
-        grads: gradients of the full weights, ``spec.layout.shape``.
-        specs: of parameters that share a mesh, reduce dtype and whether they are sharded; several ranks.
-    """
+    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis. ``specs``
+    agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``spec.layout.shape``."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
     shard, replicas = layout.shard.serving(Category.REDUCE), layout.replicate.serving(Category.REDUCE)
     # Divide before the sum: no overflow in half precision.
@@ -255,15 +214,10 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
 
 
 def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
-    """The gradient of the local piece, averaged over the ranks.
-
-    Args:
-        grad: gradient of the full weight, ``spec.layout.shape``.
-    Returns:
-        ``spec.layout.local_shape`` in ``spec.dtype``; may alias ``grad`` when nobody else has the same weight.
-    """
+    """Return the averaged gradient of this rank's piece, ``spec.layout.local_shape`` in ``spec.dtype``. It may alias
+    ``grad``, ``spec.layout.shape``, where no other rank has the weight."""
     if spec.layout.everyone.alone:
-        # Experts that are nowhere else may have had tokens from elsewhere.
+        # An expert may be on this rank alone and still have received tokens of other ranks, over which to average.
         mean = grad if spec.layout.divisor == 1 else grad / spec.layout.divisor
         return mean.to(decode_dtype(spec.dtype))
     return reduce_grads([grad], [spec])[0]

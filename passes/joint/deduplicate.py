@@ -1,4 +1,4 @@
-"""One unshard and one reduction per parameter and graph (tied weights, repeated reads)."""
+"""The pass that leaves one unshard and one reduction per parameter and graph (tied weights, repeated reads)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DEDUPLICATE"]
 
 
 def _drop_empty_views(gm: GraphModule) -> None:
-    """DTensor wraps and unwraps its shard in views that change nothing; markers are easier to match without them."""
+    """Remove the no-op views that DTensor puts around its shard, so that markers read each other directly."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         source = node.args[0]
         is_marked = source.target is REDUCE_GRAD or any(user.target is UNSHARD for user in node.users)
@@ -25,23 +25,23 @@ def _drop_empty_views(gm: GraphModule) -> None:
 
 
 def _merge_unshards(gm: GraphModule) -> None:
-    """The state tensor identifies the parameter, whatever view of the shard was read."""
+    """Merge unshards of one parameter; its state tensor identifies it, whatever view of the shard a marker reads."""
     first: dict[tuple[Node, ParamSpec], Node] = {}
     for read in Unshard.all(gm):
-        kept = first.setdefault((read.state, read.spec), read.node)
-        if kept is not read.node:
-            replace(gm, read.node, kept)
+        first_read = first.setdefault((read.state, read.spec), read.node)
+        if first_read is not read.node:
+            replace(gm, read.node, first_read)
 
 
 def _only_reduction(node: object) -> ReduceGrad | None:
-    """``node`` as a reduction that has one reader."""
+    """Return ``node`` as a reduction if it is one and has a single reader."""
     if isinstance(node, Node) and node.target is REDUCE_GRAD and len(node.users) == 1:
         return ReduceGrad.of(node)
     return None
 
 
 def _merge_reductions(gm: GraphModule) -> None:
-    """``reduce(g1) + reduce(g2)`` -> ``reduce(g1 + g2)``: one collective, and the sum is what Muon must see."""
+    """``reduce(g1) + reduce(g2)`` -> ``reduce(g1 + g2)``: one collective, and the sum that Muon orthogonalizes."""
     adds = (torch.ops.aten.add.Tensor, operator.add)
     for node in list(gm.graph.nodes):
         if node.target not in adds or node.kwargs:
@@ -53,9 +53,9 @@ def _merge_reductions(gm: GraphModule) -> None:
             continue
         # The sum keeps the add's place and tags; the reduction follows it with the first reduction's meta.
         with gm.graph.inserting_before(node):
-            total = gm.graph.call_function(torch.ops.aten.add.Tensor, (left.grad, right.grad))
-            total.meta = {**node.meta, "val": left.grad.meta["val"]}
-            reduced = ReduceGrad.insert(gm.graph, total, left.state, left.hyper, left.spec).node
+            grad_sum = gm.graph.call_function(torch.ops.aten.add.Tensor, (left.grad, right.grad))
+            grad_sum.meta = {**node.meta, "val": left.grad.meta["val"]}
+            reduced = ReduceGrad.insert(gm.graph, grad_sum, left.state, left.hyper, left.spec).node
             reduced.meta = dict(left.node.meta)
         replace(gm, node, reduced)
         for dead in (left.node, right.node):

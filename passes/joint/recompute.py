@@ -1,11 +1,11 @@
-"""Gathered weights are recomputed in backward, or saved for it where that was asked for.
+"""The pass that recomputes unsharded weights in backward, or saves them with ``reshard_after_forward=False``.
 
-At stage 3 recomputing means a second all-gather, which ``reshard_after_forward=False`` trades for the memory of the
-gathered weights. At stages 1 and 2 the "recomputed" weight is the resident copy, so saving anything derived from it
-would be memory spent for nothing. At stage 0 it is a cast of the master weight, if anything, which moves three
-times its bytes: ``reshard_after_forward=False`` keeps that, too. Views and casts of a weight are never saved beside it.
+Recomputing means a second all-gather at stage 3; the alternative holds the gathered weights in memory. At stages 1 and
+2 it means reading the resident weight, so saving anything derived from it only wastes memory. At stage 0 it is at most
+a cast of the master weight, which moves three times the bytes of reading the result: ``reshard_after_forward=False``
+saves that as well. Views and casts of a weight are never saved beside it.
 
-Keys and values that go around a ring are sent anew in backward, too: kept, they would be those of all ranks.
+Backward also sends the keys and values of ring attention anew: saved, each rank would hold those of all ranks.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 def _of_forward(gm: GraphModule) -> set[Node]:
-    """All that the results of forward are made of: those outputs that no gradient of the loss is in."""
+    """Return all ancestors of forward's outputs: the outputs that depend on no tangent."""
     late = set[Node]()
     for node in gm.graph.nodes:
         if (node.op == "placeholder" and "tangents" in node.target) or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
-    found, pending = set[Node](), [node for node in gm.graph.output_node().all_input_nodes if node not in late]
+    needed, pending = set[Node](), [node for node in gm.graph.output_node().all_input_nodes if node not in late]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             pending.extend(node.all_input_nodes)
-    return found
+    return needed
 
 
 def _is_made(read: Unshard) -> bool:
-    """Whether reading this weight takes more than to look at what is resident."""
+    """Whether reading this weight takes a gather, or a cast of the master weight."""
     spec, layout = read.spec, read.spec.layout
     return layout.gathered or not (layout.resident or spec.on_host or spec.dtype == spec.compute_dtype)
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    keep = not ctx.options.reshard_after_forward
+    save_weights = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
-    saved = {read.node for read in reads if keep and _is_made(read)}
+    saved = {read.node for read in reads if save_weights and _is_made(read)}
     hops = {node for node in gm.graph.nodes if is_hop(node)}
     pending = [read.node for read in reads] + list(hops - _of_forward(gm) if hops else ())
     while pending:

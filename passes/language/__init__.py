@@ -1,1 +1,1 @@
-"""What markers say of a parameter, and what a backward is asked for."""
+"""Static facts that markers carry about a parameter, and the request that a backward graph is lowered for."""

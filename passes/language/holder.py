@@ -1,4 +1,4 @@
-"""Whose state a tensor is: the way from the ops in a graph, which get tensors alone, to the runtime."""
+"""Holders: the way from an op in a graph, which receives tensors only, to the runtime state of a parameter."""
 
 from __future__ import annotations
 
@@ -15,52 +15,42 @@ _ATTRIBUTE = "_muon_zero_holder"
 
 
 class Holder(Protocol):
-    """What the ops ask of whoever keeps the state of a parameter."""
+    """The runtime state of one parameter, as ops of a graph call it."""
 
     def await_refresh(self, read: Tensor | None = None) -> None:
-        """Return when what is resident of the weight is that of the shards, and ``read``, which stands for it, too."""
+        """Wait until the resident weight, and ``read``, which a graph reads in its place, equal the shards."""
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum, which is not resident, to ``out``; returns it.
-
-        Args:
-            grad: that a direction is made of with it.
-        """
+        """Write the offloaded momentum into ``out`` and return it; ``grad`` is the gradient to be mixed with it."""
 
     def tell(self, what: str, *facts: Any) -> None:
-        """Something that an op has found out of the parameter; its backward runs.
-
-        Args:
-            what: of which kind; the op says what facts there are.
-        """
+        """Pass on ``facts`` of kind ``what`` that an op found about the parameter during its backward."""
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:
-        """What of the whole weight's gradient, made by an eager backward, is reduced now: with what earlier
-        micro-batches have left here; None where it is left as well."""
+        """Return the sum to reduce now: the full weight's gradient ``grad`` of an eager backward, plus the unreduced
+        sum of earlier micro-batches. None where ``grad`` is added to that sum and stays unreduced."""
 
     def reducing(self) -> AbstractContextManager[object]:
-        """Around the reduction of an eager backward."""
+        """Return the context in which an eager backward reduces."""
 
 
 _Holder = TypeVar("_Holder", bound=Holder)
 
 
 def hold(state: Tensor, holder: Holder) -> None:
-    """Have ``holder``, which is held weakly, found by this very tensor.
-
-    Graphs are traced with other tensors than ``state`` itself, so nothing of it gets into one.
-    """
+    """Attach ``holder`` to this tensor object, by a weak reference."""
+    # Graphs are traced with fake tensors in place of ``state``, so no reference to the holder enters one.
     setattr(state, _ATTRIBUTE, weakref.ref(holder))
 
 
 def holder_of(state: object) -> Holder | None:
-    """The holder that this tensor was given by :func:`hold`, or None."""
+    """Return the holder that :func:`hold` attached to this tensor, or None."""
     reference = getattr(state, _ATTRIBUTE, None) if isinstance(state, Tensor) else None
     return None if reference is None else reference()
 
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-# A CUDA graph that is replayed would not ask: Inductor runs the op between the graphs.
+# The op calls into Python, which a replayed CUDA graph would skip: with the tag Inductor runs it between CUDA graphs.
 _LIBRARY.define("fetch(Tensor state, Tensor grad) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -77,7 +67,7 @@ def _(state: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-#: A momentum that is not resident, where a graph uses it. ``state`` is empty and says whose; the result is
-#: new memory like the gradient's, which lives as long as the graph needs it. Whoever keeps the momentum sees what it is
-#: about to be moved toward.
+#: ``fetch(state, grad)``: an offloaded momentum, at its use in a graph. ``state`` is empty and identifies the holder;
+#: the result is new memory shaped like ``grad``, freed after its last use. The holder receives ``grad``, which the
+#: momentum is about to be mixed with.
 FETCH = torch.ops.muon_zero.fetch.default

@@ -1,7 +1,7 @@
-"""Where the parts of one parameter are: which axes of the mesh cut it, and which hold the same again.
+"""Layout: which mesh axes shard a parameter, and which replicate it.
 
-A layout says nothing of what is computed (:class:`~compile_muon.passes.language.spec.MuonSpec`) or in which dtype.
-All that sends or places rows asks it, for any mesh: one with a single axis is one whose other axes have one rank.
+A layout knows neither dtypes nor the update (:class:`~compile_muon.passes.language.spec.MuonSpec`). All code that sends
+or places rows reads it, on any mesh: a missing axis is one of a single rank.
 """
 
 from __future__ import annotations
@@ -21,42 +21,35 @@ __all__ = ["Axis", "Layout"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the mesh, as a rank sees it.
+    """One dimension of the device mesh, seen from this rank."""
 
-    Args:
-        name: as errors, metrics and users call it.
-        size: ranks along it.
-        index: this rank's place along it.
-        group: name of its process group, as functional collectives take it ("" where ``size`` is 1).
-        reduce_group, exchange_group: of a communicator of its own for gradients, and for Newton-Schulz, so that neither
-            waits behind what goes over another; "" for the same.
-    """
-
-    name: str
-    size: int = 1
-    index: int = 0
-    group: str = ""
+    name: str  # in errors, metrics and user settings
+    size: int = 1  # ranks along it
+    index: int = 0  # this rank's coordinate
+    group: str = ""  # process group, by its name in functional collectives; "" where ``size`` is 1
+    # Groups with NCCL communicators of their own for gradients and for Newton-Schulz, so that neither queues behind a
+    # gather; "" for ``group``.
     reduce_group: str = ""
     exchange_group: str = ""
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else along it."""
+        """Whether it has one rank."""
         return self.size == 1
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of all its process groups."""
+        """The names of its process groups, without duplicates."""
         return tuple({name: None for name in (self.group, self.reduce_group, self.exchange_group) if name})
 
     def serving(self, category: Category) -> Axis:
-        """The same ranks, with the group of that category's collectives alone."""
-        own = {Category.REDUCE: self.reduce_group, Category.EXCHANGE: self.exchange_group}.get(category)
-        return Axis(self.name, self.size, self.index, own or self.group)
+        """Return the same axis with the process group for collectives of ``category`` as its only one."""
+        dedicated_group = {Category.REDUCE: self.reduce_group, Category.EXCHANGE: self.exchange_group}.get(category)
+        return Axis(self.name, self.size, self.index, dedicated_group or self.group)
 
 
 def _part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """``(start, stop)`` of one of ``parts`` chunks, as ``torch.chunk`` and ``Shard`` cut; empty past the end."""
+    """``(start, stop)`` of chunk ``index`` of ``parts``, as ``torch.chunk`` and ``Shard`` cut; empty past the end."""
     chunk = -(-total // parts)
     start = min(index * chunk, total)
     return start, min(start + chunk, total)
@@ -64,80 +57,73 @@ def _part(total: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks hold a parameter, its gradient and its optimizer state.
+    """The placement of one parameter, its gradient and its optimizer state.
 
-    Two kinds of axes. Those of data parallelism, ``shard`` and ``replicate``, are ours: ranks along them have the same
-    model and other data. Those of model parallelism, ``expert`` and ``tensor``, are the user's: ranks along them have
-    different parts of a model, and what of a parameter a rank's model has, :attr:`shape`, is all that the other axes
-    see of it.
+    Ranks along the data-parallel axes, ``shard`` and ``replicate``, run the same model on other data. Ranks along the
+    model-parallel axes, ``expert`` and ``tensor``, hold different parts of the model; :attr:`shape` is this rank's part
+    of the parameter, which the data-parallel axes then shard. Ranks of the whole mesh are numbered in row-major order
+    of (replicate, shard, expert, tensor).
 
-    Args:
-        whole: shape of the whole parameter.
-        stage: ZeRO stage, 0 to 3: which of the three are cut.
-        shard: what is cut is cut into rows over this axis; weights are gathered over it.
-        replicate: every rank along it holds what the others hold; gradients are averaged over it too (HSDP).
-        both: the ranks of both axes, ``replicate`` outside: rank ``r * shard.size + s``. None where one axis has one
-            rank, and the other is all of the data-parallel mesh.
-        pairwise: gathers and reduce-scatters are made of all-to-alls, with a copy for every rank or a sum of what all
-            sent: for groups whose own are not safe, or send more (Gloo, docs/why/decisions.md).
-        state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
-        expert: the parameter is cut along dim 0 over this axis, into parts that are stacks of whole matrices.
-        tensor: it is cut over this axis along ``tensor_dim``, into parts of matrices; None for a copy on every rank.
-        owner_group_over: what :attr:`owner_group` is where ``tensor`` has several ranks.
-        replica_group_over: what :attr:`replica_group` is there.
-        averaged: ranks whose losses a gradient is the mean of; None for those of :attr:`everyone`. Experts get tokens
-            of more ranks than they are replicated on.
-
-    The ranks of the whole mesh are counted row by row: replicate, shard, expert, tensor.
-
-    Rows come in two kinds. The *slice* of a place along ``shard`` is what its ranks have of the weight to gather. The
-    *piece* of a rank is what it has of master weight, gradient and state: all of the slice, or with ``state_over_all``
-    the slice's chunk of its place along ``replicate``.
+    A *slice* is the rows that one place along ``shard`` contributes to an unshard. A *piece* is the rows of master
+    weight, gradient and optimizer state that one rank holds: its slice, or with ``state_over_all`` the chunk of that
+    slice at its place along ``replicate``.
     """
 
-    whole: tuple[int, ...]
-    stage: int
+    whole: tuple[int, ...]  # shape of the whole parameter
+    stage: int  # ZeRO stage, 0 to 3
+    # Rows (dim 0) are sharded over ``shard``. Ranks along ``replicate`` hold the same rows; gradients are averaged over
+    # both (HSDP).
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
+    # The ranks of both axes, number ``r * shard.size + s``; None where one of them has a single rank, as the other is
+    # then the whole data-parallel mesh.
     both: Axis | None = None
+    # Gathers and reduce-scatters are built from all-to-alls, for backends whose own are unsafe or send more bytes
+    # (Gloo, docs/why/decisions.md).
     pairwise: bool = False
+    # Master weights, gradients and optimizer state are sharded over ``replicate`` as well (HFSDP).
     state_over_all: bool = False
+    # Dim 0 is cut over this axis into stacks of whole matrices.
     expert: Axis = field(default_factory=lambda: Axis("expert"))
+    # Matrices are cut along ``tensor_dim`` over this axis (tensor parallelism); with None each rank has a copy.
     tensor: Axis = field(default_factory=lambda: Axis("tensor"))
     tensor_dim: int | None = None
+    # Values of :attr:`owner_group` and :attr:`replica_group` where ``tensor`` has several ranks.
     owner_group_over: Axis | None = None
     replica_group_over: Axis | None = None
+    # Ranks whose losses the gradient averages; None for all of :attr:`everyone`. Experts receive tokens of more ranks
+    # than they are replicated on.
     averaged: int | None = None
 
     @property
     def everyone(self) -> Axis:
-        """All ranks that have the same part of the model, and other data."""
+        """The axis of all data-parallel ranks: the same part of the model on other data."""
         if self.both is not None:
             return self.both
         return self.shard if self.replicate.alone else self.replicate
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that collectives of this parameter may use, each once."""
-        own = (self.shard, self.replicate, self.expert, self.tensor)
-        found = (*own, self.everyone, self.owner_group, self.replica_group)
-        return tuple({axis.group: axis for axis in reversed(found) if not axis.alone}.values())
+        """The axes of this parameter's collectives, one for each process group."""
+        mesh_axes = (self.shard, self.replicate, self.expert, self.tensor)
+        all_axes = (*mesh_axes, self.everyone, self.owner_group, self.replica_group)
+        return tuple({axis.group: axis for axis in reversed(all_axes) if not axis.alone}.values())
 
     @property
     def company(self) -> tuple[object, ...]:
-        """What layouts must agree on to share a collective."""
+        """The key on which layouts must agree to share a collective."""
         return self.shard, self.replicate, self.sharded, self.cut_twice, self.divisor
 
     @property
     def divisor(self) -> int:
-        """What the sum of gradients is divided by."""
+        """The divisor of the summed gradient."""
         return self.averaged or self.everyone.size
 
     # ------------------------------------------------------------------------------------------ parts of a model
 
     @property
     def joined(self) -> bool:
-        """Whether a rank's model has parts of matrices, which Newton-Schulz needs whole."""
+        """Whether matrices are cut by tensor parallelism, and have to be joined for Newton-Schulz."""
         return self.tensor_dim is not None and not self.tensor.alone
 
     @property
@@ -146,7 +132,7 @@ class Layout:
         return self.joined or not self.expert.alone
 
     def _bounds(self, expert: int, tensor: int | None) -> list[tuple[int, int]]:
-        """``(start, stop)`` along each dim, of the part at these places; of all parts along ``tensor`` for None."""
+        """``(start, stop)`` along each dim of a part; ``tensor`` None joins the parts of that axis."""
         bounds = [(0, size) for size in self.whole]
         if not self.expert.alone:
             bounds[0] = _part(self.whole[0], self.expert.size, expert)
@@ -160,26 +146,26 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank's model has of the parameter."""
+        """Shape of the parameter in this rank's model."""
         return self._part_shape(self.tensor.index)
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """Of the whole matrices that this rank's model has parts of."""
+        """Shape of this rank's experts of the parameter, with the tensor-parallel parts joined."""
         return self._part_shape(None)
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """Where in the whole this rank's part is."""
+        """This rank's part, as slices of the whole parameter."""
         return tuple(slice(*bounds) for bounds in self._bounds(self.expert.index, self.tensor.index))
 
     @property
     def ranks(self) -> int:
-        """Of the whole mesh."""
+        """Number of ranks of the whole mesh."""
         return self.replicate.size * self.shard.size * self.expert.size * self.tensor.size
 
     def region(self, rank: int) -> tuple[slice, ...]:
-        """Where in the whole the piece of ``rank`` of the whole mesh is."""
+        """Return the piece of ``rank``, a rank of the whole mesh, as slices of the whole parameter."""
         rank, tensor = divmod(rank, self.tensor.size)
         rank, expert = divmod(rank, self.expert.size)
         bounds = self._bounds(expert, tensor)
@@ -191,10 +177,8 @@ class Layout:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of the rows.
-
-        Pieces of matrices that are cut along another dim than 0 are no rows of them.
-        """
+        """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of its rows
+        (unless tensor parallelism cuts another dim)."""
         parts = self.tensor.size if self.joined else 1
         return tuple(
             (data * self.expert.size + expert) * self.tensor.size + tensor
@@ -205,14 +189,14 @@ class Layout:
 
     @property
     def cut_in_rows(self) -> bool:
-        """Whether every piece is rows of the whole."""
+        """Whether every piece consists of rows of the whole parameter."""
         return not self.joined or self.tensor_dim == 0
 
     # ------------------------------------------------------------------------------------------ Newton-Schulz
 
     @property
     def owner_group(self) -> Axis:
-        """Ranks whose pieces are the whole of a matrix, each element once: it is joined at one of them."""
+        """Axis of the ranks whose pieces are the whole of a matrix, each element once; one of them owns it."""
         if self.owner_group_over is not None:
             return self.owner_group_over
         if self.cut_twice:
@@ -221,7 +205,7 @@ class Layout:
 
     @property
     def replica_group(self) -> Axis:
-        """Ranks that hold the same piece: what one of them makes is handed to the others."""
+        """Axis of the ranks that hold the same piece; a direction made by one is sent to the others."""
         if self.replica_group_over is not None:
             return self.replica_group_over
         if self.cut_twice:
@@ -229,34 +213,31 @@ class Layout:
         return self.replicate if self.sharded else self.everyone
 
     def owner_ranks(self, owner: int) -> tuple[int, ...]:
-        """The ranks of the whole mesh with the places ``divmod(owner, owner_group.size)`` along replica group and owner
-        group.
-
-        Of experts it is one at each place along ``expert``, which all go by the same table.
-        """
-        copy, place = divmod(owner, self.owner_group.size)
+        """Return the ranks of the whole mesh that are owner number ``owner``: one for each place along ``expert``."""
+        # Experts share one owner table, of places along replica group and owner group.
+        replica, place = divmod(owner, self.owner_group.size)
         if self.joined:
             place, tensor = divmod(place, self.tensor.size)
         else:
-            copy, tensor = divmod(copy, self.tensor.size)
-        data = copy * self.shard.size + place if self.sharded and not self.cut_twice else copy + place
+            replica, tensor = divmod(replica, self.tensor.size)
+        data = replica * self.shard.size + place if self.sharded and not self.cut_twice else replica + place
         return tuple((data * self.expert.size + e) * self.tensor.size + tensor for e in range(self.expert.size))
 
     def _owner_group_place(self, place: int) -> tuple[int, int]:
-        """``(data, tensor)`` of a place along :attr:`owner_group`."""
+        """Split a place along :attr:`owner_group` into ``(data, tensor)``."""
         return divmod(place, self.tensor.size) if self.joined else (place, self.tensor.index)
 
     def owner_group_shape(self, place: int) -> tuple[int, ...]:
-        """Shape of the piece that ``place`` along :attr:`owner_group` has of a matrix."""
+        """Shape of the piece of a matrix at ``place`` along :attr:`owner_group`."""
         data, tensor = self._owner_group_place(place)
         return self._piece_shape(self._part_shape(tensor), data)
 
     def owner_group_rows(self, place: int) -> tuple[int, int]:
-        """``(start, stop)`` of the rows that ``place`` along :attr:`owner_group` has, where that joins no columns."""
+        """``(start, stop)`` of the rows at ``place`` along :attr:`owner_group`, for groups that join no columns."""
         return self._rows(self.shape[0], place) if self.sharded else (0, self.shape[0])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`owner_group`."""
+        """Concatenate flat pieces, by place along :attr:`owner_group`, into a tensor of :attr:`joined_shape`."""
         if not self.joined:
             return torch.cat([pieces[data] for data in self.data_holders]).view(self.joined_shape)
         parts = []
@@ -267,51 +248,48 @@ class Layout:
         return torch.cat(parts, dim=self.tensor_dim)
 
     def cut(self, matrix: Tensor, place: int) -> Tensor:
-        """The piece of ``place`` along :attr:`owner_group`, of a tensor of as many elements as :attr:`joined_shape`."""
+        """Return the piece at ``place`` along :attr:`owner_group`, of a tensor as large as :attr:`joined_shape`."""
         data, tensor = self._owner_group_place(place)
-        found = matrix.reshape(self.joined_shape)
+        part = matrix.reshape(self.joined_shape)
         if self.joined:
             assert self.tensor_dim is not None
             start, stop = self._bounds(self.expert.index, tensor)[self.tensor_dim]
-            found = found.narrow(self.tensor_dim, start, stop - start)
-        return found[slice(*self._rows(found.shape[0], data))] if self.sharded else found
+            part = part.narrow(self.tensor_dim, start, stop - start)
+        return part[slice(*self._rows(part.shape[0], data))] if self.sharded else part
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds a slice (along dim 0) rather than the whole parameter."""
+        """Whether ranks hold slices (along dim 0), not the whole parameter."""
         return self.stage > 0 and not self.shard.alone and len(self.shape) > 0
 
     @property
     def cut_twice(self) -> bool:
-        """Whether pieces are parts of slices, each on one rank alone."""
+        """Whether pieces are smaller than slices: each replica holds a chunk of the slice (HFSDP)."""
         return self.state_over_all and self.sharded and not self.replicate.alone
 
     @property
     def replicated_weight(self) -> bool:
-        """Whether a full copy in compute dtype is resident between steps (stages 1 and 2)."""
+        """Whether the unsharded weight stays resident in compute dtype between steps (stages 1 and 2)."""
         return self.sharded and self.stage < 3
 
     @property
     def gathered(self) -> bool:
-        """Whether every use of the full weight starts with a collective (stage 3)."""
+        """Whether every use of the weight unshards it by a collective (stage 3)."""
         return self.sharded and not self.replicated_weight
 
     @property
     def resident(self) -> bool:
-        """Whether anything of the weight is resident in compute dtype between steps.
-
-        It is all of the weight, or where it is gathered for every use, the slice that gathers start from.
-        """
+        """Whether the full weight, or at stage 3 the slice to gather from (HFSDP), is resident in compute dtype."""
         return self.replicated_weight or self.cut_twice
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
+        """Whether micro-batches accumulate unreduced gradients on each rank, until the last of a step (stage 1)."""
         return self.stage == 1 and not self.everyone.alone
 
     @property
     def copies(self) -> int:
-        """How many ranks of the whole mesh hold the same gradient and state."""
+        """How many ranks of the whole mesh hold the same gradient and optimizer state."""
         same = 1 if self.joined else self.tensor.size
         if self.cut_twice:
             return same
@@ -319,7 +297,7 @@ class Layout:
 
     @property
     def data_holders(self) -> tuple[int, ...]:
-        """Ranks of :attr:`everyone` whose pieces are what this rank's model has, in the order of the rows."""
+        """Ranks of :attr:`everyone` whose pieces are all of :attr:`shape`, in the order of the rows."""
         if not self.sharded:
             return (0,)
         replicas = self.replicate.size if self.cut_twice else 1
@@ -327,12 +305,12 @@ class Layout:
 
     @property
     def row_numel(self) -> int:
-        """Elements behind one index of dim 0."""
+        """Elements of one index of dim 0."""
         return math.prod(self.shape[1:])
 
     @property
     def numel(self) -> int:
-        """Elements of what this rank's model has."""
+        """Elements of :attr:`shape`."""
         return math.prod(self.shape)
 
     # ------------------------------------------------------------------------------------------ slices
@@ -343,19 +321,19 @@ class Layout:
         return -(-self.shape[0] // self.shard.size)
 
     def shard_rows(self, index: int) -> tuple[int, int]:
-        """``(start, stop)`` of the slice at ``index`` of ``shard``; empty for a place past the end."""
+        """``(start, stop)`` of the slice at ``index`` of ``shard``; empty past the end."""
         return _part(self.shape[0], self.shard.size, index)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's slice of a sharded parameter."""
+        """Shape of this rank's slice."""
         start, stop = self.shard_rows(self.shard.index)
         return (stop - start, *self.shape[1:])
 
     # ------------------------------------------------------------------------------------------ pieces
 
     def _rows(self, total: int, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the piece that ``rank`` of :attr:`everyone` has of ``total`` rows."""
+        """``(start, stop)`` of the piece of ``rank``, of :attr:`everyone`, in ``total`` rows."""
         replica, index = divmod(rank, self.shard.size)
         start, stop = _part(total, self.shard.size, index)
         if not self.cut_twice:
@@ -364,7 +342,7 @@ class Layout:
         return start + first, start + last
 
     def owner_of(self, shape: tuple[int, ...]) -> str | None:
-        """``"rank 0 of 4"``: the first whose piece has this shape, of a parameter whose whole has another."""
+        """Name the first holder whose piece has this shape, as ``"rank 0 of 4"``; None for the whole parameter."""
         if not (self.sharded or self.parted) or shape == self.whole:
             return None
         for rank in sorted(self.holders):
@@ -374,24 +352,24 @@ class Layout:
 
     @property
     def widest_piece(self) -> int:
-        """Elements of the largest piece among the ranks that this one shares its slice with."""
+        """Elements of the largest piece of this rank's slice."""
         rows = -(-self.slice_shape[0] // self.replicate.size) if self.cut_twice else self.chunk
         return rows * self.row_numel
 
     def _piece_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Of the piece that ``rank`` of :attr:`everyone` has of a tensor of this shape."""
+        """Shape of the piece of ``rank``, of :attr:`everyone`, in a tensor of this shape."""
         if not self.sharded:
             return shape
         start, stop = self._rows(shape[0], rank)
         return (stop - start, *shape[1:])
 
     def piece_numel(self, rank: int) -> int:
-        """Elements that ``rank`` of :attr:`everyone` holds."""
+        """Elements of the piece of ``rank``, of :attr:`everyone`."""
         return math.prod(self._piece_shape(self.shape, rank))
 
     @property
     def local_rows(self) -> slice:
-        """This rank's rows of a sharded parameter: its piece."""
+        """This rank's piece, as rows of :attr:`shape`."""
         return slice(*self._rows(self.shape[0], self.everyone.index))
 
     @property

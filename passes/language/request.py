@@ -1,4 +1,4 @@
-"""What one compiled backward is asked to do with each of its gradients, and what it takes and returns for that."""
+"""Requests: the treatment of each gradient in one compiled backward, with its extra inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class Purpose(str, Enum):
-    """What one backward does with one gradient."""
+    """The treatment of one gradient in one backward."""
 
-    #: stage 1, several ranks, between boundaries: zeros for the shard, and the unreduced gradient as an extra output
+    #: stage 1, several ranks, not the last micro-batch: zeros for the shard, the unreduced gradient as an extra output
     ACCUMULATE = "accumulate"
     #: the averaged gradient of the shard
     REDUCE = "reduce"
@@ -29,68 +29,53 @@ class Purpose(str, Enum):
 
 @dataclass(frozen=True)
 class ReducedGrad:
-    """One parameter whose gradient a backward graph produces.
-
-    Args:
-        spec: its static facts.
-        state_index: position of its state tensor among the graph's inputs.
-        output: position among the graph's outputs of the averaged gradient of a Muon matrix with which the graph does
-            nothing but return it; None of all others.
-    """
+    """One parameter whose gradient a backward graph produces."""
 
     spec: ParamSpec
-    state_index: int
+    state_index: int  # position of its state tensor among the graph's inputs
+    # Position of the averaged gradient among the graph's outputs, for a Muon matrix whose gradient the graph only
+    # returns; else None.
     output: int | None
 
     @property
     def speculates(self) -> bool:
-        """Whether SPECULATE may be asked for."""
+        """Whether SPECULATE is allowed."""
         return self.output is not None
 
 
 @dataclass(frozen=True)
 class Extras(Generic[T]):
-    """The extra outputs of one backward, by index of the gradient they belong to.
+    """The extra outputs of one backward, by index of their gradient."""
 
-    Args:
-        unreduced: of ACCUMULATE: the gradient of the whole weight, ``spec.layout.shape``, master dtype.
-        directions: of SPECULATE: ``spec.layout.local_shape``, in the dtype of Newton-Schulz.
-        fingerprints: None without SPECULATE, else ``[SPECULATEs]`` int64: of the gradient (``carried`` included) that
-            each direction was made from.
-    """
-
-    unreduced: dict[int, T]
-    directions: dict[int, T]
+    unreduced: dict[int, T]  # of ACCUMULATE: gradient of the full weight, ``spec.layout.shape``, master dtype
+    directions: dict[int, T]  # of SPECULATE: ``spec.layout.local_shape``, in the dtype of Newton-Schulz
+    # ``[SPECULATEs]`` int64, of the gradient (``carried`` included) behind each direction; None without SPECULATE.
     fingerprints: T | None
 
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """One entry per gradient of the graph, in the order of :func:`~compile_muon.passes.reduced_grads`.
+    """The treatment of all gradients of a graph: one entry each, in the order of
+    :func:`~compile_muon.passes.reduced_grads`.
 
-    Extra inputs stand behind the graph's own: one per True of ``unreduced``, by index, then one per True of
-    ``carried``, by index. Extra outputs stand behind the graph's own: one unreduced gradient per ACCUMULATE, by
-    index; one direction per SPECULATE, by index; and, if there is any SPECULATE, their fingerprints
-    (:class:`Extras`).
-
-    Args:
-        purposes: what to do with each gradient.
-        unreduced: stage 1 only, with REDUCE or SPECULATE: whether the sum of earlier micro-batches (``layout.shape``,
-            master dtype, contiguous) comes in as an extra input and is added ahead of the reduction.
-        carried: SPECULATE only: whether what ``.grad`` already holds (``layout.local_shape``, master dtype, contiguous)
-            comes in as an extra input. It counts for the direction and its fingerprint; the gradient returned stays
-            this backward's own.
+    Extra inputs follow the graph's own: one per True of ``unreduced``, by index, then one per True of ``carried``, by
+    index. Extra outputs follow the graph's own: one unreduced gradient per ACCUMULATE, by index; one direction per
+    SPECULATE, by index; then, with any SPECULATE, their fingerprints (:class:`Extras`).
     """
 
     purposes: tuple[Purpose, ...]
+    # With REDUCE or SPECULATE at stage 1: whether the sum of earlier micro-batches (``layout.shape``, master dtype,
+    # contiguous) is an extra input, added before the reduction.
     unreduced: tuple[bool, ...]
+    # With SPECULATE: whether the present ``.grad`` (``layout.local_shape``, master dtype, contiguous) is an extra
+    # input. Direction and fingerprint include it; the gradient returned does not.
     carried: tuple[bool, ...]
 
     @classmethod
     def of(
         cls, grads: Sequence[ReducedGrad], purpose: Purpose, *, unreduced: bool = False, carried: bool = False
     ) -> BackwardRequest:
-        """``purpose`` for every gradient that allows it, REDUCE for the rest; so also ``unreduced`` and ``carried``."""
+        """Request ``purpose``, ``unreduced``, ``carried`` for each gradient that allows them, REDUCE for the others."""
         allowed = {
             Purpose.ACCUMULATE: [grad.spec.layout.accumulates for grad in grads],
             Purpose.REDUCE: [True for _ in grads],
@@ -126,38 +111,34 @@ class BackwardRequest:
 
     @property
     def carried_inputs(self) -> tuple[int, ...]:
-        """Indices whose ``.grad`` so far is an input: the next extra inputs."""
+        """Indices whose present ``.grad`` is an input: the next extra inputs."""
         return tuple([i for i, given in enumerate(self.carried) if given])
 
     @property
     def extra_outputs(self) -> int:
-        """How many outputs stand behind the graph's own."""
+        """How many outputs follow the graph's own."""
         return len(self.accumulated) + self.speculation_outputs
 
     @property
     def speculation_outputs(self) -> int:
-        """How many of the extra outputs, the last ones, come from SPECULATE."""
+        """How many of the extra outputs, the last ones, belong to SPECULATE."""
         return len(self.speculated) + bool(self.speculated)
 
     def split(self, extra: Sequence[T]) -> Extras[T]:
-        """Name the extra outputs of a run.
-
-        Raises:
-            ValueError: not ``extra_outputs`` of them.
-        """
-        kept, made = self.accumulated, self.speculated
-        count = len(kept) + len(made) + bool(made)
+        """Sort the extra outputs of a run by kind and gradient; ValueError unless there are :attr:`extra_outputs`."""
+        accumulated, speculated = self.accumulated, self.speculated
+        count = len(accumulated) + len(speculated) + bool(speculated)
         if len(extra) != count:
             raise ValueError(f"{len(extra)} extra outputs where the request has {count}")
         return Extras(
-            dict(zip(kept, extra, strict=False)),
-            dict(zip(made, extra[len(kept) :], strict=False)),
-            extra[-1] if made else None,
+            dict(zip(accumulated, extra, strict=False)),
+            dict(zip(speculated, extra[len(accumulated) :], strict=False)),
+            extra[-1] if speculated else None,
         )
 
     @property
     def title(self) -> str:
-        """For file names: what is done, and for requests that differ between gradients also a digest of which."""
+        """The request in a file name: its purpose, and a digest where gradients differ in theirs."""
         words = next((p.value for p in (Purpose.SPECULATE, Purpose.ACCUMULATE) if p in self.purposes), "reduce")
         words += ("_unreduced" if any(self.unreduced) else "") + ("_carried" if any(self.carried) else "")
         if all(len(set(column)) <= 1 for column in (self.purposes, self.unreduced, self.carried)):
@@ -167,11 +148,7 @@ class BackwardRequest:
         return f"{words}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
     def check(self, grads: Sequence[ReducedGrad]) -> None:
-        """Refuse what the gradients of a graph do not allow.
-
-        Raises:
-            RequestError: the request does not fit ``grads``; the message gives index, shape and remedy.
-        """
+        """Raise :class:`RequestError` with index, shape and remedy where ``grads`` do not allow the request."""
         lengths = {len(self.purposes), len(self.unreduced), len(self.carried)}
         if lengths != {len(grads)}:
             raise RequestError(

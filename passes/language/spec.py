@@ -1,9 +1,8 @@
-"""The static facts a marker op carries: one immutable record per parameter, encoded as a string.
+"""Specs: the static facts of one parameter, carried by its markers as a string.
 
-A marker's tensor arguments say *which* parameter it reads; its ``spec`` string says *how*: its layout over the mesh,
-its dtypes, and the method, Muon or not. Everything here is known when the model is sharded and equal on identical
-layers, so N equal blocks share one compiled graph. Values that change during training (lr, momentum) are never part of
-it.
+A marker's tensor arguments identify the parameter; its ``spec`` string gives layout, dtypes and update method. Sharding
+the model fixes all of it. Identical layers have equal specs, so that N blocks share one compiled graph, and values that
+change in training (lr, momentum) are no part of it.
 """
 
 from __future__ import annotations
@@ -36,15 +35,11 @@ def decode_dtype(name: str) -> torch.dtype:
 
 
 def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
-    """How the matrices of a parameter come together: "local" where each rank has whole ones, else "owner".
-
-    Args:
-        batch: matrices that it is a stack of.
-        view: what of it is one by itself.
-    """
+    """Name the exchange strategy of ``batch`` stacked matrices: "local" if ranks have whole ones, else "owner"."""
     apart = layout.sharded or not layout.expert.alone
-    # Whole matrices already: one process, or experts where they live.
+    # Ranks hold whole matrices already: a single rank, or a stack, which dim 0 cuts between its matrices.
     local = layout.owner_group.size * layout.replica_group.size == 1 or (batch > 1 and apart and not layout.joined)
+    # A view, too, may be cut between its matrices on every rank.
     if view is not None and apart and not layout.joined and layout.replica_group.alone:
         bounds = [layout.region(rank)[0] for rank in layout.holders]
         local = local or all(view.within(part.start, part.stop) for part in bounds)
@@ -53,45 +48,27 @@ def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
 
 @dataclass(frozen=True)
 class MuonSpec:
-    """How one parameter is orthogonalized.
+    """The update method of one parameter, and the settings of Newton-Schulz."""
 
-    Args:
-        batch, rows, cols: the parameter seen as ``batch`` matrices of ``rows x cols``.
-        nesterov: look ahead along the momentum.
-        form: of Newton-Schulz, ``"standard"`` or ``"gram"`` (already resolved, never ``"auto"``).
-        coefficients: flattened ``(a, b, c)`` triples, one per Newton-Schulz step.
-        safety: factor on the Frobenius norm before the first step.
-        restarts: gram-form restart points (steps after which R is recomputed).
-        dtype: compute dtype of Newton-Schulz, and of directions on the wire.
-        eps: lower bound of the norm.
-        memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results, or ``AUTO_LIMIT``.
-        backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
-        exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
-        method: its name (:mod:`compile_muon.passes.methods`).
-        view: the matrices in each ``rows x cols``, where these are not one by themselves.
-        fetched: whether the momentum is elsewhere, and graphs fetch it where they use it.
-        phase: which graph of the method's a step takes, see :attr:`~.methods.MatrixMethod.phase`.
-        owners: of each share, where states are at the owners; empty for any.
-    """
-
+    # The parameter in this rank's model, as ``batch`` matrices of ``rows x cols``.
     batch: int
     rows: int
     cols: int
     nesterov: bool
-    form: str
-    coefficients: tuple[float, ...]
-    safety: float
-    restarts: tuple[int, ...]
-    dtype: str
-    eps: float
-    exchange: str
-    backend: str = "auto"
-    memory_limit: int = MEMORY_LIMIT
-    method: str = "muon"
-    view: View | None = None
-    fetched: bool = False
-    phase: str | float | None = None
-    owners: tuple[int, ...] = ()
+    form: str  # of Newton-Schulz, ``"standard"`` or ``"gram"``; ``"auto"`` is resolved
+    coefficients: tuple[float, ...]  # flattened ``(a, b, c)`` triples, one per Newton-Schulz step
+    safety: float  # factor on the Frobenius norm before the first step
+    restarts: tuple[int, ...]  # steps after which the gram form recomputes R
+    dtype: str  # compute dtype of Newton-Schulz, and dtype of directions in collectives
+    eps: float  # lower bound of the norm
+    exchange: str  # ``"local"`` or ``"owner"``, see :func:`exchange_of`
+    backend: str = "auto"  # of Newton-Schulz; ``"auto"`` for the one expected to be fastest
+    memory_limit: int = MEMORY_LIMIT  # bytes of temporaries of Newton-Schulz on a GPU, or ``AUTO_LIMIT``
+    method: str = "muon"  # name in :mod:`compile_muon.passes.methods`
+    view: View | None = None  # smaller matrices within each ``rows x cols``
+    fetched: bool = False  # whether the momentum is offloaded, and graphs fetch it at its use
+    phase: str | float | None = None  # which of the method's step graphs, see :attr:`~.methods.MatrixMethod.phase`
+    owners: tuple[int, ...] = ()  # of each share, where the method keeps states at owners; else empty
 
     @cached_property
     def speculates(self) -> bool:
@@ -100,7 +77,7 @@ class MuonSpec:
 
     @cached_property
     def resident_momentum(self) -> bool:
-        """Whether there is a momentum, and it is resident."""
+        """Whether the method has a momentum, and it is not offloaded."""
         return not self.fetched and matrix_method(self.method).keeps_momentum
 
     @property
@@ -110,59 +87,45 @@ class MuonSpec:
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """``(count, rows, cols)`` of what is orthogonalized by itself."""
+        """``(count, rows, cols)`` of the matrices to orthogonalize."""
         if self.view is None:
             return ((self.batch, self.rows, self.cols),)
         return self.view.shapes(self.rows, self.cols)
 
     @cached_property
     def all_or_nothing(self) -> bool:
-        """Whether a direction that Newton-Schulz makes of a matrix is finite in all entries or in none."""
+        """Whether one non-finite entry makes all entries of a direction of Newton-Schulz non-finite."""
         flat = self.coefficients
         triples = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
         return CoefficientSet("", triples, self.safety).is_all_or_nothing(decode_dtype(self.dtype))
 
     @property
     def kernel_settings(self) -> tuple[object, ...]:
-        """What two matrices must agree on to go through one call of ``muon_zero::newton_schulz``: its arguments."""
+        """Arguments of ``muon_zero::newton_schulz``, the same for all matrices of one call."""
         how = (self.coefficients, self.form, self.dtype, self.eps, self.safety, self.restarts)
         return (*how, self.backend, self.memory_limit)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Everything static about one parameter.
-
-    Args:
-        layout: where its parts are.
-        dtype: dtype of the shard and of its gradient.
-        compute_dtype: dtype the model sees.
-        reduce_dtype: dtype gradients travel in.
-        muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
-        master: dtype of the master weight, where it is optimizer state and the shard is a rounded copy; else empty.
-        on_host: whether the shard's memory is the host's, and a copy on the device is what weights are gathered from.
-    """
+    """All static facts of one parameter."""
 
     layout: Layout
-    dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    muon: MuonSpec | None = None
-    master: str = ""
-    on_host: bool = False
+    dtype: str  # of the shard and its gradient
+    compute_dtype: str  # of the weight in the model
+    reduce_dtype: str  # of gradients in collectives
+    muon: MuonSpec | None = None  # None for a parameter that AdamW updates, or that is frozen
+    master: str = ""  # dtype of master weights that are optimizer state beside a rounded shard; else ""
+    on_host: bool = False  # whether the shard is in host memory, and copied to the device ahead of a gather
 
     @property
     def state_dtype(self) -> str:
-        """Of the master weight, and of what methods keep for each of its elements."""
+        """Dtype of master weight and elementwise optimizer state."""
         return self.master or self.dtype
 
     @property
     def muon_settings(self) -> MuonSpec:
-        """``muon`` of a parameter that must have it.
-
-        Raises:
-            ValueError: it has not.
-        """
+        """:attr:`muon`; ValueError where it is None."""
         if self.muon is None:
             raise ValueError(f"parameter of shape {self.layout.shape} is not a Muon matrix")
         return self.muon
@@ -175,20 +138,20 @@ class ParamSpec:
 
     @property
     def cut_in_columns(self) -> bool:
-        """Whether ranks of a tensor-parallel group have parts of the same rows of a matrix."""
+        """Whether tensor parallelism cuts the rows of a matrix, so that each rank has some columns."""
         layout = self.layout
         return layout.joined and layout.tensor_dim is not None and layout.tensor_dim > self.stacked
 
     @property
     def matrix_count(self) -> int:
-        """How many matrices the whole parameter is."""
+        """Number of matrices in the whole parameter."""
         if (view := self.muon_settings.view) is not None:
             return view.count
         return self.layout.whole[0] if self.stacked else 1
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """What this rank has of the matrices of the parameter."""
+        """The matrices, or rows of them, in this rank's piece."""
         layout, muon = self.layout, self.muon_settings
         view = muon.view
         first = layout.part[0].start + (layout.local_rows.start if layout.sharded else 0)
@@ -202,18 +165,14 @@ class ParamSpec:
         )
 
     def in_step(self, phase: str | float | None, *, joined: bool, owners: tuple[int, ...]) -> ParamSpec:
-        """Of a matrix, for the graph of one step: see :class:`MuonSpec`.
-
-        Args:
-            joined: whether it is one matrix, whatever its view.
-        """
+        """The spec of a Muon parameter in a step graph; with ``joined`` as one matrix in spite of its view."""
         muon = replace(self.muon_settings, phase=phase, owners=owners)
         if joined and muon.view is not None:
             muon = replace(muon, view=None, exchange=exchange_of(self.layout, muon.batch, None))
         return replace(self, muon=muon)
 
     def encode(self) -> str:
-        """The string that markers carry."""
+        """Encode the spec for a marker."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Views: which parts of one parameter are matrices of their own, each orthogonalized by itself.
+"""Views: a parameter as several matrices, each orthogonalized separately.
 
-A head of a projection, the q, k and v of a fused one, the rows of Megatron's interleaved groups: all of them are runs
-of rows, or of columns, of the parameter seen as ``[rows, cols]``.
+The heads of a projection, q, k and v of a fused one, Megatron's interleaved groups: each matrix is made of runs of
+rows, or of columns, of the parameter as ``[rows, cols]``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ __all__ = ["Block", "Part", "Segment", "View", "most_work"]
 
 @dataclass(frozen=True)
 class Block:
-    """Equal matrices: what is in ``runs``, one behind the other, cut into ``count`` parts.
-
-    Args:
-        runs: ``(start, stop)`` of rows or columns.
-        count: how many matrices.
-    """
+    """``runs`` of rows or columns, ``(start, stop)`` each, concatenated and cut into ``count`` equal matrices."""
 
     runs: tuple[tuple[int, int], ...]
     count: int = 1
@@ -36,40 +31,34 @@ class Block:
         return sum(stop - start for start, stop in self.runs) // self.count
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """``(matrix of the block, start, stop)``, a run of one matrix each."""
-        found, done = [], 0
+        """``(matrix of the block, start, stop)`` for each run of one matrix."""
+        matrix_runs, done = [], 0
         for start, stop in self.runs:
             while start < stop:
                 number, inside = divmod(done, self.size)
                 step = min(stop - start, self.size - inside)
-                found.append((number, start, start + step))
+                matrix_runs.append((number, start, start + step))
                 start, done = start + step, done + step
-        return found
+        return matrix_runs
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A place in a rank's piece: ``count`` equal parts, one behind the other, each of a matrix of its own.
+    """A range of a rank's piece that holds ``count`` equal parts of consecutive matrices."""
 
-    Args:
-        first: number of the first of these matrices in the view.
-        start, stop: rows or columns of the piece.
-        dim: 0 for rows, 1 for columns.
-    """
-
-    first: int
+    first: int  # number of the first matrix in the view
     count: int
-    start: int
+    start: int  # rows or columns of the piece
     stop: int
-    dim: int
+    dim: int  # 0 for rows, 1 for columns
 
     def of(self, piece: Tensor) -> Tensor:
         """``[rows, cols]`` -> ``[count, r, c]``, the same memory."""
-        own = piece.narrow(self.dim, self.start, self.stop - self.start)
-        return own.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
+        segment = piece.narrow(self.dim, self.start, self.stop - self.start)
+        return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """A state with one number a row, ``[rows, 1]``, or ``[rows, matrices]`` where columns are cut."""
+        """``[count, r, 1]`` of a state with a number a row, ``[rows, 1]``; ``[rows, matrices]`` if columns are cut."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)
@@ -77,12 +66,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class View:
-    """A parameter of ``[rows, cols]`` as matrices.
-
-    Args:
-        blocks: that hold every row, or column, once.
-        dim: 0 where rows are cut, 1 for columns.
-    """
+    """A ``[rows, cols]`` parameter as matrices: ``blocks`` that hold every row (``dim`` 0) or column (1) once."""
 
     blocks: tuple[Block, ...]
     dim: int = 0
@@ -97,15 +81,11 @@ class View:
         groups: int = 1,
         dim: int = 0,
     ) -> View:
-        """What users say.
+        """Build the view that a user's setting describes, for a parameter of ``size`` rows (``dim=0``) or columns.
 
-        Args:
-            size: rows (``dim=0``) or columns of the parameter.
-            split: sizes of the fused parts; None for one part.
-            heads: matrices in each part, or in all of them.
-            groups: how often the parts take turns: Megatron's fused attention has those of each group of queries.
-        Raises:
-            ValueError: it does not add up.
+        ``split`` has the sizes of fused parts, ``heads`` the matrices in each or in all of them. ``groups``: the parts
+        repeat that often, as in Megatron's fused attention with one group for each group of queries. ValueError where
+        sizes do not add up.
 
         >>> View.of(12, split=[8, 2, 2], heads=[4, 1, 1]).shapes(12, 5)
         ((4, 2, 5), (2, 2, 5))
@@ -132,7 +112,7 @@ class View:
             blocks.append(Block(runs, count))
             start += width
         merged = [blocks[0]]
-        for block in blocks[1:]:  # equal neighbours are one
+        for block in blocks[1:]:  # Blocks of equal matrices side by side become one: fewer, larger batches.
             last = merged[-1]
             if groups == 1 and block.size == last.size:
                 merged[-1] = Block(((last.runs[0][0], block.runs[0][1]),), last.count + block.count)
@@ -148,18 +128,18 @@ class View:
 
     @property
     def count(self) -> int:
-        """Matrices."""
+        """Number of matrices."""
         return sum(block.count for block in self.blocks)
 
     def shapes(self, rows: int, cols: int) -> tuple[tuple[int, int, int], ...]:
-        """``(count, rows, cols)`` of the matrices of each block."""
+        """``(count, rows, cols)`` of each block."""
         return tuple(
             (block.count, block.size, cols) if self.dim == 0 else (block.count, rows, block.size)
             for block in self.blocks
         )
 
     def shape_of(self, number: int, rows: int, cols: int) -> tuple[int, int]:
-        """Rows and columns of one of the matrices."""
+        """Rows and columns of matrix ``number``."""
         for count, *shape in self.shapes(rows, cols):
             if number < count:
                 return shape[0], shape[1]
@@ -168,46 +148,46 @@ class View:
 
     def cut(self, matrix: Tensor) -> list[Tensor]:
         """``[rows, cols]`` -> the matrices of each block, ``[count, r, c]``; pure."""
-        found = []
+        stacks = []
         for block in self.blocks:
             runs = [matrix.narrow(self.dim, start, stop - start) for start, stop in block.runs]
-            whole = runs[0] if len(runs) == 1 else torch.cat(runs, self.dim)
-            parts = whole.reshape(block.count, block.size, -1) if self.dim == 0 else torch.stack(
-                whole.chunk(block.count, 1)
+            joined_runs = runs[0] if len(runs) == 1 else torch.cat(runs, self.dim)
+            parts = joined_runs.reshape(block.count, block.size, -1) if self.dim == 0 else torch.stack(
+                joined_runs.chunk(block.count, 1)
             )  # fmt: skip
-            found.append(parts)
-        return found
+            stacks.append(parts)
+        return stacks
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Inverse of :meth:`cut`."""
-        found: dict[int, Tensor] = {}
+        run_at: dict[int, Tensor] = {}
         for block, part in zip(self.blocks, parts, strict=True):
-            whole = part.flatten(0, 1) if self.dim == 0 else torch.cat(list(part), 1)
+            joined_runs = part.flatten(0, 1) if self.dim == 0 else torch.cat(list(part), 1)
             sizes = [stop - start for start, stop in block.runs]
-            pieces = [whole] if len(sizes) == 1 else whole.split(sizes, self.dim)
-            found |= {start: piece for (start, _), piece in zip(block.runs, pieces, strict=True)}
-        return torch.cat([found[start] for start in sorted(found)], self.dim) if len(found) > 1 else found[0]
+            pieces = [joined_runs] if len(sizes) == 1 else joined_runs.split(sizes, self.dim)
+            run_at |= {start: piece for (start, _), piece in zip(block.runs, pieces, strict=True)}
+        return torch.cat([run_at[start] for start in sorted(run_at)], self.dim) if len(run_at) > 1 else run_at[0]
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """What a rank that has these rows, or columns, has of each matrix; equal ones of a block together."""
+        """Return the segments of rows, or columns, ``start`` to ``stop``; equal neighbours in a block form one."""
         pieces, first = [], 0
         for place, block in enumerate(self.blocks):
             pieces += [(max(a, start), min(b, stop), first + number, place) for number, a, b in block.pieces()]
             first += block.count
-        found: list[Segment] = []
+        segments: list[Segment] = []
         before = -1
         for low, high, number, place in sorted(piece for piece in pieces if piece[0] < piece[1]):
-            last = found[-1] if place == before else None
+            last = segments[-1] if place == before else None
             before = place
             width = 0 if last is None else (last.stop - last.start) // last.count
             if last is not None and high - low == width and number == last.first + last.count:
-                found[-1] = Segment(last.first, last.count + 1, last.start, high - start, self.dim)
+                segments[-1] = Segment(last.first, last.count + 1, last.start, high - start, self.dim)
             else:
-                found.append(Segment(number, 1, low - start, high - start, self.dim))
-        return found
+                segments.append(Segment(number, 1, low - start, high - start, self.dim))
+        return segments
 
     def within(self, start: int, stop: int) -> View | None:
-        """The view of rows ``start`` to ``stop`` alone, where they are whole matrices; else None."""
+        """Return the view of rows ``start`` to ``stop`` alone if they are whole matrices, else None."""
         if self.dim != 0:
             return None
         blocks = []
@@ -226,39 +206,32 @@ class View:
 
 @dataclass(frozen=True)
 class Part:
-    """Equal matrices, or rows of matrices, in a rank's piece of a parameter.
+    """Equal matrices, or parts of matrices, in a rank's piece of a parameter."""
 
-    Args:
-        first: number of the first of them in the whole parameter.
-        rows, cols: of each whole matrix.
-        segment: where they are, None for all of the piece.
-        stack: whether dim 0 of the piece counts them.
-    """
-
-    first: int
-    rows: int
+    first: int  # number of the first in the whole parameter
+    rows: int  # of each whole matrix
     cols: int
-    segment: Segment | None
-    stack: bool
+    segment: Segment | None  # their place in the piece; None for all of it
+    stack: bool  # whether dim 0 of the piece counts them
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A piece, or a state of its elements, as ``[n, r, c]``: the same memory."""
+        """The part of a piece, or of an elementwise state, as ``[n, r, c]``: the same memory."""
         if self.segment is not None:
             return self.segment.of(tensor)
         return tensor if self.stack else tensor.flatten(1).unsqueeze(0)
 
     def corners(self, tensor: Tensor) -> Tensor:
-        """One entry of each matrix that a piece has a part of, ``[n]``, or ``[0]``: the same memory."""
+        """One entry of each matrix, ``[n]``, or ``[0]`` of an empty piece: the same memory."""
         return self.of(tensor)[:, :1, :1].flatten()
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """A state of the piece's rows, as ``[n, r, 1]``: the same memory."""
+        """The part of a state with one number a row, as ``[n, r, 1]``: the same memory."""
         if self.segment is not None:
             return self.segment.of_rows(state)
         return state if self.stack else state.unsqueeze(0)
 
 
 def most_work(shapes: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Rows and columns of the matrices that take the most multiplications together."""
+    """Return rows and cols of the ``(count, rows, cols)`` with the most multiplications."""
     count_rows_cols = max(shapes, key=lambda shape: shape[0] * min(shape[1:]) * math.prod(shape[1:]))
     return count_rows_cols[1], count_rows_cols[2]

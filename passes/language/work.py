@@ -1,4 +1,4 @@
-"""What the passes put into a graph, and for what: the schedule orders it, ranges and the simulator name it."""
+"""Labels on nodes that passes insert: the collective's category and bucket, for schedule, profiler and simulator."""
 
 from __future__ import annotations
 
@@ -14,50 +14,38 @@ _KEY = "muon_zero_work"
 
 
 class Category(str, Enum):
-    """Why ranks meet."""
+    """The purpose of a collective."""
 
-    #: weights, for the forward or backward that uses them
+    #: unshard weights for the forward or backward that uses them
     GATHER = "gather"
-    #: gradients
+    #: reduce gradients
     REDUCE = "reduce"
-    #: matrices to those that orthogonalize them, and directions back
+    #: send matrices to their owners, and directions back
     EXCHANGE = "exchange"
-    #: weights that are resident, once a step
+    #: gather resident weights anew, once a step
     REFRESH = "refresh"
-    #: norms and whether everything is finite, once a step
+    #: all-reduce norms and found_inf, once a step
     CHECKS = "checks"
 
 
 @dataclass(frozen=True)
 class Work:
-    """One bucket's way through a graph.
-
-    Args:
-        category: why ranks meet for it, or would if there were several.
-        bucket: its number among those of the same category, the same on every rank.
-        nbytes: what one collective of it sends and receives, on average over the ranks.
-        needs: of an exchange: the buckets of gradients whose reduction it reads.
-        hops: of an exchange: collectives, each behind the one before; ranks that own nothing may have the last alone.
-        travels: of an exchange: whether matrices meet ahead of Newton-Schulz, rather than directions behind it alone.
-        handed_round: of an exchange: whether directions go on to those that hold the same pieces.
-
-    All of it is the same on every rank, though what a rank has to do may be nothing.
-    """
+    """The label of one bucket's nodes, equal on every rank, even one that sends nothing."""
 
     category: Category
-    bucket: int
-    nbytes: int = 0
-    needs: frozenset[int] = frozenset()
-    hops: int = 0
-    travels: bool = True
-    handed_round: bool = False
+    bucket: int  # number within its category
+    nbytes: int = 0  # sent and received by one of its collectives, averaged over ranks
+    needs: frozenset[int] = frozenset()  # buckets of gradients whose reduction it reads
+    hops: int = 0  # collectives, one after the other; ranks that own nothing may run only the last
+    travels: bool = True  # whether matrices travel before Newton-Schulz; else only directions travel, after it
+    handed_round: bool = False  # whether directions are sent on to the replica group at the end
 
 
 def note_work(node: Node, work: Work) -> None:
-    """Say what ``node`` belongs to."""
+    """Label ``node``."""
     node.meta[_KEY] = work
 
 
 def work_of(node: Node) -> Work | None:
-    """What ``node`` belongs to; None for the model's own."""
+    """Return the label of ``node``; None for a node of the model."""
     return node.meta.get(_KEY)

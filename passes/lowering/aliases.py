@@ -1,4 +1,4 @@
-"""Which nodes compute nothing, and whose memory each has: by the schemas of their ops."""
+"""Aliasing between nodes of a graph, from the schemas of their ops: views, writes, and nodes that compute nothing."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from .refresh import AWAIT_REFRESH_OP
 __all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]
 
 _aten = torch.ops.aten
-#: share their argument's memory, though the schema calls the result new
+#: ops that return a view of their argument although their schema declares new memory
 _HANDED_ON = (_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default)
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
-    """What a node results in, one or several."""
+    """Return the fake tensors of a node's result, one or several."""
     return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
 
 
 def nbytes(node: Node) -> int:
-    """Of all tensors that a node results in, expanded ones as large as they look."""
+    """Bytes of a node's result; an expanded tensor counts with its visible size."""
     return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    """``(of the schema, given)`` for every argument of an op of torch."""
-    given = dict(node.kwargs)
+    """Yield ``(schema argument, value)`` for each argument of a torch op."""
+    keywords = dict(node.kwargs)
     for place, argument in enumerate(node.target._schema.arguments):
         if place < len(node.args):
             yield argument, node.args[place]
-        elif argument.name in given:
-            yield argument, given[argument.name]
+        elif argument.name in keywords:
+            yield argument, keywords[argument.name]
 
 
 def mutated(node: Node) -> list[Node]:
-    """The nodes whose memory ``node`` writes."""
+    """Return the nodes whose memory ``node`` writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = [given for argument, given in _arguments(node) if argument.alias_info and argument.alias_info.is_write]
-    return [found for found in tree_leaves(written) if isinstance(found, Node)]
+    written = [value for argument, value in _arguments(node) if argument.alias_info and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Node)]
 
 
 def _source(node: Node) -> Node | None:
-    """The node of whose memory ``node`` is a view; None if it has its own."""
+    """Return the node whose memory ``node`` is a view of; None if it has its own."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem or is_wait(node) or node.target in _HANDED_ON:
@@ -59,13 +59,13 @@ def _source(node: Node) -> Node | None:
         return source if isinstance(source, Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    shows = any(result.alias_info for result in node.target._schema.returns)
-    shown = [given for argument, given in _arguments(node) if argument.alias_info and isinstance(given, Node)]
-    return shown[0] if shows and shown else None
+    returns_alias = any(result.alias_info for result in node.target._schema.returns)
+    aliased = [value for argument, value in _arguments(node) if argument.alias_info and isinstance(value, Node)]
+    return aliased[0] if returns_alias and aliased else None
 
 
 def base(node: Node) -> Node:
-    """The node that made the memory which ``node`` shows; of several results in lists, the ``getitem`` of each."""
+    """Return the node that allocated the memory behind ``node``; a ``getitem`` for an op with a list of results."""
     while (source := _source(node)) is not None:
         if node.target is operator.getitem and _source(source) is None:
             return node
@@ -74,9 +74,9 @@ def base(node: Node) -> Node:
 
 
 def is_free(node: Node) -> bool:
-    """Whether ``node`` computes nothing on the device: views, items of lists, sizes, waits, graph ends."""
+    """Whether ``node`` launches no kernel: views, list items, sizes, waits, placeholders and the output."""
     if node.op != "call_function" or is_wait(node) or is_collective(node) or node.target is AWAIT_REFRESH_OP:
         return True
-    if getattr(node.target, "namespace", "") == "profiler":  # ranges
+    if getattr(node.target, "namespace", "") == "profiler":  # profiler ranges
         return True
     return not mutated(node) and (not tensors(node) or _source(node) is not None)

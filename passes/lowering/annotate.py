@@ -1,8 +1,9 @@
-"""Ranges for profilers around what the passes added: launches, waits and Newton-Schulz calls (opt-in).
+"""Profiler ranges around the launches, waits and Newton–Schulz calls that passes insert (opt-in: ``nvtx``).
 
-All ranges of a graph claim to write one tensor without elements, their token, so that code generation keeps them in
-order; and the tensors at their place, so that it keeps them there. A buffer is packed from graph inputs as well, and a
-claimed write of one would be copied back: packing takes the token along instead, as a piece of width 0.
+Code generation reorders ops without data dependencies. So every range op declares a write of one empty tensor, the
+graph's token, which keeps the ranges in order, and of the tensors at its place, which keeps it there. A bucket may be
+packed from graph inputs, and Inductor would copy a declared write back into them: ``pack`` takes the token as a piece
+of width 0 instead.
 """
 
 from __future__ import annotations
@@ -26,17 +27,12 @@ __all__ = ["ANNOTATE"]
 
 @dataclass(frozen=True)
 class _Range:
-    """Nodes that stand side by side, and what is said about them.
-
-    Args:
-        first, last: the nodes at its ends.
-        results: what readers elsewhere see of them.
-        name, category, payload: as in ``ranges.ranged``.
-    """
+    """Consecutive nodes, and the text and numbers of the range around them."""
 
     first: Node
     last: Node
-    results: Sequence[Node]
+    results: Sequence[Node]  # nodes in it that nodes outside read
+    # Arguments of ``ranges.ranged``.
     name: str
     category: str
     payload: int
@@ -47,15 +43,15 @@ def _packs(node: Node) -> bool:
 
 
 def _exchanges(gm: GraphModule, title: str) -> Iterator[_Range]:
-    """A launch, with its packing where that stands right ahead, and a wait per collective."""
+    """Yield a range for each launch, with its ``pack`` where that is the node before, and for each wait."""
     works = [(node, kind, work) for node, kind in collectives(gm) if (work := work_of(node)) is not None]
-    several = Counter(work for _, _, work in works)
-    seen: Counter[Work] = Counter()
+    total_by_work = Counter(work for _, _, work in works)
+    count_by_work: Counter[Work] = Counter()
     for node, kind, work in works:
-        seen[work] += 1
+        count_by_work[work] += 1
         name = f"{title} {work.category.value} {work.bucket}"
-        if several[work] > 1:
-            name += f" ({seen[work]} of {several[work]})"
+        if total_by_work[work] > 1:
+            name += f" ({count_by_work[work]} of {total_by_work[work]})"
         packed = node.args[0]
         first = packed if _packs(packed) and packed.next is node else node
         sent = bytes_sent(node, kind)
@@ -68,6 +64,7 @@ def _newton_schulz(gm: GraphModule, title: str) -> Iterator[_Range]:
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     for number, node in enumerate(newton_schulz):
         results = [user for user in node.users if user.target is operator.getitem]
+        # The pop has to follow all results of the call, so they move up right behind it.
         for result in reversed(results):
             node.append(result)
         last = results[-1] if results else node

@@ -1,4 +1,4 @@
-"""Which tensors of a graph share a collective."""
+"""Bucketing: which tensors of a graph share a collective."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from ..language.spec import ParamSpec, decode_dtype
 
 __all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
 
-# A graph's tensors are cut into this many collectives or more: with the next one prefetched, a quarter of a model's
-# weights are gathered at a time, however small the model is. Below a mebibyte what a collective costs its host
-# outweighs that.
+# Least number of buckets in a graph: with the next one prefetched, at most a quarter of the weights are unsharded at a
+# time, however small the model. Buckets are not cut below a mebibyte, where the host's time for a collective prevails.
 _COLLECTIVES = 8
 _SMALLEST = 2**20
 
-# So many exchanges or more, where each is a mebibyte for every rank: all but the last travel under backward.
+# Least number of exchanges of a mebibyte for each rank: all but the last overlap with backward.
 _EXCHANGES = 4
-#: buckets at least, where momenta are fetched from elsewhere
+# Least number of exchanges where momenta are offloaded, whose copies are spread over backward.
 _FETCHES = 16
 
 
 def largest_bucket(total_bytes: int, cap_bytes: int) -> int:
-    """What may share a collective of tensors that have ``total_bytes`` in all, for they are in memory together."""
+    """Largest bucket, in bytes, for tensors of ``total_bytes`` in all: a bucket is in memory as a whole."""
     return min(cap_bytes, max(total_bytes // _COLLECTIVES, _SMALLEST))
 
 
@@ -40,18 +39,15 @@ def group_neighbours(
     *,
     reduces: bool = False,
 ) -> list[list[int]]:
-    """Indices of neighbours in graph order that can share one collective, in the order of the first of each.
+    """Group tensors into buckets: lists of indices into ``specs``, sorted by the first of each.
 
-    As much of full tensors as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to ``cap_bytes``, or
-    less where that would make fewer than ``_COLLECTIVES``. Nothing hides the first gather of a graph, nor its last
-    reduction: they are small, and no bucket is larger than all that come before it, or behind it.
+    Buckets are filled in graph order, from its end for gradients (``reduces``). Their size in full tensors is the cost
+    model's best (:data:`~..formulas.BUCKET_BYTES`), at most ``cap_bytes``, and small enough for ``_COLLECTIVES``
+    buckets. Nothing overlaps with the first gather and the last reduction of a graph: they begin small, and no bucket
+    is larger than all between it and that end. ``dtype_of`` gives the dtype in which a tensor is sent.
 
-    Args:
-        dtype_of: the dtype that a tensor is sent in.
-        reduces: they are gradients, and not weights to gather.
-
-    Not PyTorch's own bucketing passes: their topological sort orders collectives by what surrounds them, which is not
-    the same on every rank when shards are uneven (docs/why/decisions.md). Marker order is.
+    PyTorch's bucketing passes sort collectives topologically, by the nodes around them, which differ between ranks
+    where shards are uneven; the order of markers does not (docs/why/decisions.md).
     """
     groups: list[list[int]] = []
     sizes: dict[int, int] = {}
@@ -63,12 +59,12 @@ def group_neighbours(
         totals[key] += nbytes
     layouts = {key: spec.layout for key, spec in zip(keys, specs, strict=True)}
     starts = {key: (reduce_start if reduces else gather_start)(layout, costs) for key, layout in layouts.items()}
-    largest = largest_bucket(sum(bytes_of), cap_bytes)
+    largest_size = largest_bucket(sum(bytes_of), cap_bytes)
     before: Counter[tuple[object, ...]] = Counter()  # bytes of the groups of a key that are full
     for index in reversed(range(len(specs))) if reduces else range(len(specs)):
         key, nbytes = keys[index], bytes_of[index]
         best = max(bucket_bytes(totals[key], starts[key]), _SMALLEST)
-        limit = min(largest, best, max(before[key], starts[key], _SMALLEST))
+        limit = min(largest_size, best, max(before[key], starts[key], _SMALLEST))
         number = open_group.get(key)
         if number is not None and sizes[number] + nbytes > limit:
             before[key] += sizes[number]
@@ -83,20 +79,20 @@ def group_neighbours(
 
 
 def weight_bytes(spec: ParamSpec) -> int:
-    """Of the whole weight as the model sees it."""
+    """Bytes of the full weight in compute dtype."""
     return spec.layout.numel * decode_dtype(spec.compute_dtype).itemsize
 
 
 def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) -> list[list[int]]:
-    """Indices of neighbours that are exchanged and orthogonalized together, ordered by the last of each.
+    """Group matrices into exchanges: lists of indices of neighbours, sorted by the last of each.
 
-    About as many bytes of matrices for each rank as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to
-    ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. One rank, which sends nothing, has each
-    matrix once where others have what they send beside what they receive: there it is up to twice as many. But a matrix
-    for each rank at least, since one with a single owner arrives as fast as that owner's link lets it; or where
-    directions are handed round among replicas, which takes longer, one for each of these. And rather as many as fill
-    the device of each (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left. Momenta that are fetched arrive
-    for a bucket at once: there are ``_FETCHES`` then, so that they come all along backward.
+    - An exchange has the cost model's best size (:data:`~..formulas.BUCKET_BYTES`) in bytes a rank, at most
+      ``cap_bytes``, and small enough for ``_EXCHANGES`` of them.
+    - A single rank sends nothing and needs no receive buffer beside a send buffer: its cap is twice that.
+    - Each rank owns at least one matrix of an exchange, as a single owner's link would be the bottleneck. Where
+      replicas share directions, which takes longer, at least one for each replica.
+    - Rather more matrices, enough to fill each device (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` remain.
+    - Offloaded momenta arrive once an exchange: there are at least ``_FETCHES``, spread over backward.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -108,47 +104,46 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
         entries = [math.prod(specs[i].layout.joined_shape) for i in members]
         total = sum(sizes)
         first = specs[members[0]]
-        copies = first.layout.replica_group.size
-        sent = total * (copies - 1) if copies > 1 else total
-        best = max(bucket_bytes(sent, exchange_start(first.layout, costs)), _SMALLEST)
+        replicas = first.layout.replica_group.size
+        sent_bytes = total * (replicas - 1) if replicas > 1 else total
+        best = max(bucket_bytes(sent_bytes, exchange_start(first.layout, costs)), _SMALLEST)
         least = math.ceil(total / (cap_bytes if ranks > 1 else 2 * cap_bytes))
         count = least
         if ranks > 1:
-            count = max(least, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
-        fewest = copies if ranks > copies > 1 else ranks
-        dealt = [len(shares(specs[i])) for i in members]
-        filling = fewest * max(1, round(costs.fill_entries * sum(dealt) / sum(entries)))
-        count = min(count, max(sum(dealt) // filling, _EXCHANGES, least))
+            count = max(least, math.ceil(sent_bytes / best), min(_EXCHANGES, int(total / _SMALLEST)))
+        fewest = replicas if ranks > replicas > 1 else ranks
+        share_counts = [len(shares(specs[i])) for i in members]
+        filling = fewest * max(1, round(costs.fill_entries * sum(share_counts) / sum(entries)))
+        count = min(count, max(sum(share_counts) // filling, _EXCHANGES, least))
         if first.muon_settings.fetched:
             count = max(count, _FETCHES)
-        count = max(min(count, sum(dealt) // fewest), 1)
-        buckets += _cut(members, sizes, count, dealt, fewest)
+        count = max(min(count, sum(share_counts) // fewest), 1)
+        buckets += _cut(members, sizes, count, share_counts, fewest)
     return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
 def _cut(
     members: Sequence[int], sizes: Sequence[float], count: int, dealt: Sequence[int], fewest: int
 ) -> list[list[int]]:
-    """``members`` in their order, in ``count`` parts of about the same size, or less where large ones leave no
-    ``fewest`` of what is ``dealt`` for each."""
-    total, before, held = sum(sizes), 0.0, 0
+    """Cut ``members``, in order, into ``count`` parts of about equal size, or fewer, with ``fewest`` shares in each."""
+    total, before, part_shares = sum(sizes), 0.0, 0
     parts: list[list[int]] = []
-    begun = -1
+    part_number = -1
     for index, size, owned in zip(members, sizes, dealt, strict=True):
         number = min(int(count * (before + size / 2) / total), count - 1) if total else 0
-        if not parts or (number > begun and held >= fewest):
+        if not parts or (number > part_number and part_shares >= fewest):
             parts.append([])
-            begun, held = number, 0
+            part_number, part_shares = number, 0
         parts[-1].append(index)
-        before, held = before + size, held + owned
-    if len(parts) > 1 and held < fewest:
+        before, part_shares = before + size, part_shares + owned
+    if len(parts) > 1 and part_shares < fewest:
         short = parts.pop()
         parts[-1] += short
     return parts
 
 
 def _sharers(spec: ParamSpec) -> int:
-    """Ranks that orthogonalize a share of the matrices each."""
+    """Number of ranks among which the matrices of a parameter are shared out."""
     layout = spec.layout
     return layout.replica_group.size * (layout.owner_group.size if spec.muon_settings.exchange == "owner" else 1)
 
@@ -158,7 +153,7 @@ def _matrix_bytes(spec: ParamSpec) -> int:
 
 
 def exchanged_bytes(spec: ParamSpec) -> int:
-    """Bytes that a rank sends and receives at a time when a matrix is exchanged, on average over the ranks."""
+    """Bytes in a rank's send and receive buffers for one matrix, averaged over ranks."""
     layout = spec.layout
     ranks = layout.owner_group.size * layout.replica_group.size
     received = _matrix_bytes(spec) // _sharers(spec)

@@ -1,4 +1,4 @@
-"""``orthogonalize`` markers: momentum, exchange and Newton-Schulz, bucket by bucket."""
+"""Lowering of ``orthogonalize`` markers: momentum, exchange and Newton-Schulz, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
-    """Replace every ``orthogonalize`` marker of ``gm``, which must be read by nothing but the output.
-
-    Owners are balanced in each exchange and over all of them; one brings up to ``bucket_bytes`` of matrices to each
-    rank.
-    """
+    """Replace every ``orthogonalize`` marker of ``gm``; only the output may read them."""
     markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
-    dealt = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
-    owners = [spec.muon_settings.owners or own for spec, own in zip(specs, dealt, strict=True)]
+    # Balanced within each exchange and over all of them.
+    assigned = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
+    owners = [spec.muon_settings.owners or of_marker for spec, of_marker in zip(specs, assigned, strict=True)]
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
         kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]
@@ -53,18 +50,18 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             added: Sequence[int] = added,
             alike: Alike = call,
         ) -> list[torch.Tensor]:
-            count, behind = len(chosen), iter(tensors[3 * len(chosen) :])
+            count, rest = len(chosen), iter(tensors[3 * len(chosen) :])
             grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
-            states = [[next(behind) for _ in own] for own in kept]
-            carried = {i: next(behind) for i in added}
+            states = [[next(rest) for _ in of_marker] for of_marker in kept]
+            carried = {i: next(rest) for i in added}
             updated: list[Updated | None] = []
             specs = [marker.spec for marker in chosen]
-            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried, alike)
-            return [*made, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
+            outcomes = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried, alike)
+            return [*outcomes, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
 
         states, hypers = [marker.state for marker in chosen], [marker.hyper for marker in chosen]
         inputs = [*(gradient.source for gradient in gradients), *states, *hypers]
-        inputs += [node for own in kept for node in own]
+        inputs += [node for of_marker in kept for node in of_marker]
         inputs += [gradient.carried for gradient in gradients if gradient.carried is not None]
         first = chosen[0].spec
         work = Work(
@@ -76,19 +73,19 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             travels=first.muon_settings.exchange != "local" and not first.layout.owner_group.alone,
             handed_round=not first.layout.replica_group.alone,
         )
-        found = inline(gm, gm.graph.output_node(), directions, inputs, work, by_kind=True)
-        behind = iter(found[len(chosen) :])
-        for marker, direction, own in zip(chosen, found, kept, strict=False):
+        results = inline(gm, gm.graph.output_node(), directions, inputs, work, by_kind=True)
+        rest = iter(results[len(chosen) :])
+        for marker, direction, of_marker in zip(chosen, results, kept, strict=False):
             if isinstance(marker, Orthogonalize):
                 replace(gm, marker.node, direction)
                 continue
-            for node, result in zip(marker.found, [direction, *(next(behind) for _ in own)], strict=True):
+            for node, result in zip(marker.found, [direction, *(next(rest) for _ in of_marker)], strict=True):
                 replace(gm, node, result)
             gm.graph.erase_node(marker.node)
         for marker, gradient in zip(chosen, gradients, strict=True):
             if not _taken(gradient.source, marker):
                 continue
-            wide, sums = next(behind), next(behind)
+            wide, sums = next(rest), next(rest)
             for user in [user for user in marker.grad.users if user.target is ROW_SUMS]:
                 replace(gm, user, sums)
             if gradient.cast is not None:
@@ -98,23 +95,19 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What the momentum's operator reads in place of a marker's gradient.
+    """The nodes that the momentum operator reads in place of a marker's gradient."""
 
-    Args:
-        source: the gradient, or what it is cast from.
-        carried: what ``.grad`` holds and the gradient is added to; None for nothing.
-        cast: the node whose result the operator makes as well; None where the source is the gradient.
-    """
-
-    source: Node
-    carried: Node | None = None
-    cast: Node | None = None
+    source: Node  # the gradient, or the narrower tensor that it is a cast of
+    carried: Node | None = None  # input with the ``.grad`` of earlier backwards, which the operator adds
+    cast: Node | None = None  # node whose result the operator also makes; None where ``source`` is the gradient
 
 
 def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
-    """The operator adds to what ``.grad`` holds, rather than reading a sum that nobody else needs. Where only it and
-    whoever is given ``.grad`` read a gradient that is cast, it casts that as well: until then the gradient has half of
-    the memory.
+    """Return what the momentum operator may read in place of ``marker.grad``.
+
+    The operator adds ``carried`` itself, which saves a sum that only the marker would read. It casts a half-precision
+    gradient that only the marker, its fingerprint and the output read, so that until then the gradient takes half the
+    memory.
     """
     grad, carried = marker.grad, None
     readers = {marker.node, *(user for user in grad.users if user.target is ROW_SUMS)}
@@ -138,14 +131,14 @@ def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
 
 
 def _sum_rows(gm: GraphModule) -> None:
-    """Behind all gradients: the sums that no operator gives, in operations that Inductor fuses with what makes them."""
+    """Lower the row sums that the momentum operator does not make, as ops that Inductor fuses with the gradient."""
     for node in gm.graph.find_nodes(op="call_function", target=FINGERPRINT_OF_ROWS):
-        gm.graph.output_node().prepend(node)
-        left = [source for source in node.args[0] if source.target is ROW_SUMS]
-        if not left:
+        gm.graph.output_node().prepend(node)  # behind all gradients
+        unsummed = [source for source in node.args[0] if source.target is ROW_SUMS]
+        if not unsummed:
             continue
-        gradients = [source.args[0] for source in left]
-        for source, sums in zip(left, inline(gm, left[0], _row_sums, gradients, by_kind=True), strict=True):
+        gradients = [source.args[0] for source in unsummed]
+        for source, sums in zip(unsummed, inline(gm, unsummed[0], _row_sums, gradients, by_kind=True), strict=True):
             replace(gm, source, sums)
 
 
@@ -154,10 +147,10 @@ def _row_sums(*gradients: torch.Tensor, alike: Alike) -> list[torch.Tensor]:
 
 
 def _reductions(grad: Node) -> set[int]:
-    """The buckets whose reduction makes ``grad``, or is a term of it."""
+    """Return the buckets of reductions that make ``grad`` or a term of it."""
     work = work_of(grad)
     if work is not None and work.category is Category.REDUCE:
         return {work.bucket}
-    # What ``.grad`` holds already is added, nothing else happens to a gradient that is orthogonalized.
+    # Between reduction and marker a gradient is at most added to ``carried``.
     terms = grad.all_input_nodes if grad.target is torch.ops.aten.add.Tensor else ()
     return {bucket for term in terms for bucket in _reductions(term)}

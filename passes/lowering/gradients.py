@@ -1,4 +1,4 @@
-"""``reduce_grad`` markers: averaged gradients of the shards, or gradients that stay here until a boundary."""
+"""Lowering of ``reduce_grad`` markers: reduce-scatters, or unreduced gradients to accumulate."""
 
 from __future__ import annotations
 
@@ -18,55 +18,52 @@ __all__ = ["lower_gradients", "reduced_grads"]
 
 
 def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
-    """The parameters whose gradients a backward graph with markers produces, in graph order."""
+    """Return the parameters whose gradients a backward graph with markers produces, in graph order."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     output = gm.graph.output_node()
-    found = []
+    grads = []
     for reduction in ReduceGrad.all(gm):
-        # What anything else reads is a gradient that the model computes with: step() orthogonalizes it.
+        # The model may compute with a gradient, say for a penalty: step() orthogonalizes those.
         muon = reduction.spec.muon
         speculates = muon is not None and muon.speculates and set(reduction.node.users) == {output}
         returned = output.args[0].index(reduction.node) if speculates else None
-        found.append(ReducedGrad(reduction.spec, positions[reduction.state], returned))
-    return tuple(found)
+        grads.append(ReducedGrad(reduction.spec, positions[reduction.state], returned))
+    return tuple(grads)
 
 
 def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext) -> None:
-    """Replace every ``reduce_grad`` marker of ``gm``, and append the inputs and outputs that ``request`` says.
-
-    Args:
-        request: one entry per marker, in graph order; its carried inputs and speculation outputs are there already.
-        ctx: says how many bytes of full gradients go in one collective.
-    """
+    """Replace every ``reduce_grad`` marker, in graph order, and add the extra inputs and outputs of ``request``."""
     reductions = ReduceGrad.all(gm)
     likes = []
     for i in request.unreduced_inputs:
         spec = reductions[i].spec
         like = tensor_value(reductions[i].node).new_empty(spec.layout.shape, dtype=decode_dtype(spec.dtype))
         likes.append((f"unreduced_{i}", like))
+    # The carried inputs come last; insert_orthogonalize has added them.
     added = append_inputs(gm, likes, ahead_of_last=len(request.carried_inputs))
     earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, added, strict=True)}
 
-    kept = []
+    unreduced = []
     reduced = []
     for purpose, reduction in zip(request.purposes, reductions, strict=True):
         if purpose is Purpose.ACCUMULATE:
             zeros, whole = _keep_local(gm, reduction)
-            kept.append(whole)
+            unreduced.append(whole)
             replace(gm, reduction.node, zeros)
         else:
             reduced.append(reduction)
     for node, result in _reduce(gm, reduced, earlier, ctx).items():
         replace(gm, node, result)
-    insert_outputs(gm, kept, ahead_of_last=request.speculation_outputs)
+    insert_outputs(gm, unreduced, ahead_of_last=request.speculation_outputs)
 
 
 def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
-    """Zeros to return for the shard (AOTAutograd cannot return None for a DTensor leaf), and the gradient to keep."""
+    """Return nodes for an ACCUMULATE: zeros for the shard, and the unreduced gradient."""
     spec = reduction.spec
 
     def kept(grad: torch.Tensor) -> list[torch.Tensor]:
         dtype = decode_dtype(spec.dtype)
+        # AOTAutograd cannot return None for the gradient of a DTensor leaf.
         return [grad.new_zeros(spec.layout.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
 
     return inline(gm, reduction.node, kept, [reduction.grad])
@@ -75,10 +72,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
 def _reduce(
     gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], ctx: PassContext
 ) -> dict[Node, Node]:
-    """Averaged gradients by marker, with what earlier micro-batches left unreduced (``earlier``).
-
-    Each group's collective stands at its last gradient.
-    """
+    """Return the averaged gradient of each marker, with its unreduced sum of earlier micro-batches (``earlier``)."""
     results: dict[Node, Node] = {}
     for reduction in reductions:
         if reduction.spec.layout.everyone.alone:
@@ -90,7 +84,8 @@ def _reduce(
     if not sent:
         return results
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    # What is read before the last gradient is there (a penalty on gradients) may be what that gradient is made from.
+    # A gradient read before the last one exists (a penalty on gradients) may be an input of a later gradient: in a
+    # bucket with that one, the graph would be cyclic.
     early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
     late = [i for i, read in enumerate(early) if not read]
     specs = [sent[i].spec for i in late]
@@ -98,8 +93,8 @@ def _reduce(
     groups = [[late[k] for k in group] for group in groups] + [[i] for i, read in enumerate(early) if read]
     for number, group in enumerate(sorted(groups, key=lambda group: group[-1])):
         members = [sent[i] for i in group]
-        found = _reduce_group(gm, members, earlier, Work(Category.REDUCE, number))
-        results.update(zip((reduction.node for reduction in members), found, strict=True))
+        averages = _reduce_group(gm, members, earlier, Work(Category.REDUCE, number))
+        results.update(zip((reduction.node for reduction in members), averages, strict=True))
     return results
 
 
@@ -114,4 +109,4 @@ def _reduce_group(gm: GraphModule, group: list[ReduceGrad], earlier: dict[Node, 
         return transfers.reduce_grads(grads, specs)
 
     inputs = [reduction.grad for reduction in group] + [earlier[group[k].node] for k in added]
-    return inline(gm, group[-1].node, averaged, inputs, work)
+    return inline(gm, group[-1].node, averaged, inputs, work)  # at the bucket's last gradient

@@ -1,8 +1,7 @@
-"""Ask a backward graph for the directions of its SPECULATE gradients.
+"""The pass that adds Muon directions to a backward graph, for its SPECULATE gradients.
 
-Behind each such gradient goes an ``orthogonalize`` marker as one more output; the gradient itself is returned as
-before. The gradient a direction was made from is fingerprinted beside it, so that ``step()`` can tell whether it still
-holds.
+Each direction is an ``orthogonalize`` marker and an extra output; the gradient is returned as before. A fingerprint of
+the gradient that it was made from lets ``step()`` detect a later change of ``.grad``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     reductions = ReduceGrad.all(gm)
     named = [(f"carried_{i}", tensor_value(reductions[i].node)) for i in request.carried_inputs]
     carried = dict(zip(request.carried_inputs, append_inputs(gm, named), strict=True))
-    # In front of the output, so behind every reduction: gradients go first.
+    # Ahead of the output and behind every reduction, so that no direction delays a gradient.
     output = gm.graph.output_node()
     gradients = [_sum(gm, reductions[i], carried.get(i)) for i in request.speculated]
     directions = []
@@ -49,7 +48,7 @@ def _fingerprints(*gradients: Tensor, alike: Alike) -> list[Tensor]:
 
 
 def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
-    """What ``.grad`` will hold."""
+    """Return the node of ``.grad`` as it will be after this backward."""
     if carried is None:
         return reduction.node
     return inline(gm, gm.graph.output_node(), lambda carried, grad: [carried + grad], [carried, reduction.node])[0]

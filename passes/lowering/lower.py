@@ -1,4 +1,4 @@
-"""Markers to functional collectives, Newton-Schulz and plain tensor code: one file per marker, put together here."""
+"""The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file per marker."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ __all__ = ["LOWER"]
 
 
 def _has_effects(node: Node) -> bool:
-    """Whether ``node`` does more than to give a result: a hop does not, nor the wait for it.
-
-    AOTAutograd leaves in forward what backward makes anew, where it is waited for.
-    """
+    """Whether dead-code elimination has to keep ``node``: impure nodes, but for ring hops and their waits."""
+    # Backward sends keys round the ring anew; AOTAutograd leaves unread copies of those hops in forward.
     source = node.args[0] if is_wait(node) else node
     return node.is_impure() and not (isinstance(source, Node) and is_hop(source))
 
 
 def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    gm.graph.eliminate_dead_code(_has_effects)  # as long as all collectives are the model's
+    gm.graph.eliminate_dead_code(_has_effects)  # before lowering, while all collectives are the model's own
     lower_weights(gm, ctx)
     if ctx.kind is GraphKind.BACKWARD:
         if ctx.request is None:
             raise RequestError("a backward graph without a request; give PassContext(request=BackwardRequest(...))")
-        inserted, asked = len(Orthogonalize.all(gm)), len(ctx.request.speculated)
-        if inserted != asked:
+        inserted, requested = len(Orthogonalize.all(gm)), len(ctx.request.speculated)
+        if inserted != requested:
             raise PassContractError(
-                f"{asked} directions asked for, {inserted} inserted; run insert_orthogonalize ahead of lower"
+                f"{requested} directions asked for, {inserted} inserted; run insert_orthogonalize ahead of lower"
             )
         lower_gradients(gm, ctx.request, ctx)
     lower_directions(gm, ctx)

@@ -1,11 +1,12 @@
-"""Waits for resident weights that are being gathered: where a forward graph first reads them.
+"""The pass that inserts waits for the refresh of resident weights, each ahead of the weight's first reader in forward.
 
-``step()`` starts the gathers, and the forward that follows computes while they are under way. Which of them bring a
-weight is known at run time alone: graphs are shared by equal blocks, and run again when everything is there. So a wait
-asks the parameter, by its state, and costs a forward without a refresh a call a weight.
+``step()`` starts the gathers, and the next forward overlaps with them. Equal blocks share a graph and it may run again
+without a refresh, so the op asks the parameter's holder at run time whether there is a gather to wait for: one host
+call a weight.
 
-Inductor may give the op a copy of the input, in the layout that a convolution reads or at an aligned address, made when
-the graph begins: it stands for the input from there on, so the op writes it anew.
+Inductor may pass the op a copy of the input (a layout for convolutions, an aligned address) that it made at the start
+of the graph and that later nodes read in place of the input. The op therefore declares a write of ``resident``: where
+it got a copy, it copies the refreshed weight into it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ..pipeline import GraphKind, GraphPass, PassContext
 
 __all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]
 
-#: key of node.meta: the state of the parameter that an input is resident for
+#: key of node.meta on a resident weight's placeholder: the placeholder of its parameter's state
 _KEY = "muon_zero_resident"
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-# Not a custom_op: that would count an edit of the weight in each forward, and a forward that runs between another one
-# and its backward would make autograd refuse the backward.
-# A CUDA graph that is replayed would neither ask the parameter nor wait: Inductor runs the op between the graphs.
+# A custom_op would bump the weight's version counter in each forward: of two forwards before a backward, the second
+# would make autograd refuse the backward of the first.
+# A replayed CUDA graph would skip the call into Python: with the tag Inductor runs the op between CUDA graphs.
 _LIBRARY.define("await_refresh(Tensor(a!) resident, Tensor state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -42,7 +43,7 @@ AWAIT_REFRESH_OP = torch.ops.muon_zero.await_refresh.default
 
 
 def note_resident(resident: Node, state: Node) -> None:
-    """Say that the input ``resident`` is resident for the parameter with this state."""
+    """Label the placeholder ``resident`` as the resident weight of the parameter with this state."""
     resident.meta[_KEY] = state
 
 
@@ -56,7 +57,7 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-# Never ahead of the schedule, which does not know that readers must stay behind the wait.
+# After the schedule pass, which sees no dependency between the wait and the readers of the weight.
 AWAIT_REFRESH = GraphPass(
     "await_refresh",
     _insert,

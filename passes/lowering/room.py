@@ -1,12 +1,12 @@
-"""What a Newton-Schulz call may hold beside its inputs and results where that is left to us (``AUTO_LIMIT``).
+"""The pass that sets the memory limit of Newton-Schulz calls whose limit is ``AUTO_LIMIT``.
 
-Backward holds most when it begins, with all that forward has saved. Calls stand behind it, when that is gone, and what
-was there is room that raises no peak. A matrix more in a call is a matrix less in another, which has launches of its
-own for every product.
+Backward's memory peaks at its beginning, with the activations saved by forward. Newton-Schulz runs at its end, when
+they are freed, and may fill the difference without a higher peak. A larger limit batches more matrices per call, which
+saves the launches of their matrix products.
 
-Both sides of the difference are bounds that keep the room real. Certain to be in memory are what forward saved, to its
-last reader, and what the graph returns, from its maker on; their most is a peak that backward has. Taken, where a call
-stands, is everything made and still read behind it, though code generation keeps some of that in registers.
+Both terms of the difference are conservative. The peak is a lower bound: saved activations up to their last reader, and
+graph outputs from their maker on. The memory at a call is an upper bound: every result that later nodes read, though
+code generation keeps some in registers.
 """
 
 from __future__ import annotations
@@ -25,54 +25,55 @@ from .aliases import base, nbytes
 __all__ = ["ROOM", "saved_by"]
 
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
-#: place of ``memory_limit`` among its arguments
+#: index of ``memory_limit`` among its arguments
 _LIMIT = 8
 
 
 def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
-    """What ``forward`` saves that it made and that is in no result of it: names of values, to those of their memory."""
+    """Return the activations that ``forward`` makes and saves but does not return: names to those of their memory."""
     output = forward.graph.output_node()
     values = [value for value in output.args[0] if isinstance(value, Node)]
     returned = {base(value) for value in output.args[0][:user_outputs] if isinstance(value, Node)}
-    found = {value.name: base(value) for value in values if value in output.args[0][user_outputs:]}
+    saved = {value.name: base(value) for value in values if value in output.args[0][user_outputs:]}
     return {
         name: memory.name
-        for name, memory in found.items()
+        for name, memory in saved.items()
         if memory.op == "call_function" and memory not in returned and _is_tensor(memory)
     }
 
 
 class _Live:
-    """Bytes at each node of a graph: how much certainly is, and how much at most, beside what is there all the time."""
+    """Live bytes at each node, but for inputs that live throughout: lower bound ``certain``, upper bound ``most``."""
 
     def __init__(self, gm: GraphModule, saved: dict[str, str]) -> None:
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         end = len(place)
-        last: dict[Node, int] = {}
+        last_read: dict[Node, int] = {}
         for node, i in place.items():
             until = i
-            if is_collective(node):  # which reads what it sends until it is waited for
+            if is_collective(node):  # reads its input until its wait
                 until = max([i, *(place[user] for user in node.users if is_wait(user))])
             for source in node.all_input_nodes:
-                last[base(source)] = max(last.get(base(source), -1), until)
-        kept = {base(node) for node in gm.graph.output_node().all_input_nodes}
+                last_read[base(source)] = max(last_read.get(base(source), -1), until)
+        returned = {base(node) for node in gm.graph.output_node().all_input_nodes}
         certain, most = [0] * (end + 1), [0] * (end + 1)
-        groups: dict[str, tuple[int, int]] = {}
+        saved_memory: dict[str, tuple[int, int]] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name in saved and _is_tensor(node):
-                size, until = groups.get(saved[node.name], (0, 0))
-                stays = end if node in kept else last.get(node, 0) + 1
-                groups[saved[node.name]] = max(size, nbytes(node)), max(until, stays)
-        for size, until in groups.values():
+                size, until = saved_memory.get(saved[node.name], (0, 0))
+                stays = end if node in returned else last_read.get(node, 0) + 1
+                saved_memory[saved[node.name]] = max(size, nbytes(node)), max(until, stays)
+        for size, until in saved_memory.values():
             _add(certain, size, 0, until)
             _add(most, size, 0, until)
         for node, i in place.items():
             if node.op != "call_function" or base(node) is not node or not _is_tensor(node):
                 continue
             source = node.args[0] if node.args else None
-            made = place[source] if isinstance(source, Node) and not _is_tensor(source) else i  # one of several
-            _add(most, nbytes(node), made, end if node in kept else last.get(node, i) + 1)
-            if node in kept:
+            # An item of a list lives from the op that made the list.
+            start = place[source] if isinstance(source, Node) and not _is_tensor(source) else i
+            _add(most, nbytes(node), start, end if node in returned else last_read.get(node, i) + 1)
+            if node in returned:
                 _add(certain, nbytes(node), i, end)
         self.place = place
         self.certain, self.most = list(accumulate(certain[:end])), list(accumulate(most[:end]))

@@ -1,4 +1,4 @@
-"""Rules that every lowered graph keeps. A graph that breaks one would hang or train on wrong numbers, so it raises."""
+"""The pass that checks every lowered graph: a graph that breaks a rule would hang, or train on wrong numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 
 __all__ = ["VERIFY"]
 
-#: reads no element; of collectives of the model's own, whose sizes depend on data
+#: Reads no element. The model's own collectives may have sizes that depend on data.
 _SIZE = torch.ops.aten.sym_size.int
 
 
 def _no_marker_left(gm: GraphModule) -> None:
-    left = [node.name for node in gm.graph.nodes if node.target in MARKERS]
-    if left:
-        raise VerificationError(f"markers {left} were not lowered; the lower pass must run over every graph")
+    unlowered = [node.name for node in gm.graph.nodes if node.target in MARKERS]
+    if unlowered:
+        raise VerificationError(f"markers {unlowered} were not lowered; the lower pass must run over every graph")
 
 
 def _one_wait_each(gm: GraphModule) -> None:
@@ -36,12 +36,12 @@ def _one_wait_each(gm: GraphModule) -> None:
 
 
 def _hands_on(node: Node) -> bool:
-    """Whether a weight that goes into ``node`` comes out of it."""
+    """Whether the result of ``node`` holds the weight in its input."""
     return node.target is torch.ops.muon_zero.unpack.default or is_view_or_cast(node)
 
 
 def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
-    """Forward graphs return their user outputs, then what is saved for backward: no gathered weight."""
+    """Refuse a forward graph that saves an unsharded weight. It returns user outputs first, then saved values."""
     output = gm.graph.output_node()
     saved = set(output.args[0][user_outputs:])
     for node, _ in collectives(gm):
@@ -60,18 +60,18 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
 
 
 def _exchanges_under_way(gm: GraphModule) -> int:
-    """The most that exchanges of several buckets hold at a time, on average over the ranks; 0 where one is alone."""
-    held: dict[Node, int] = {}
+    """Return the most bytes that two or more exchanges hold at once, averaged over ranks; 0 where none overlap."""
+    bytes_of: dict[Node, int] = {}
     most = 0
     for node in gm.graph.nodes:
         work = work_of(node)
         if work is None or work.category is not Category.EXCHANGE:
             continue
         if is_wait(node):
-            held.pop(node.args[0])
+            bytes_of.pop(node.args[0])
         elif is_collective(node):
-            held[node] = work.nbytes
-            most = max(most, sum(held.values()) if len(held) > 1 else 0)
+            bytes_of[node] = work.nbytes
+            most = max(most, sum(bytes_of.values()) if len(bytes_of) > 1 else 0)
     return most
 
 

@@ -1,1 +1,1 @@
-"""Attention over sequences that ranks share: heads exchanged, or keys sent round a ring."""
+"""Attention over sequences that ranks share: an exchange of positions for heads, or a ring of keys and values."""

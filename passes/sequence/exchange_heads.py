@@ -1,12 +1,12 @@
-"""Sequences over ranks: positions for heads and back, slices, joins and means, out of functional collectives.
+"""Sequence parallelism by functional collectives: positions exchanged for heads, joins and means.
 
-Ranks along ``sequence`` have the same batch. Of what a stack of blocks computes each has s = ceil(S / size) positions.
-Attention needs all positions of a head, so heads travel: one all-to-all of queries, keys and values together,
-``[B, H, s, D] -> [B, H / size, S, D]``, and one back of what attention makes of them (DeepSpeed-Ulysses, arXiv
-2309.14509). Where there are more ranks than heads, keys and values go around a ring (:mod:`.ring`).
+Ranks along ``sequence`` have the same batch. In a stack of blocks each computes s = ceil(S / size) positions. Attention
+needs all positions of a head: one all-to-all of queries, keys and values together,
+``[B, H, s, D] -> [B, H / size, S, D]``, and one back for its output (DeepSpeed-Ulysses, arXiv 2309.14509). With more
+ranks than heads, keys and values go round a ring (:mod:`.ring`).
 
-Gradients are those of the sum of all ranks' losses, which the reduction divides by the number of ranks. Every function
-runs eagerly, and is traced into graphs as it is.
+Gradients are those of the sum of all ranks' losses; the gradient reduction divides by the number of ranks. Every
+function runs eagerly, and is traced into graphs as it is.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class _Exchange(torch.autograd.Function):
-    """Equal parts of dim 0 to some of the ranks, and theirs back; gradients travel the other way, which is the same.
-
-    With the first of these ranks, their number, that of all, and the name of their group.
-    """
+    """All-to-all of equal parts of dim 0 among ranks ``first`` to ``first + count`` of ``size``; its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: int, count: int, size: int, group: str) -> Tensor:
@@ -46,12 +43,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, place: Place) -> Tensor:
-    """Parts to the ranks that exchange heads, and theirs back."""
+    """All-to-all among the ranks that exchange heads."""
     return _Exchange.apply(x, place.ring_index * place.heads, place.heads, place.size, place.group)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of which each makes a loss of its own; what they all ask of it is added up as well."""
+    """All-reduce (sum); every rank's loss reads the result, so its adjoint is an all-reduce as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -64,18 +61,18 @@ class _Sum(torch.autograd.Function):
 
 
 def join(x: Tensor, place: Place, whole: int, dim: int = 1) -> Tensor:
-    """All positions, out of each rank's; gradients of what the ranks do with them are added up."""
-    # As an exchange of copies, whose adjoint is the reduce-scatter: the bytes are those of a gather.
+    """Return all ``whole`` positions, gathered along ``dim`` from every rank; gradients are summed over the ranks."""
+    # An exchange of copies sends as many bytes as an all-gather, and its adjoint is the reduce-scatter.
     parts = _Exchange.apply(x.unsqueeze(0).expand(place.size, *x.shape), 0, place.size, place.size, place.group)
     return place.in_order(torch.cat(parts.unbind(0), dim), dim).narrow(dim, 0, whole)
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int) -> list[Tensor]:
-    """``[B, H, s, D]`` each to ``[B, H / size, S, D]`` each, by one exchange; H and D may differ among them.
+    """Turn ``[B, H, s, D]`` into ``[B, H / size, S, D]``, for all three by one exchange; H and D may differ among them.
 
-    ``size`` ranks exchange heads, and S is ``whole``; of a ring it is the positions of these ranks, with what pads
-    them. Heads of keys and values that ``size`` does not divide are there several times, as few as serve. Nothing is
-    sent where one rank has all heads.
+    ``size`` ranks exchange heads, and S is ``whole``; in a ring it is the positions of these ranks, padding included.
+    Heads of keys and values that ``size`` does not divide are duplicated, as few times as possible. Nothing is sent
+    where one rank has all heads.
     """
     size = place.heads
     if size == 1:
@@ -86,10 +83,10 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int
     parts, shapes = [], []
     for x in (query, key, value):
         batch, heads, local, width = x.shape
-        own = heads // size
-        x = x.reshape(batch, size, own, local, width).permute(1, 0, 3, 2, 4)
-        parts.append(x.reshape(size, batch, local, own * width))
-        shapes.append((own, width))
+        rank_heads = heads // size
+        x = x.reshape(batch, size, rank_heads, local, width).permute(1, 0, 3, 2, 4)
+        parts.append(x.reshape(size, batch, local, rank_heads * width))
+        shapes.append((rank_heads, width))
     received = _exchange(torch.cat(parts, -1), place)
     rows = received.transpose(0, 1).flatten(1, 2)
     rows = rows[:, :whole] if place.ring == 1 else rows
@@ -98,7 +95,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int
 
 
 def from_heads(x: Tensor, place: Place, local: int) -> Tensor:
-    """``[B, S, H / size, D]`` to ``[B, s, H, D]``, by one exchange of the ``size`` ranks that exchange heads."""
+    """Turn ``[B, S, H / size, D]`` into ``[B, s, H, D]``, by one exchange of the ranks that exchange heads."""
     size = place.heads
     if size == 1:
         return x
@@ -111,7 +108,7 @@ def from_heads(x: Tensor, place: Place, local: int) -> Tensor:
 
 
 def heads_of(x: Tensor | None, place: Place) -> Tensor | None:
-    """This rank's heads of a mask or bias ``[B, 1 or H, S, S]``."""
+    """Return this rank's heads of a mask or bias ``[B, 1 or H, S, S]``."""
     return x if x is None or x.ndim < 4 or x.shape[1] == 1 else place.own(x, 1)
 
 
@@ -128,12 +125,7 @@ def attention(
     place: Place,
     inner: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]`` over all of them.
-
-    Args:
-        attn_mask: whole, as the model makes it.
-        place: of this rank.
-    """
+    """``scaled_dot_product_attention`` of this rank's positions ``[B, H, s, D]`` over all; the mask is whole."""
     local = query.shape[2]
     whole = local * place.size
     q, k, v = to_heads(query, key, value, place, whole)
@@ -158,15 +150,8 @@ def over_ring(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention of this rank's heads and its group's positions over all ``whole`` positions, by a ring.
-
-    Args:
-        mask: of all positions, of this rank's heads.
-        dropout_p: has to be 0: ATen's kernels tell no part of what they drop.
-    Raises:
-        RequestError: it is not.
-    """
-    if dropout_p:
+    """Attention, by a ring, of this rank's heads and its group's positions over all ``whole`` positions of ``mask``."""
+    if dropout_p:  # ATen's kernels do not tell, part by part, what they drop
         raise RequestError(
             f"dropout of attention = {dropout_p}: ring attention has none; set that of the model to 0, or use "
             'sequence_parallel.attention = "heads"'
@@ -177,13 +162,13 @@ def over_ring(
     if missing := total - whole:
         if mask is not None:
             mask = F.pad(mask, (0, missing, 0, missing), value=False if mask.dtype == torch.bool else -torch.inf)
-        elif not causal:  # else what pads is behind all positions
+        elif not causal:  # a causal mask hides the padding, which follows all positions
             mask = (torch.arange(total, device=query.device) < whole).expand(1, 1, total, total)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return ring_attention(query, key, value, mask, place, causal=causal, scale=scale)
 
 
 def mean_over(total: Tensor, count: Tensor, place: Place) -> Tensor:
-    """The ranks' ``total`` in all by their ``count`` in all: the same number on each."""
+    """Return the ranks' sum of ``total`` divided by their sum of ``count``, the same on every rank."""
     sums = _Sum.apply(torch.stack((total, count.to(total.dtype))), place.group)
     return sums[0] / sums[1].detach()

@@ -1,4 +1,4 @@
-"""Which positions of a sequence that several ranks share are a rank's."""
+"""Places: which positions of a shared sequence a rank has."""
 
 from __future__ import annotations
 
@@ -13,93 +13,82 @@ __all__ = ["Place", "Span"]
 
 @dataclass(frozen=True)
 class Span:
-    """Some of the positions, as pieces of a sequence in order.
+    """Positions of a sequence, as runs of equal units."""
 
-    Args:
-        pieces: first unit and number of units of each.
-        units: of the sequence in all.
-    """
-
-    pieces: tuple[tuple[int, int], ...]
-    units: int
+    pieces: tuple[tuple[int, int], ...]  # first unit and number of units of each run
+    units: int  # of the whole sequence
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """These of ``x``, whose dim of all positions is a multiple of the units."""
+        """Return these positions of ``x``, whose ``dim`` has all positions, a multiple of the units."""
         unit = x.shape[dim] // self.units
-        found = [x.narrow(dim, first * unit, count * unit) for first, count in self.pieces]
-        return found[0] if len(found) == 1 else torch.cat(found, dim)
+        runs = [x.narrow(dim, first * unit, count * unit) for first, count in self.pieces]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's place among those that share a sequence.
+    """This rank's place among the ranks that share a sequence.
 
-    Ranks along ``sequence`` make ``ring`` groups of ranks beside each other. Those of a group exchange positions for
-    heads; keys and values go around among the groups. With several groups each has a piece from the front of the
-    sequence and one as far from its end, so that under a causal mask all have the same to do.
-
-    Args:
-        size: ranks along ``sequence``.
-        index: this one's place.
-        group: name of their process group.
-        ring: groups that keys and values go around.
+    Ranks along ``sequence`` form ``ring`` groups of neighbours. Ranks of a group exchange positions for heads; keys and
+    values go round among groups. With several groups each has a piece from the front of the sequence and one equally
+    far from its end, so that a causal mask leaves all the same work.
     """
 
-    size: int
-    index: int
-    group: str
-    ring: int = 1
+    size: int  # ranks along ``sequence``
+    index: int  # of this rank
+    group: str  # name of their process group
+    ring: int = 1  # number of groups
 
     @property
     def fields(self) -> tuple[int, int, str, int]:
-        """What it is made of, ``Place(*fields)``, for what takes numbers and names alone: graphs and autograd."""
+        """The arguments of ``Place(*fields)``, for graphs and autograd functions, which hold numbers and strings."""
         return self.size, self.index, self.group, self.ring
 
     @property
     def heads(self) -> int:
-        """Ranks that exchange positions for heads."""
+        """Number of ranks that exchange positions for heads."""
         return self.size // self.ring
 
     @property
     def ring_index(self) -> int:
-        """Place in the ring."""
+        """Index of this rank's group in the ring."""
         return self.index // self.heads
 
     @property
     def neighbors(self) -> tuple[int, int]:
-        """The ranks before and behind this one in its ring."""
+        """Ranks before and after this one in its ring."""
         return (self.index - self.heads) % self.size, (self.index + self.heads) % self.size
 
     @property
     def _units(self) -> int:
-        """Of a rank: two where the pieces of a group are no whole number of ranks."""
+        """Units per rank: two where a group's pieces are no whole number of ranks."""
         return 2 if self.ring > 1 and self.heads % 2 else 1
 
     def local(self, whole: int) -> int:
-        """Positions of a rank, with what pads those of the last ones."""
+        """Positions per rank, with the padding of the last ranks."""
         return -(-whole // (self.size * self._units)) * self._units
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a dim of heads."""
+        """Return this rank's part of a dim of heads."""
         count = x.shape[dim] // self.heads
         return x.narrow(dim, self.index % self.heads * count, count)
 
     def positions(self, index: int) -> Span:
-        """Those of a rank."""
-        own = self._units
-        units = [self._unit(index * own + number) for number in range(own)]
-        if units[-1] - units[0] == own - 1:  # beside each other, or one
-            return Span(((units[0], own),), self.size * own)
-        return Span(tuple((unit, 1) for unit in units), self.size * own)
+        """Return the positions of rank ``index``."""
+        count = self._units
+        units = [self._unit(index * count + number) for number in range(count)]
+        if units[-1] - units[0] == count - 1:  # one unit, or neighbours
+            return Span(((units[0], count),), self.size * count)
+        return Span(tuple((unit, 1) for unit in units), self.size * count)
 
     def positions_of_group(self, ring_index: int) -> Span:
-        """Those of all ranks of a group."""
+        """Return the positions of all ranks of a group."""
         if self.ring == 1:
             return Span(((0, 1),), 1)
         return Span(((ring_index, 1), (2 * self.ring - 1 - ring_index, 1)), 2 * self.ring)
 
     def _unit(self, number: int) -> int:
-        """Where the unit is in the sequence that has this number, counted rank by rank."""
+        """Return the position, in units, of unit ``number``, counted rank by rank."""
         if self.ring == 1:
             return number
         in_group = self.heads * self._units
@@ -107,17 +96,17 @@ class Place:
         return group * half + inside if inside < half else (2 * self.ring - 1 - group) * half + inside - half
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of ``x``, which is whole; zeros past its end."""
+        """Return this rank's positions of the whole ``x``; zeros past its end."""
         return self.positions(self.index).take(self.pad(x, dim), dim)
 
     def pad(self, x: Tensor, dim: int = 1) -> Tensor:
-        """``x`` with zeros past its end, so that ranks have equal parts."""
+        """Pad ``x`` with zeros at its end, so that ranks have equal parts."""
         dim %= x.ndim
         missing = self.local(x.shape[dim]) * self.size - x.shape[dim]
         return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
     def in_order(self, x: Tensor, dim: int = 1) -> Tensor:
-        """All positions, which ``x`` has rank by rank."""
+        """Reorder ``x``, concatenated rank by rank, by position."""
         if self.ring == 1:
             return x
         dim %= x.ndim
