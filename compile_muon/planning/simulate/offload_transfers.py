@@ -115,7 +115,7 @@ class OffloadTransfers:
         self._free = [free - seconds for free in self._free]
         self._waiting = deque((bucket, there - seconds) for bucket, there in self._waiting)
         self._ways.update({way: free - seconds for way, free in self._ways.items()})
-        self._kept.clear()  # the buffers of these buckets are free when the next step begins
+        self._kept.clear()  # the next read of a bucket waits for a buffer that one of these writes frees
         self.bytes_in = self.bytes_out = 0
         self.travels = [(way, start - seconds, end - seconds) for way, start, end in self.travels if end > seconds]
 
