@@ -1,6 +1,6 @@
-"""Configuration: what can be set, in which vocabularies, and what of it is wrong.
+"""Configuration: settings, the vocabularies that express them, and their errors.
 
-The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
+Modules import one another in this order only: ``checks`` and ``checked`` (single values, and dataclasses of
 them), ``elsewhere``, ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``,
 ``sources``, ``vocabulary``, ``deepspeed``, ``convert``.
 """

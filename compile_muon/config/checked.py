@@ -1,4 +1,4 @@
-"""Dataclasses that check themselves: one line declares a setting's name, default and range; the rest reads it."""
+"""Dataclasses that check themselves: one line declares the default and the range of a setting."""
 
 from __future__ import annotations
 
@@ -18,40 +18,36 @@ __all__ = ["Checked", "Mistakes", "setting"]
 
 
 class Mistakes:
-    """Collects errors, so that who made several mistakes reads of all of them at once."""
+    """A collection of errors, so that a user reads of all mistakes at once."""
 
     def __init__(self) -> None:
         self.found: list[ConfigError] = []
 
     def add(self, error: ConfigError) -> None:
-        """Keep ``error`` for the end."""
+        """Add `error` to the collection."""
         self.found.extend(error.errors)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """``with mistakes.collected():`` goes on after the block where the block raises a ConfigError."""
+        """Add a ConfigError that the block raises, and go on after the block."""
         try:
             yield
         except ConfigError as error:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise what was collected as one ConfigError; nothing where there is nothing."""
+        """Raise the collection as one ConfigError, if there is any error."""
         raise_all(self.found)
 
 
 def setting(
     default: object, check: Callable[..., Any], *, none: bool = False, also: object = None, **limits: object
 ) -> Any:
-    """A field of a :class:`Checked` dataclass.
+    """Return a field of a :class:`Checked` dataclass.
 
-    Args:
-        default: as in ``dataclasses.field``; None without ``none`` for a setting that has to be given.
-        check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
-        none: whether None is a value as well.
-        also: one more value.
-
-    What it means stands in the docstring of the dataclass; ``docs/settings.py`` makes tables of both.
+    ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``. A `default` of
+    None without `none` makes a setting required; `none` accepts None; `also` is one more accepted value.
+    ``docs/settings.py`` makes tables of these and of the docstring of the dataclass, which says what the setting means.
     """
 
     def accept(path: str, value: object) -> Any:
@@ -72,41 +68,38 @@ def setting(
 class Checked:
     """Base of frozen dataclasses whose fields are made by :func:`setting`.
 
-    Raises:
-        ConfigError: about every bad field, and every contradiction between the others.
+    Raises a ConfigError about every bad field, and every contradiction between good ones.
     """
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        good = self.canonical(given, mistakes, lambda name: f"{type(self).__name__}.{name}")
+        field_values = {f.name: getattr(self, f.name) for f in fields(self)}
+        good = self.canonical(field_values, mistakes, lambda name: f"{type(self).__name__}.{name}")
         for f in fields(self):
-            # The default stands in for a bad value, which then contradicts nothing.
+            # A bad value is replaced by the default, so that it causes no contradiction on top.
             object.__setattr__(self, f.name, good.get(f.name, f.default))
         for error in self.contradictions():
             mistakes.add(error)
         mistakes.raise_all()
 
     def contradiction(self, name: str, problem: str, remedy: str) -> ConfigError:
-        """The error about a field."""
+        """Return an error about a field."""
         return config_error(f"{type(self).__name__}.{name}", getattr(self, name), problem, remedy)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """What is wrong between fields that are each right."""
+        """Yield the errors between fields that are each valid."""
         return iter(())
 
     @classmethod
     def checked(cls, name: str, value: object, path: str) -> Any:
-        """The canonical form of ``value`` for the field ``name``, which the user knows as ``path``.
-
-        Raises:
-            ConfigError: naming ``path``.
-        """
+        """Return `value` in canonical form for the field `name`; a ConfigError names `path`, as the user knows the
+        field."""
         return cls.__dataclass_fields__[name].metadata["check"](path, value)
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any], mistakes: Mistakes, path: Callable[[str], str]) -> dict[str, Any]:
-        """The good ones of ``values`` (field -> value) in canonical form; the bad ones go to ``mistakes``."""
+        """Return the valid ones of `values` (field -> value) in canonical form; add errors about the others to
+        `mistakes`."""
         good = {}
         for name, value in values.items():
             with mistakes.collected():
@@ -115,10 +108,10 @@ class Checked:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], mistakes: Mistakes, path: str) -> Self | None:
-        """One of the section that the user knows as ``path``, of what is right in it.
+        """Build an instance from the valid values of the section that the user knows as `path`; errors go to
+        `mistakes`.
 
-        Returns:
-            None where its values contradict each other or lack one; what is wrong goes to ``mistakes``.
+        Returns None if values contradict each other, or a required one is missing.
         """
         good = cls.canonical(values, mistakes, lambda name: f"{path}.{name}")
         try:
@@ -126,6 +119,6 @@ class Checked:
         except ConfigError as error:
             for each in error.errors:
                 name = each.field.removeprefix(f"{cls.__name__}.")
-                if name in good or name not in values:  # else it has been complained of
+                if name in good or name not in values:  # else `canonical` has reported it
                     mistakes.add(each.renamed(f"{path}.{name}"))
             return None

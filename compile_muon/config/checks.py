@@ -1,4 +1,4 @@
-"""Checks of single values: each returns its value in canonical form, or raises a ConfigError naming the field."""
+"""Checks of single values: each returns the value in canonical form, or raises a ConfigError that names the field."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ __all__ = [
     "unknown_name",
 ]
 
-_INTEGERS = 2**63
-_NAME_WIDTH = 80  # names are shorter, and a comparison takes the product of both lengths
+_INTEGERS = 2**63  # torch cannot hold larger ones
+_NAME_WIDTH = 80  # longer than any name: comparing takes the product of both lengths
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"} | {
@@ -49,7 +49,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 }
 
 
-#: Paths of a config at which ``compile_muon.integrations.transformers.MuonTrainer`` takes "auto".
+#: paths of a config at which ``compile_muon.integrations.transformers.MuonTrainer`` fills in "auto"
 FILLED = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -63,7 +63,7 @@ _TAKEN: dict[Callable[..., Any], str | Callable[..., str]] = {}
 
 
 def takes(values: str | Callable[..., str]) -> Callable[[C], C]:
-    """Decorates a check with the values that it lets pass, in words, or a function of its limits that makes them."""
+    """Decorate a check with the values it accepts, in words, or with a function from its limits to these words."""
 
     def described(check: C) -> C:
         _TAKEN[check] = values
@@ -73,7 +73,7 @@ def takes(values: str | Callable[..., str]) -> Callable[[C], C]:
 
 
 def taken(check: Callable[..., Any], **limits: Any) -> str:
-    """Which values a check lets pass, in words.
+    """Return in words which values a check accepts.
 
     >>> taken(check_integer, low=0, high=3)
     'an integer from 0 to 3'
@@ -93,7 +93,7 @@ def _numbers(positive: bool = False, below: float = math.inf, most: float = math
 
 
 def integers(low: int, high: int | None = None) -> str:
-    """The values of :func:`check_integer`, in words."""
+    """Return in words the values of :func:`check_integer`."""
     return f"an integer from {low}" if high is None else f"an integer from {low} to {high}"
 
 
@@ -102,7 +102,7 @@ def _choices(allowed: Collection[str]) -> str:
 
 
 def _refuse_auto(field: str, value: object, remedy: str) -> None:
-    """Common in DeepSpeed configs written for Transformers."""
+    """Refuse "auto", which DeepSpeed configs written for Transformers contain."""
     if isinstance(value, str) and value == "auto":
         if field in FILLED:
             remedy += ", or use MuonTrainer, which fills it in"
@@ -113,7 +113,7 @@ def _refuse_auto(field: str, value: object, remedy: str) -> None:
 def check_real(
     field: str, value: object, *, positive: bool = False, below: float = math.inf, most: float = math.inf
 ) -> float:
-    """A finite float from 0, or above it when ``positive``, below ``below`` and at most ``most``."""
+    """Accept a finite float from 0, or above 0 if `positive`, below `below` and at most `most`."""
     _refuse_auto(field, value, "write the number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
@@ -131,9 +131,9 @@ def check_real(
 
 @takes("a number from 0, or a tensor of one")
 def check_rate(field: str, value: object) -> float | Tensor:
-    """A float as :func:`check_real`; or a tensor of one element, for a rate that is changed in place.
+    """Accept a float as :func:`check_real` does, or a tensor of one element.
 
-    As in torch.optim it is kept itself, so that what is written to it counts.
+    The tensor itself is kept, as in torch.optim, so that in-place writes change the rate.
     """
     if not isinstance(value, Tensor):
         return check_real(field, value)
@@ -146,7 +146,7 @@ def check_rate(field: str, value: object) -> float | Tensor:
 
 @takes("two numbers in [0, 1)")
 def check_pair(field: str, value: object) -> tuple[float, float]:
-    """Two floats in [0, 1)."""
+    """Accept two floats in [0, 1)."""
     _refuse_auto(field, value, "write the two numbers")
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
@@ -181,28 +181,27 @@ def check_boolean(field: str, value: object) -> bool:
 
 @takes("a boolean")
 def check_ranges(field: str, value: object) -> bool:
-    """Whether to make ranges: refused where a tool listens for NVTX, which would see none."""
-    made = check_boolean(field, value)
-    if made and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
+    """Accept whether to make ranges; True is an error if a tool listens for NVTX and the package nvtx is missing."""
+    enabled = check_boolean(field, value)
+    if enabled and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
         problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
         raise config_error(
             field, value, problem, "pip install '.[profile]' in compile_muon's checkout, or run without the tool"
         )
-    return made
+    return enabled
 
 
 def key_name(key: object) -> str:
-    """A key as paths have it, also one that is no string, as only Python's mappings and YAML's have."""
+    """Return a key as paths show it; mappings of Python and YAML may have keys that are no strings."""
     return key if isinstance(key, str) else shown(key)
 
 
 def unknown_name(
     field: str, value: object, name: object, known: Collection[str], problem: str, also: tuple[str, ...] = ()
 ) -> ConfigError:
-    """The error about a setting called ``name``, with the nearest of the known names as remedy, or else all of them.
+    """Return the error about a setting called `name`; the remedy is the nearest known name, or lists all.
 
-    Args:
-        also: names that are meant if they are near, and are not listed.
+    `also` are further names that may be the nearest, but are not listed.
     """
     near = nearest(name, (*known, *also))
     remedy = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
@@ -210,7 +209,7 @@ def unknown_name(
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that ``name`` may be a slip of; None for what is longer than any."""
+    """Return the known name that `name` may be a slip of; None if there is none, or `name` is longer than any."""
     if not isinstance(name, str) or len(name) > _NAME_WIDTH:
         return None
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
@@ -227,7 +226,7 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
 
 @takes("a path")
 def check_folder(field: str, value: object) -> Path:
-    """A path, which need not exist yet."""
+    """Accept a path, which need not exist yet."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise config_error(field, value, "is not a folder", "give a path, or None")
     if "\0" in os.fsdecode(value):
@@ -243,7 +242,7 @@ def check_instance(field: str, value: object, kind: type) -> Any:
 
 
 def check_pairs(field: str, value: object, example: str, problem: str) -> Mapping[Any, Any]:
-    """A mapping, or the tuple of its items, as which frozen dataclasses keep one."""
+    """Accept a mapping, or the tuple of its items, which is how frozen dataclasses keep a mapping."""
     if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
         value = {key: entry for key, entry in value if isinstance(key, Hashable)}
     return check_mapping(field, value, example, problem)
@@ -258,7 +257,7 @@ def check_mapping(field: str, value: object, example: str = "{...}", problem: st
 
 @takes(lambda extra=(): _choices([*extra, *_DTYPES]))
 def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
-    """Canonical name ("bfloat16") of a torch.dtype or of one of its usual names."""
+    """Return the canonical name ("bfloat16") of a torch.dtype or of a usual name of it."""
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if isinstance(name, str):
         name = _SHORT_DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))

@@ -22,13 +22,13 @@ from compile_muon.passes import PassOptions
 __all__ = ["CompileOptions", "FrameOptions", "read_options"]
 
 _MB = 2**20
-#: Names that were options once, and still are no mistakes.
+#: names without effect that are no errors
 _FORMER = ("exchange_mb",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions(Checked):
-    """The options by the names their users write; those of the passes keep the defaults they have there.
+    """Options by the names that users write; defaults of pass options are those of :class:`PassOptions`.
 
     Attributes:
         codegen: "eager" runs the rewritten graphs without Inductor (debugging, fast tests).
@@ -52,32 +52,25 @@ class CompileOptions(Checked):
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
 
     def options(self) -> dict[str, Any]:
-        """What ``torch.compile(..., options=...)`` takes, without what is default.
+        """Return what ``torch.compile(..., options=...)`` takes, without defaults.
 
         >>> CompileOptions(codegen="eager").options()
         {'codegen': 'eager'}
         """
-        own = fields(CompileOptions)  # and not those that a subclass adds
-        return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
+        option_fields = fields(CompileOptions)  # not the fields that CompileConfig adds
+        return {f.name: value for f in option_fields if (value := getattr(self, f.name)) != f.default}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameOptions(PassOptions):
-    """What the compiler of one frame reads: the options of the passes, and what compiles the graphs they leave.
-
-    Args:
-        codegen, cuda_graphs: as in :class:`CompileOptions`.
-    """
+    """The options of one frame: those of the passes, and :class:`CompileOptions`' fields about code generation."""
 
     codegen: str = CompileOptions.codegen
     cuda_graphs: bool = CompileOptions.cuda_graphs
 
 
 def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
-    """Options of ``torch.compile(..., options=...)``; what is not named keeps its default.
-
-    Raises:
-        ConfigError: naming every unknown option and every bad value.
+    """Read the options of ``torch.compile(..., options=...)``; a ConfigError names every unknown option and bad value.
 
     >>> read_options({"bucket_mb": 0.5}).bucket_bytes
     524288

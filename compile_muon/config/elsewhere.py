@@ -1,5 +1,5 @@
-"""Arguments that other libraries have for the same: those of torch.optim.Muon and AdamW, of Keller Jordan's Muon and
-MuonWithAuxAdam, of Moonlight, dion and DeepSpeed, and of the wrappers that shard."""
+"""Arguments of other optimizers and wrappers, and their names here: torch.optim.Muon and AdamW, Keller Jordan's Muon
+and MuonWithAuxAdam, Moonlight, dion, DeepSpeed, and sharding wrappers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["OF_GROUPS", "OF_OPTIMIZERS"]
 
 
 def _each(remedies: Mapping[str, str]) -> dict[str, str]:
-    """Name -> remedy, of remedies by several names."""
+    """Split keys of several names: "a b" -> remedy becomes a -> remedy and b -> remedy."""
     return {name: remedy for names, remedy in remedies.items() for name in names.split()}
 
 

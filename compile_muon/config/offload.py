@@ -1,4 +1,4 @@
-"""The settings ``offload``, optimizer state in host memory or in a file, and ``offload_param``, weights there."""
+"""The settings ``offload`` (optimizer state in host memory or in a file) and ``offload_param`` (weights)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compile_muon.errors import ConfigError
 
 __all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
 
-#: DeepSpeed's, of buffers that are not here
+#: DeepSpeed's keys about buffers that do not exist here
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
 
 
@@ -61,7 +61,7 @@ class OffloadConfig(Checked):
     adamw_on: str = setting("device", check_choice, allowed=("device", "cpu"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """A file needs a folder."""
+        """Yield an error if "nvme" has no folder."""
         if self.device == "nvme" and self.nvme_path is None:
             problem = "is a file, and nvme_path says of no folder"
             yield self.contradiction("device", problem, 'give "nvme_path", or use "cpu"')
@@ -69,7 +69,7 @@ class OffloadConfig(Checked):
 
 @takes('"cpu", or fields of OffloadConfig')
 def check_offload(field: str, value: object) -> OffloadConfig | None:
-    """An :class:`OffloadConfig`, its fields, or its device."""
+    """Accept an :class:`OffloadConfig`, a mapping of its fields, or its device."""
     if isinstance(value, OffloadConfig):
         return value
     section = check_mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
@@ -78,10 +78,10 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
     if section.get("device", "none") in (None, "none"):
         return None
     mistakes = Mistakes()
-    given = {key: entry for key, entry in section.items() if key in known}
-    found = OffloadConfig.read(given, mistakes, field)
+    known_fields = {key: entry for key, entry in section.items() if key in known}
+    offload = OffloadConfig.read(known_fields, mistakes, field)
     mistakes.raise_all()
-    return found
+    return offload
 
 
 def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]
 
 @takes('"cpu"')
 def check_offload_param(field: str, value: object) -> str | None:
-    """The device, alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
+    """Accept the device, alone or in DeepSpeed's section. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
         return check_choice(field, value, allowed=("cpu",))
     _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ))

@@ -1,4 +1,4 @@
-"""What a configuration may be given as: a file, JSON's text, a mapping, or an object that is one by another name."""
+"""Sources of a configuration: a file, JSON text, a mapping, or an object that stands for a mapping."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ from compile_muon.errors import config_error
 
 __all__ = ["as_mapping"]
 
-_DEPTH = 64  # sections of sections; a config has four
+_DEPTH = 64  # of nested sections, also in a mapping that contains itself; a config has four
 _NAMESPACES = (Namespace, SimpleNamespace)
 _SECTIONS = "write sections as they are known"
 _GIVE = "give the path of a JSON file, a dict, or a Config"
 
 
 def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
-    """A configuration as Python's own dicts and lists, of which all have an end.
+    """Return a configuration as plain dicts and lists of finite depth.
 
-    Args:
-        source: path of a JSON file; JSON's text, which begins with a brace; a mapping (OmegaConf's among them), a
-            dataclass, or a namespace.
-        mistakes: for keys that a file has twice.
-    Raises:
-        ConfigError: it cannot be read, or is something else.
+    `source`: path of a JSON file; JSON text, which begins with a brace; a mapping (OmegaConf's among them), a
+    dataclass, or a namespace. `mistakes` gets keys that a file has twice. Raises a ConfigError if `source` is
+    unreadable or anything else.
     """
     if isinstance(source, str) and source.lstrip().startswith("{"):
         whole = _parsed(source, "config", source, mistakes)
@@ -62,7 +59,7 @@ def _remedy(value: object) -> str:
 
 
 def _values_of(source: object) -> object:
-    """The mapping that an object stands for, or the object."""
+    """Return the mapping that an object stands for, or the object itself."""
     if isinstance(source, Mapping | Checked | type):
         return source
     if dataclasses.is_dataclass(source):
@@ -71,41 +68,40 @@ def _values_of(source: object) -> object:
         return vars(source)
     for method in ("to_dict", "model_dump"):  # ConfigDict of ml_collections; pydantic
         if not hasattr(nn.Module, method) and callable(convert := getattr(source, method, None)):
-            with contextlib.suppress(Exception):  # whatever a stranger's method raises
+            with contextlib.suppress(Exception):  # a foreign method may raise anything
                 return convert()
     return source
 
 
 def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int = 0) -> Any:
-    """The same of dicts and lists; what is neither stays as it is.
+    """Return `value` with mappings and sequences as dicts and lists; other values stay.
 
-    Args:
-        known: what was met before and what became of it, by ``id``: a section that is there twice is read once.
+    `known` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
     """
     if depth > _DEPTH:
         raise config_error(path or "config", "...", f"is nested more than {_DEPTH} deep", _SECTIONS)
-    own = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
-    if depth and not own and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
+    is_ours = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
+    if depth and not is_ours and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
         value = _values_of(value)
     if not isinstance(value, Mapping | Sequence) or isinstance(value, (str, bytes, tuple)):
         return value
     if id(value) not in known:
-        found: Any
+        converted: Any
         if isinstance(value, Mapping):
-            found = {}
+            converted = {}
             for key in value:
                 name = f"{path}.{key_name(key)}" if path else key_name(key)
-                found[key] = _plain(_entry(value, key, name), name, known, depth + 1)
+                converted[key] = _plain(_entry(value, key, name), name, known, depth + 1)
         else:
-            found = [_plain(entry, path, known, depth + 1) for entry in value]
-        known[id(value)] = value, found
+            converted = [_plain(entry, path, known, depth + 1) for entry in value]
+        known[id(value)] = value, converted
     return known[id(value)][1]
 
 
 def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
     try:
         return value[key]
-    except Exception as error:  # an interpolation of OmegaConf that leads nowhere, a value that is missing
+    except Exception as error:  # OmegaConf raises for unresolved interpolations and missing values
         said = str(error).partition("\n")[0]
         raise config_error(name, "???", f"has no value ({said})", "give it one") from None
 
@@ -125,12 +121,12 @@ def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
 
 def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        section: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in section:
                 mistakes.add(config_error(key, value, f"is given twice in {place}", "keep one of the two"))
-            found[key] = value
-        return found
+            section[key] = value
+        return section
 
     try:
         return json.loads(text, object_pairs_hook=unique)

@@ -1,4 +1,4 @@
-"""What a training step will be, before any rank runs it."""
+"""Simulate a training step before any rank runs it."""
 
 from compile_muon.planning.capture import Captured, capture_step
 

@@ -1,4 +1,4 @@
-"""What a plan compares: ZeRO stages on meshes, as settings, and Muon with AdamW by the tokens of a step."""
+"""The alternatives of a plan: ZeRO stages on meshes, and Muon against AdamW by tokens of a step."""
 
 from __future__ import annotations
 
@@ -22,89 +22,83 @@ __all__ = [
     "with_micro_batches",
 ]  # fmt: skip
 
-#: replicas of the next size have as many times the nodes: halves and doubles of one are within a few per cent of it
+#: ratio of replica sizes, in nodes; halves and doubles of a size differ by a few per cent only
 _LARGER = 8
-#: micro-batches of a traced step that has a first, one in the midst and a last
+#: micro-batches of a traced step with a first, a middle and a last one
 _SEVERAL = 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to shard.
+    """A way to shard: a ZeRO stage on a mesh."""
 
-    Args:
-        stage: of ZeRO.
-        axes: size by name, in order.
-        asked: whether it is what the config says.
-    """
-
-    stage: int
-    axes: Mapping[str, int]
-    asked: bool
+    stage: int  # of ZeRO
+    axes: Mapping[str, int]  # size of each mesh dimension by name, in order
+    asked: bool  # this is the choice of the config
 
     @property
     def sharing(self) -> int:
-        """Ranks that share a sequence."""
+        """The number of ranks that share a sequence."""
         return self.axes.get("sequence", 1)
 
     def config(self, config: Config) -> Config:
-        """``config`` with this stage and all state on the device; the mesh is given beside it."""
+        """Return `config` with this stage and all optimizer state on the device; the mesh is passed separately."""
         weights = config.zero.offload_param if self.stage == 3 else None
         zero = replace(config.zero, stage=self.stage, check_replicas=None, offload=None, offload_param=weights)
         return with_sharing(replace(config, zero=zero, mesh=None), self.sharing)
 
 
 def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
-    """Every stage on one axis of all ranks, and with replicas of 1, 8, 64, ... nodes; and what ``config`` says.
+    """Return every stage on one mesh dimension of all ranks, and with replicas of 1, 8, 64, ... nodes; and the choice
+    of `config`.
 
-    At stage 0 every rank is a replica, so axes make no difference. Where ``config`` has ranks share sequences, all of
-    them with and without it.
-
-    Raises:
-        ConfigError: the mesh of ``config`` does not make up ``world`` ranks, or splits parameters.
+    At stage 0 every rank is a replica, so the mesh makes no difference. Where ranks share sequences in `config`, each
+    is returned with and without. Raises a ConfigError if the mesh of `config` does not multiply to `world` ranks, or
+    splits parameters (tensor or expert parallelism).
     """
-    asked = axis_sizes(config, world) or {"shard": 1}
+    configured_axes = axis_sizes(config, world) or {"shard": 1}
     fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size"}
-    split = next((name for name in fields if name in asked), None)
+    split = next((name for name in fields if name in configured_axes), None)
     if split is not None:
-        raise config_error(fields[split], asked[split], "a plan has the whole model on every rank", "leave it out")
-    found = [
-        Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
-        for sharing in sorted({1, asked.get("sequence", 1)})
-        for several in [meshes(world, sharing, machine)]
+        raise config_error(
+            fields[split], configured_axes[split], "a plan has the whole model on every rank", "leave it out"
+        )
+    compared = [
+        Candidate(stage, axes, (stage, axes) == (config.zero.stage, configured_axes))
+        for sharing in sorted({1, configured_axes.get("sequence", 1)})
+        for axes_of_meshes in [meshes(world, sharing, machine)]
         for stage in range(4)
-        for axes in (several if stage else several[:1])
+        for axes in (axes_of_meshes if stage else axes_of_meshes[:1])
     ]
-    if not any(candidate.asked for candidate in found):
-        found.append(Candidate(config.zero.stage, asked, True))
-    return found
+    if not any(candidate.asked for candidate in compared):
+        compared.append(Candidate(config.zero.stage, configured_axes, True))
+    return compared
 
 
 def meshes(world: int, sharing: int, machine: Machine) -> list[dict[str, int]]:
-    """Sizes of axes: all ranks in one replica, and in more; ``sharing`` of them to a sequence."""
+    """Return meshes of `world` ranks, `sharing` of them to a sequence: one replica, then more and smaller ones."""
 
     def axes(replicas: int, ranks: int) -> dict[str, int]:
         sizes = {"replicate": replicas, "shard": ranks // sharing, "sequence": sharing}
         return {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
 
-    found = [axes(1, world)]
+    sizes_of_axes = [axes(1, world)]
     replica = machine.node or world
     while 1 < replica < world and world % replica == 0:
         if replica % sharing == 0:
-            found.append(axes(world // replica, replica))
+            sizes_of_axes.append(axes(world // replica, replica))
         replica *= _LARGER
-    return found
+    return sizes_of_axes
 
 
 def planned_for(config: Config, machine: Machine, name: str) -> Config:
-    """``config`` as it resolves on ``machine``, wherever the plan is made.
+    """Return `config` resolved as it would be on `machine`, wherever the plan is made.
 
-    Args:
-        name: of the machine, as :func:`~compile_muon.planning.machine.load_machine` takes it.
+    `name` is the machine as :func:`~compile_muon.planning.machine.load_machine` takes it.
     """
     ns = config.muon.ns
     if machine.device == "cuda":
-        # On this machine they would resolve to what CPUs have, and be refused where there are no GPUs.
+        # "auto" would resolve for the machine that plans, and a GPU backend be refused where there is no GPU.
         chosen = resolve_coefficients(ns.coefficients, ns.steps)
         dtype = str(resolve_dtype(ns.dtype, "cuda", chosen, ns.method)).removeprefix("torch.")
         ns = replace(ns, dtype=dtype, backend="aten" if ns.backend == "aten" else "auto")
@@ -113,77 +107,67 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
 
 
 def with_adamw(config: Config) -> Config:
-    """The same training with every parameter under AdamW."""
+    """Return the same training with every parameter under AdamW."""
     update = "auto" if config.zero.update == "backward" else config.zero.update
     zero = replace(config.zero, update=update)
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         name: Config.__dataclass_fields__[name].default for name in ("muon_params", "method", "groups", *VIEWS)
     }
-    return replace(config, algorithm="adamw", muon=MuonConfig(), zero=zero, **own)
+    return replace(config, algorithm="adamw", muon=MuonConfig(), zero=zero, **defaults)
 
 
 def with_micro_batches(config: Config, count: int) -> Config:
-    """``config`` with so many micro-batches a step."""
+    """Return `config` with `count` micro-batches a step."""
     return replace(config, zero=replace(config.zero, gradient_accumulation_steps=count))
 
 
 @dataclass(frozen=True)
 class Price:
-    """A step with Muon, and with AdamW for every parameter.
+    """A step with Muon against the same step with AdamW for every parameter.
 
-    Newton-Schulz is done once a step, whatever the step computes: a step of more micro-batches pays the same.
-
-    Args:
-        tokens: of a rank and step; where ranks share a sequence, of these together.
-        fits: both, on the device.
-        seconds, adamw_seconds: of the step.
-        exposed_seconds, adamw_exposed_seconds: of it, compute waits.
+    Newton-Schulz runs once a step, so its price does not grow with the number of micro-batches.
     """
 
-    tokens: int
-    fits: bool
-    seconds: float
-    exposed_seconds: float
+    tokens: int  # of a rank and step; of all ranks that share a sequence together
+    fits: bool  # both steps fit the device
+    seconds: float  # of the step
+    exposed_seconds: float  # part of it in which the compute stream waits
     adamw_seconds: float
     adamw_exposed_seconds: float
 
     @property
     def share(self) -> float:
-        """What is added, as a fraction of AdamW's step."""
+        """The time that Muon adds, as a fraction of AdamW's step."""
         return self.seconds / self.adamw_seconds - 1
 
     @property
     def computed_share(self) -> float:
-        """The same of what is computed."""
+        """The part of `share` that is computed."""
         return self.share - self.exposed_share
 
     @property
     def exposed_share(self) -> float:
-        """The same of what is waited for; less than 0 where Newton-Schulz hides what AdamW waits for."""
+        """The part of `share` that is exposed; below 0 where Newton-Schulz hides communication that AdamW waits for."""
         return (self.exposed_seconds - self.adamw_exposed_seconds) / self.adamw_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds, tokens and shares."""
+        """Return seconds, tokens and shares."""
         return asdict(self) | {name: getattr(self, name) for name in ("share", "computed_share", "exposed_share")}
 
 
 def percent(share: float) -> str:
-    """A share as tables have it, with its sign; what rounds to nothing is not negative."""
+    """Format a share with its sign; a share that rounds to zero is not negative."""
     return f"{round(share, 3) or 0.0:+.1%}"
 
 
 def prices(
     traced: Callable[[int], Trace], target: Target, machine: Machine, *, rank: int, tokens: int, counts: Sequence[int]
 ) -> Iterator[Price]:
-    """Of steps of so many micro-batches each, in the order of ``counts``.
+    """Yield the price of a step for each number of micro-batches in `counts`, in order.
 
-    Up to three are played; each further one takes what the one in the midst of three does.
-
-    Args:
-        traced: a step of so many micro-batches: 1 is asked for where ``counts`` has it, and 3 where it has more.
-        target: the sharding; its micro-batches are replaced.
-        rank: that is played.
-        tokens: of a rank and micro-batch.
+    Steps of up to three micro-batches are simulated; each further one adds the time of the middle one of three.
+    `traced` maps 1 (if in `counts`) and 3 (if any is more) micro-batches to the trace; `target` is the sharding, whose
+    micro-batches are replaced; `rank` is simulated; `tokens` are those of a rank and micro-batch.
     """
     limit = machine.shared_by(target.world).memory_bytes
 
@@ -195,13 +179,13 @@ def prices(
     @cache
     def step(count: int, adamw: bool) -> Timeline:
         played = captured(1 if count == 1 else _SEVERAL, adamw)
-        if count == _SEVERAL - 1:  # without the one in the midst
-            each = len(traced(_SEVERAL).visits) // _SEVERAL
-            played = replace(played, graphs=(*played.graphs[:each], *played.graphs[2 * each :]))
+        if count == _SEVERAL - 1:  # drop the middle one
+            graphs_each = len(traced(_SEVERAL).visits) // _SEVERAL
+            played = replace(played, graphs=(*played.graphs[:graphs_each], *played.graphs[2 * graphs_each :]))
         return played.simulated(machine)
 
     def steps(count: int, adamw: bool) -> tuple[float, float]:
-        """Seconds, and of them exposed."""
+        """Return seconds of a step, and the exposed part of them."""
         played = step(min(count, _SEVERAL), adamw)
         seconds, exposed = played.seconds, sum(played.exposed.values())
         if more := max(0, count - _SEVERAL):

@@ -1,9 +1,9 @@
-"""The lowered graphs of one rank's training step, without the other ranks and without running them.
+"""Capture the lowered graphs of one rank's training step, without the other ranks and without running them.
 
-The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
-run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
-happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
-does beside the directions, the checks, the writes and the refresh, is called, and noted by :mod:`.recorder`.
+The model is sharded and compiled as in training, under a fake process group that sends nothing. In place of generated
+code a stand-in records the graph and returns zeros, so the code between graphs, and outside them in the model, runs as
+in training except for values. ``optimizer.step()`` itself is not called, since it communicates; its checks, writes and
+refresh are, and :mod:`.recorder` records them.
 """
 
 from __future__ import annotations
@@ -51,50 +51,40 @@ __all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard",
 
 @dataclass(frozen=True)
 class Captured:
-    """One rank's training step.
+    """One rank's training step as lowered graphs."""
 
-    Args:
-        graphs: in the order they run in.
-        groups: the process groups of their collectives, and the ranks in each.
-        ranks: of the job.
-        resident: bytes that are live all the time: "parameters" and "optimizer".
-        codegen: that graphs were made for.
-        states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
-            them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
-            and "momentum", "moment" and "master" are the most of each that one parameter has and that is provided at a
-            time; "momentum by rows" is so beside masters alone.
-        offload: how graphs were told to.
-        on_host: bytes of "parameters" that a GPU reads from host memory.
-    """
-
-    graphs: tuple[Played, ...]
-    groups: Mapping[Axis, tuple[int, ...]]
-    ranks: int
-    resident: Mapping[str, int]
-    codegen: str
+    graphs: tuple[Played, ...]  # in the order they run
+    groups: Mapping[Axis, tuple[int, ...]]  # ranks of each process group that a collective names
+    ranks: int  # of the job
+    resident: Mapping[str, int]  # bytes live all the time: "parameters" and "optimizer"
+    codegen: str  # that the graphs were lowered for
+    # Bytes that offload can move: "momenta", "moments" (all other per-element states), "masters" (weights that
+    # graphs read in a lower dtype). "rounded" stays on the device in place of offloaded masters. "momentum", "moment"
+    # and "master" are the most of each that one parameter has and that is provided at a time; "momentum by rows" is
+    # the same of momenta that are provided by rows unless masters are offloaded too.
     states: Mapping[str, int]
     offload: OffloadConfig | None = None
-    on_host: int = 0
+    on_host: int = 0  # bytes of "parameters" that a GPU reads from host memory
 
     def simulated(
         self, machine: Machine, *, others: Mapping[tuple[int, ...], Sequence[float]] | None = None
     ) -> Timeline:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
-        elsewhere = self.on_host if machine.device == "cuda" else 0
-        resident = {**self.resident, "parameters": self.resident["parameters"] - elsewhere}
+        host_bytes = self.on_host if machine.device == "cuda" else 0
+        resident = {**self.resident, "parameters": self.resident["parameters"] - host_bytes}
         how: dict[str, Any] = {"groups": self.groups, "ranks": self.ranks, "codegen": self.codegen, "others": others}
         play = partial(simulate, self.graphs, machine, resident=resident, **how)
         if self.offload is None:
             return play()
-        own = machine.shared_by(self.ranks)
+        device = machine.shared_by(self.ranks)
         transfers = OffloadTransfers(
             [move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())],
             buffers=self.offload.buffer_count,
-            host=own.host_bandwidth,
-            disk=(own.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0,
-            memory=own.host_memory_bandwidth,
+            host=device.host_bandwidth,
+            disk=(device.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0,
+            memory=device.host_memory_bandwidth,
         )
-        # What is under way at the end of a step is so when the next begins.
+        # The first simulation finds what is still in flight at the end of a step, as it is when the next one begins.
         transfers.next_step(play(transfers=transfers).seconds)
         return play(transfers=transfers)
 
@@ -110,23 +100,18 @@ def capture_step(
     axes: Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> Captured:
-    """The graphs that ``rank`` of ``world`` runs in one step: its micro-batches, the step's directions, the update.
+    """Return the graphs that `rank` of `world` runs in one step: micro-batches, late directions, the update.
 
-    Compiled code of this process is dropped (``torch.compiler.reset``), and its random numbers move on as far as the
-    factory draws them.
+    Drops the compiled code of this process (``torch.compiler.reset``) and advances its random state by what the factory
+    draws.
 
-    Args:
-        model_factory: makes the model, with values, on the meta device, or of fake tensors (:mod:`.models`), of which
-            nothing is given memory.
-        batch: arguments of ``model(...)``, by position or name; its result, or the sum of all floating tensors in it,
-            is the loss.
-        config: of the optimizer; its micro-batches are ``gradient_accumulation_steps``, 1 where unknown.
-        options: of torch.compile; "inductor" gives the graphs that Inductor gets.
-        axes: sizes of the axes of the mesh, in order: ``{"replicate": 2, "shard": 4}``; default: one, of all ranks.
-        backend: that the ranks will communicate by; default: "gloo" for models on CPUs.
-    Raises:
-        MuonZeroError: there is a process group already.
-        ConfigError, UnsupportedModelError: as :class:`MuonZero`.
+    `model_factory` makes the model with values, on the meta device, or of fake tensors (:mod:`.models`), which take no
+    memory. `batch`: arguments of ``model(...)``, by position or name; the sum of all floating tensors of the result is
+    the loss. `config` says how many micro-batches a step has, 1 where unknown. `options`: of torch.compile; "inductor"
+    gives the graphs that Inductor gets. `axes`: sizes of the mesh dimensions by name, in order; default: one, of all
+    ranks. `backend`: that the ranks communicate by; default: "gloo" for models on CPUs.
+
+    Raises a MuonZeroError if there is a process group already, else as :class:`MuonZero`.
     """
     config = Config() if config is None else config
     options = FrameOptions() if options is None else options
@@ -139,23 +124,23 @@ def capture_step(
 
 
 def shard(model: nn.Module, config: Config, *, axes: Mapping[str, int] | None, backend: str | None) -> MuonZero:
-    """Of ``model``, sharded in place over ranks of a :func:`simulated_job`; arguments as of :func:`capture_step`."""
+    """Return an optimizer of `model`, sharded in place over the ranks of a :func:`simulated_job`; see
+    :func:`capture_step`."""
     device = next(model.parameters()).device.type
     device = "cpu" if device == "meta" else device
     shape = {"shard": dist.get_world_size()} if axes is None else axes
-    given = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    mesh = Mesh.of(given)
+    device_mesh = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = Mesh.of(device_mesh)
     if mesh is not None:
         mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
-    return MuonZero.from_config(model, config, mesh=mesh or given)
+    return MuonZero.from_config(model, config, mesh=mesh or device_mesh)
 
 
 @contextmanager
 def simulated_job(world: int, rank: int) -> Iterator[None]:
-    """Inside this block this process is ``rank`` of ``world`` ranks, of which the others do not exist.
+    """Inside this block, be `rank` of `world` ranks, of which the others do not exist.
 
-    Raises:
-        MuonZeroError: there is a process group already.
+    Raises a MuonZeroError if there is a process group already.
     """
     if dist.is_initialized():
         raise MuonZeroError("a plan simulates a process group, and this process has one; make it ahead of that")
@@ -166,7 +151,7 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
 def run_micro_batches(
     optimizer: MuonZero, batch: Sequence[Any] | Mapping[str, Any], options: FrameOptions
 ) -> list[Visit]:
-    """Forward and backward as often as a step has them, none of whose graphs run; compiled code is dropped."""
+    """Trace forward and backward of every micro-batch of a step without running their graphs; drops compiled code."""
     model = optimizer.engine.model
     recorder = Recorder(fake_mode_of([sharded.local for sharded in optimizer.engine.params]))
     torch.compiler.reset()
@@ -174,8 +159,8 @@ def run_micro_batches(
         compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
         for _ in range(optimizer.config.zero.micro_batches):
             result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
-            made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
-            loss, *rest = filter(torch.is_floating_point, made)
+            outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+            loss, *rest = filter(torch.is_floating_point, outputs)
             sum((value.sum() for value in rest), loss.sum()).backward()
     finally:
         torch.compiler.reset()
@@ -189,12 +174,10 @@ def captured(
     ready: Collection[str],
     options: FrameOptions,
 ) -> Captured:
-    """A step of these forward and backward graphs, and of what comes behind them.
+    """Return the step of these forward and backward graphs, with the graphs of ``optimizer.step()`` behind them.
 
-    Args:
-        graphs: and of each, the name of the parameter by the position of its state among the inputs.
-        trained: the parameters that have a gradient.
-        ready: names of those whose directions the graphs make.
+    `graphs` come with the name of the parameter by the position of its state among the inputs; `trained` have a
+    gradient; `ready` are the names of those whose directions the graphs make.
     """
     number = {
         sharded.name: number for number, gather in enumerate(gathers(trained)) for sharded in gather.sharded_params
@@ -222,7 +205,7 @@ def captured(
 
 
 def _weight_bytes(sharded: ShardedParam) -> int:
-    """Of the shard, and of what is resident beside it; where dtypes agree the shard is a part of that."""
+    """Return the bytes of the shard and the resident weight; with one dtype, the shard is a view of the latter."""
     local, resident = sharded.local, sharded.resident
     if resident is None:
         return local.nbytes
@@ -230,34 +213,35 @@ def _weight_bytes(sharded: ShardedParam) -> int:
 
 
 def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, int]:
+    """Return the bytes that offload can move, see :attr:`Captured.states`."""
     kinds = ("momenta", "moments", "masters", "rounded", "momentum", "moment", "master", "momentum by rows")
-    found, by_rows = dict.fromkeys(kinds, 0), optimizer.config.muon.momentum_dtype is None
+    bytes_of, by_rows = dict.fromkeys(kinds, 0), optimizer.config.muon.momentum_dtype is None
     for sharded in trained:
-        own = Counter[str]()
+        param_bytes = Counter[str]()
         local, compute = sharded.local, decode_dtype(sharded.spec.compute_dtype)
         if compute.itemsize < local.dtype.itemsize:
-            own["master"] = local.nbytes
-            found["rounded"] += 0 if sharded.spec.layout.resident else local.numel() * compute.itemsize
+            param_bytes["master"] = local.nbytes
+            bytes_of["rounded"] += 0 if sharded.spec.layout.resident else local.numel() * compute.itemsize
         at_owner = {state.name for state in states_kept(sharded)}
         for slot, state in optimizer.state[sharded.param].items():
             if slot.startswith("momentum"):
-                own["momentum"] += local_tensor(state).nbytes
+                param_bytes["momentum"] += local_tensor(state).nbytes
             elif (state.shape == sharded.param.shape and state.ndim) or slot in at_owner:
-                own["moment"] += local_tensor(state).nbytes
+                param_bytes["moment"] += local_tensor(state).nbytes
         muon = sharded.spec.muon
         for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
-            found[all_of] += own[one]
-            if muon is not None and one != "momentum":  # of others all comes by rows
-                found[one] = max(found[one], own[one])
+            bytes_of[all_of] += param_bytes[one]
+            if muon is not None and one != "momentum":  # element methods get all states by rows
+                bytes_of[one] = max(bytes_of[one], param_bytes[one])
         if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.method)):
-            found["momentum by rows"] = max(found["momentum by rows"], own["momentum"])
+            bytes_of["momentum by rows"] = max(bytes_of["momentum by rows"], param_bytes["momentum"])
         else:
-            found["momentum"] = max(found["momentum"], own["momentum"])
-    return found
+            bytes_of["momentum"] = max(bytes_of["momentum"], param_bytes["momentum"])
+    return bytes_of
 
 
 def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:
-    """The nodes that wait for a refresh, and which they wait for."""
+    """Return the nodes that wait for a refresh, with the number of the gather that each waits for."""
     inputs = {node: i for i, node in enumerate(played.gm.graph.find_nodes(op="placeholder"))}
     waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
     names = {node: states.get(inputs[node.args[1]], "") for node in waits}
@@ -265,9 +249,9 @@ def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]
 
 
 def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:
-    """Of the parameters' axes, and of what the model sends itself."""
-    own = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
-    axes = {served.group: served for axis in own for served in map(axis.serving, Category)}
+    """Return the ranks of each process group, of the parameters' mesh dimensions and of the model's own collectives."""
+    mesh_dims = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
+    axes = {served.group: served for axis in mesh_dims for served in map(axis.serving, Category)}
     for played in graphs:
         for node, _ in collectives(played.gm):
             axes.setdefault(node.args[-1], axis_of_group(node.args[-1]))

@@ -1,4 +1,4 @@
-"""The charts of a plan, as SVG that goes into a page: no reference leaves it, and it has the page's text colour."""
+"""Draw the charts of a plan as self-contained SVG in the page's text colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["memory_chart", "price_chart", "time_chart", "timeline_chart"]
 
-#: of text and axes while it is drawn; becomes the page's colour
+#: placeholder colour of text and axes, replaced by the page's
 _INK = "#010203"
 _COLOURS = {
     "parameters": "#4c78a8", "optimizer": "#72b7b2", "gathered": "#9d755d", "activations": "#f58518",
@@ -26,21 +26,21 @@ _COLOURS = {
     "product": "#54a24b", "kernel": "#8cbf88", "copy": "#bab0ac", "host": "#79706e", "newton_schulz": "#eeca3b",
     "gather": "#9d755d", "reduce": "#e45756", "refresh": "#4c78a8", "checks": "#72b7b2", "model": "#ff9da6",
 }  # fmt: skip
-#: of a step: what is closer than this is drawn as one
+#: part of a step: intervals closer than this are drawn as one
 _FINEST = 1 / 1500
 
 
 def memory_chart(world: World) -> str:
-    """Bytes by category of each candidate, against the device's."""
+    """Bytes by category of each candidate, against the memory of the device."""
     unit, name_of_it = (2**30, "GiB") if max(f.peak_bytes for f in world.candidates) >= 2**30 else (2**20, "MiB")
     bars = [{name: nbytes / unit for name, nbytes in f.memory.items()} for f in world.candidates]
-    # Far above all bars it would only make them short.
+    # Models of a few MiB: a line at the device's memory would make the bars invisible.
     limit = world.candidates[0].limit_bytes / 2**30 if unit == 2**30 else None
     return _stacked(world.candidates, bars, f"{name_of_it}, where most are live", limit)
 
 
 def time_chart(world: World) -> str:
-    """Milliseconds of a step of each candidate: kernels, Newton-Schulz, and what is waited for."""
+    """Milliseconds of a step of each candidate: kernels, Newton-Schulz, and waits by cause."""
     bars = []
     for f in world.candidates:
         kernels = f.step_seconds - f.exposed_seconds - f.newton_schulz_seconds
@@ -51,7 +51,7 @@ def time_chart(world: World) -> str:
 
 
 def price_chart(worlds: Sequence[World]) -> str:
-    """Percent of AdamW's step that Muon adds, over tokens: a line for each number of ranks, dashed what is exposed."""
+    """Percent that Muon adds to AdamW's step, over tokens: a line for each number of ranks, its exposed part dashed."""
     axes = _axes(3.2)
     for number, world in enumerate(world for world in worlds if world.prices):
         tokens = [price.tokens for price in world.prices]
@@ -65,14 +65,14 @@ def price_chart(worlds: Sequence[World]) -> str:
 
 
 def timeline_chart(timeline: Timeline) -> str:
-    """What each stream does when."""
+    """The work of each stream over time."""
     merged = _merged(timeline)
     axes = _axes(0.45 * len(merged) + 1.3)
-    seen: dict[str, None] = {}
+    labelled: dict[str, None] = {}
     for row, (_, spans) in enumerate(merged):
         for category, bars in spans.items():
-            label = "" if category in seen else category.replace("_", " ")
-            seen[category] = None
+            label = "" if category in labelled else category.replace("_", " ")
+            labelled[category] = None
             colour = _COLOURS.get(category, _COLOURS["step"])
             axes.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in bars], (row - 0.4, 0.8), color=colour, label=label)
     axes.set_yticks(range(len(merged)), [name for name, _ in merged])
@@ -83,11 +83,11 @@ def timeline_chart(timeline: Timeline) -> str:
 
 
 def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
-    """Name of each stream, and by category from when to when it is at work, gaps too small to see filled."""
+    """Return the name of each stream and its busy intervals by category, with gaps too small to see closed."""
     streams: dict[str, list[Event]] = defaultdict(list)
     for event in timeline.events:
         streams[event.stream].append(event)
-    found = []
+    rows = []
     for stream in [COMPUTE, *(name for name in streams if name != COMPUTE)]:
         spans: dict[str, list[tuple[float, float]]] = {}
         for event in sorted(streams[stream], key=lambda event: event.start):
@@ -96,20 +96,15 @@ def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, f
                 bars[-1] = (bars[-1][0], max(bars[-1][1], event.end))
             else:
                 bars.append((event.start, event.end))
-        found.append((stream if stream == COMPUTE else ", ".join(sorted(spans)), spans))
-    return found
+        rows.append((stream if stream == COMPUTE else ", ".join(sorted(spans)), spans))
+    return rows
 
 
 def _stacked(
     candidates: Sequence[Figures], bars: Sequence[Mapping[str, float]], label: str, limit: float | None = None,
     marks: Sequence[float] = (),
 ) -> str:  # fmt: skip
-    """Horizontal bars of several parts, one for each candidate.
-
-    Args:
-        limit: a line across all.
-        marks: a tick for each.
-    """
+    """Draw a horizontal stacked bar for each candidate; `limit` is a line across all, `marks` has a tick for each."""
     axes = _axes(0.32 * len(bars) + 1.3)
     places = range(len(bars))
     begun = [0.0] * len(bars)
@@ -143,7 +138,7 @@ def _axes(height: float) -> Axes:
 
 
 def _svg(axes: Axes) -> str:
-    """As part of an HTML page: without prolog, metadata and namespaces, which HTML knows, and in the page's colour."""
+    """Return the SVG to embed in HTML: without prolog, metadata and namespaces, and in the page's colour."""
     import matplotlib
 
     handles, labels = axes.get_legend_handles_labels()
@@ -156,6 +151,6 @@ def _svg(axes: Axes) -> str:
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
-    for size in ("width", "height"):  # as wide as the page is
+    for size in ("width", "height"):  # the page's CSS sets the width
         svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     return svg.replace(_INK, "currentColor")

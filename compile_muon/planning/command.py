@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 
 def run(chosen: Namespace) -> int:
-    """Make the plan that the command line asks for, print it, and write the files; 2 if something given is wrong."""
+    """Make and print the plan that the command line asks for, and write its files; return 2 if an argument is wrong."""
     notes = Console(stderr=True, highlight=False)
     try:
         for option in ("html", "json", "trace"):
@@ -51,6 +51,7 @@ def run(chosen: Namespace) -> int:
 
 
 def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
+    """Check the command line and return its question."""
     for world in chosen.world:
         check_integer("--world", world, low=1)
     batch = Batch(chosen.tokens, chosen.tokens if chosen.sequence is None else chosen.sequence)
@@ -67,7 +68,7 @@ def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
 
 
 def traces(plan: Plan) -> dict[str, Any]:
-    """What Perfetto reads: a process for each number of ranks."""
+    """Return what Perfetto reads: one process for each number of ranks."""
     events: list[dict[str, Any]] = []
     for pid, (world, timeline) in enumerate(zip(plan.worlds, plan.timelines, strict=True)):
         name = f"{world.ranks} ranks, {world.candidates[world.shown].name} (simulated)"

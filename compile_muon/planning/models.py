@@ -1,7 +1,7 @@
-"""The model of a plan, by the name of a function or a Hugging Face config, built of fake tensors, without memory.
+"""Load the model of a plan, by the name of a function or a Hugging Face config, as fake tensors without memory.
 
-Fake tensors say that they are on the CPU. What is traced of them is what is traced of real ones; on the meta device
-attention would be traced as the products it consists of, with all its probabilities in memory.
+The fake tensors are on the CPU, so that their trace is that of real ones. On the meta device attention would be traced
+as the products it consists of, with all its probabilities in memory.
 """
 
 from __future__ import annotations
@@ -25,24 +25,20 @@ from compile_muon.errors import MuonZeroError, config_error
 
 __all__ = ["Batch", "Subject", "load_subject", "naming_model", "plan_module"]
 
-#: arguments of ``forward`` that get the tokens once more
+#: arguments of ``forward`` that get the tokens as targets
 _TARGETS = ("labels", "targets")
 _KINDS = "give module:function, a folder with a config.json of Transformers, or that file"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank computes at a time.
+    """The tokens that a rank computes at a time.
 
-    Args:
-        tokens: in all.
-        sequence: of them in one sequence.
-    Raises:
-        ConfigError: one of them is less than 1, or they are no whole number of sequences.
+    Raises a ConfigError if a number is below 1, or `tokens` is no multiple of `sequence`.
     """
 
-    tokens: int
-    sequence: int
+    tokens: int  # in all sequences
+    sequence: int  # tokens of one sequence
 
     def __post_init__(self) -> None:
         for field, value in (("--tokens", self.tokens), ("--sequence", self.sequence)):
@@ -55,24 +51,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that can be built as often as needed.
+    """A model that can be built as often as needed."""
 
-    Args:
-        name: as given.
-        build: a new one, of fake tensors.
-        batch: arguments of its forward by name, fake too.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    batch: Mapping[str, Any]
+    name: str  # as given
+    build: Callable[[], nn.Module]  # returns a new model of fake tensors
+    batch: Mapping[str, Any]  # arguments of its forward by name, fake too
 
 
 def load_subject(name: str, batch: Batch) -> Subject:
-    """The model that users call ``name``.
+    """Load the model that users call `name`.
 
-    Raises:
-        ConfigError: there is none, it cannot be built without values, or its forward takes no tokens.
+    Raises a ConfigError if there is none, it cannot be built without values, or its forward takes no tokens.
     """
     function = _of_transformers(name, batch) if Path(name).exists() else _imported(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,12 +83,9 @@ def load_subject(name: str, batch: Batch) -> Subject:
 
 @contextmanager
 def naming_model(name: str, done: str, remedy: str) -> Iterator[None]:
-    """Whatever the model's code raises in this block becomes an error of one line that names the model.
+    """Turn any error of the model's code inside this block into a one-line ConfigError that names the model.
 
-    Args:
-        done: what the block does with the model.
-    Raises:
-        ConfigError: with the type of what was raised, and the first line of what it says.
+    `done` says what the block does with the model.
     """
     try:
         yield
@@ -111,11 +97,7 @@ def naming_model(name: str, done: str, remedy: str) -> Iterator[None]:
 
 
 def plan_module(name: str, field: str, value: str) -> ModuleType:
-    """A module of the extra ``plan``, for what ``field`` asks for.
-
-    Raises:
-        ConfigError: it is not there, with what to install.
-    """
+    """Import a module of the extra ``plan``; a ConfigError on `field` says what to install if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -124,12 +106,12 @@ def plan_module(name: str, field: str, value: str) -> ModuleType:
 
 
 def _arguments(name: str, model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
-    """The first argument of ``forward`` gets the tokens, and so do targets; Transformers gets no cache."""
+    """Pass the tokens as the first argument of ``forward`` and as targets; Transformers models get no cache."""
     named = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if not named:
         raise config_error("MODEL", name, "has a forward without arguments", "let it take tokens [batch, sequence]")
-    found: dict[str, Any] = {argument: tokens for argument in (named[0], *(a for a in named if a in _TARGETS))}
-    return found | ({"use_cache": False} if "use_cache" in named else {})
+    arguments: dict[str, Any] = {argument: tokens for argument in (named[0], *(a for a in named if a in _TARGETS))}
+    return arguments | ({"use_cache": False} if "use_cache" in named else {})
 
 
 def _imported(name: str) -> Callable[[], nn.Module]:
@@ -137,10 +119,10 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     if not module or not function:
         raise config_error("MODEL", name, "is neither a function nor a file", _KINDS)
     with naming_model(name, "imported", "check the name, and that its folder is on PYTHONPATH"):
-        found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
+        factory = getattr(importlib.import_module(module), function, None)
+    if not callable(factory):
         raise config_error("MODEL", name, f"{module} has no function of that name", "give one that returns the model")
-    return found
+    return factory
 
 
 def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
@@ -155,14 +137,14 @@ def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Parameters and buffers on the meta device as fake ones on the CPU; what is tied stays tied."""
-    known: dict[torch.Tensor, torch.Tensor] = {}
+    """Replace parameters and buffers on the meta device by fake ones on the CPU; tied ones stay tied."""
+    replacements: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
         for tensors in tables:
             for name, value in tensors.items():
                 if value is not None and value.device.type == "meta":
-                    made = torch.empty_like(value, device="cpu")
+                    fake = torch.empty_like(value, device="cpu")
                     if isinstance(value, nn.Parameter):
-                        made = nn.Parameter(made, requires_grad=value.requires_grad)
-                    tensors[name] = known.setdefault(value, made)
+                        fake = nn.Parameter(fake, requires_grad=value.requires_grad)
+                    tensors[name] = replacements.setdefault(value, fake)

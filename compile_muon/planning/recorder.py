@@ -1,4 +1,4 @@
-"""Stands in for what would run: notes the graphs that generated code is of, and the operations of all other code."""
+"""Record the graphs in place of generated code, and the operations of all other code."""
 
 from __future__ import annotations
 
@@ -33,32 +33,20 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of a graph.
+    """One run of a graph."""
 
-    Args:
-        played: it, lowered.
-        source: it ahead of that.
-        ctx: what it was lowered with.
-        states: name of the parameter by the position of its state tensor among the inputs.
-    """
-
-    played: Played
-    source: GraphModule
-    ctx: PassContext
-    states: Mapping[int, str]
+    played: Played  # the lowered graph
+    source: GraphModule  # the graph ahead of lowering
+    ctx: PassContext  # that it was lowered with
+    states: Mapping[int, str]  # position of a state tensor among the inputs -> name of its parameter
 
 
 @dataclass
 class Recorder:
-    """A :data:`~compile_muon.engine.frame.Lowering` that compiles nothing.
+    """A :data:`~compile_muon.engine.frame.Lowering` that records graphs and returns zeros."""
 
-    Args:
-        tensors: a context in which results are made: that of a fake mode makes fake ones.
-        visits: in the order they ran in.
-    """
-
-    tensors: AbstractContextManager[Any]
-    visits: list[Visit] = field(default_factory=list)
+    tensors: AbstractContextManager[Any]  # context in which results are allocated: a fake mode makes fake ones
+    visits: list[Visit] = field(default_factory=list)  # in the order they ran
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], ctx: PassContext) -> Lowered:
         source = copy.deepcopy(gm)
@@ -72,10 +60,10 @@ class Recorder:
                 i: sharded.name for i, value in enumerate(args) if (sharded := sharded_param_of(value)) is not None
             }
             self.visits.append(Visit(played, source, ctx, states))
-            given = dict(zip(placeholders, args, strict=True))
+            value_of = dict(zip(placeholders, args, strict=True))
             args.clear()
             with self.tensors:
-                return [given[n] if n in given else _zeros(n) for n in outputs]
+                return [value_of[n] if n in value_of else _zeros(n) for n in outputs]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run, traffic
@@ -87,37 +75,34 @@ def _zeros(output: Any) -> Any:
     value = output.meta["val"]
     if isinstance(value, Tensor):
         sizes, strides = map(expected_size, value.shape), map(expected_size, value.stride())
-        made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
-        return made.zero_()
+        zeros = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
+        return zeros.zero_()
     return expected_size(value)
 
 
 class EagerGraph(TorchDispatchMode):
-    """Inside of it every operation runs, and becomes a node of a graph; what was there before becomes an input.
+    """A dispatch mode that runs every operation and records it as a node; tensors from outside become inputs.
 
-    What runs while :attr:`elsewhere` is set is none of it: another device does that.
-
-    Collectives of :mod:`torch.distributed` become the functional ones that passes and simulator know. One that is
-    awaited at once is followed by its wait; of the others :meth:`wait` says where that is.
+    Operations while :attr:`elsewhere` is set are not recorded: another device runs them. Collectives of
+    :mod:`torch.distributed` become the functional ones that passes and simulator know: a synchronous one is followed by
+    its wait, for an asynchronous one :meth:`wait` records where it is awaited.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._graph = Graph()
-        #: by the id of what each results in, which its meta keeps: no other tensor gets the same id
+        #: id of a tensor -> node; the node's meta keeps the tensor alive, so that no other gets its id
         self._nodes: dict[int, Node] = {}
         self._work: Work | None = None
-        #: of offloaded state, ahead of each node
+        #: moves of offloaded state ahead of each node
         self.moves: dict[Node, Moves] = {}
         self._pending: Moves = ()
         self.elsewhere = False
 
     def played(self, name: str, returned: Sequence[Tensor] = (), **part: Any) -> Played:
-        """The graph, as a part of a step.
+        """Return the graph as a part of a step; `part` are fields of :class:`Played`.
 
-        Args:
-            returned: of its tensors, those that others read afterwards.
-            part: what :class:`Played` says of it.
+        `returned` are its tensors that other graphs read.
         """
         self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
         gm = GraphModule(nn.Module(), self._graph)
@@ -125,7 +110,7 @@ class EagerGraph(TorchDispatchMode):
 
     @contextmanager
     def noting(self, work: Work) -> Iterator[None]:
-        """Nodes that are made inside of it belong to ``work``."""
+        """Mark nodes recorded in this block as part of `work`."""
         before, self._work = self._work, work
         try:
             yield
@@ -133,18 +118,18 @@ class EagerGraph(TorchDispatchMode):
             self._work = before
 
     def move(self, moves: Moves) -> None:
-        """Of offloaded state, ahead of what comes next."""
+        """Record moves of offloaded state ahead of the next node."""
         self._pending = (*self._pending, *moves)
 
     def wait(self, tensor: Tensor) -> None:
-        """Whatever is under way into ``tensor`` is awaited here."""
+        """Record a wait for the collective under way into `tensor`."""
         self._add(_functional.wait_tensor.default, (self._node(tensor),), {}, tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does to its shard comes here again
+            return NotImplemented  # DTensor dispatches to its shard, which comes here again
         results = func(*args, **(kwargs or {}))
         if self.elsewhere:
             return results
@@ -152,7 +137,9 @@ class EagerGraph(TorchDispatchMode):
             self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":
             args, kwargs = tree_map_only(Tensor, self._node, (args, kwargs or {}))
-            kwargs = tree_map_only(torch.Generator, lambda _: None, kwargs)  # no text says one, and nobody draws
+            kwargs = tree_map_only(
+                torch.Generator, lambda _: None, kwargs
+            )  # a graph cannot hold one, and no value is drawn
             self._add(func, args, kwargs, results)
         return results
 
@@ -195,7 +182,7 @@ class EagerGraph(TorchDispatchMode):
 
     def _node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self._nodes:
-            with self._graph.inserting_after():  # the beginning
+            with self._graph.inserting_after():  # at the beginning of the graph
                 node = self._graph.placeholder(f"input_{len(self._nodes)}")
             node.meta["val"] = tensor
             self._nodes[id(tensor)] = node

@@ -1,4 +1,4 @@
-"""A plan for the terminal, and as one page that needs nothing else: the same tables, and charts on the page."""
+"""Render a plan for the terminal, and as one self-contained HTML page with the same tables and charts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compile_muon.planning.plan import Figures, Plan, World, mesh_text, size
 
 __all__ = ["page", "price_text", "report", "rows"]
 
-#: title of a column, and its text
+#: title of each column, and its cell text
 _COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("stage", lambda f: f"{f.stage}{' *' * f.asked}"),
     ("mesh", lambda f: mesh_text(f.mesh)),
@@ -35,13 +35,13 @@ _COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("of it computed", lambda f: f"{(f.price_seconds - f.price_exposed_seconds) * 1e3:+,.1f} ms"),
     ("of it exposed", lambda f: f"{f.price_exposed_seconds * 1e3:+,.1f} ms"),
 )
-#: of these, columns of words, which are as wide as it suits the page
+#: columns of words: left-aligned, and wrapped on the page
 _WORDS = ("mesh", "of them", "GB sent")
 _LEGEND = (
     "* what the config says. ! does not fit. GB sent: by a rank, per axis. NS: Newton-Schulz, of the step. owners: the "
     "most that one orthogonalizes, over the mean. over AdamW: what the step takes more than with AdamW alone."
 )
-#: title of the table of prices
+#: title of the price table
 _PRICE = "What Muon adds to AdamW's step, by tokens of a rank and step (simulated); in brackets what it adds to waits"
 
 _PAGE = Template("""<!DOCTYPE html>
@@ -83,18 +83,14 @@ $sections
 
 @dataclass(frozen=True)
 class _Grid:
-    """A table.
-
-    Args:
-        lines: cells, and what they are: "choice", "unfit" or nothing.
-    """
+    """A table of a plan."""
 
     title: str
     titles: Sequence[str]
-    lines: Sequence[tuple[str, Sequence[str]]]
+    lines: Sequence[tuple[str, Sequence[str]]]  # class of the row ("choice", "unfit" or ""), and its cells
 
     def text(self) -> Table:
-        """For the terminal."""
+        """Return the table for the terminal."""
         table = Table(title=self.title, title_justify="left")
         for title in self.titles:
             table.add_column(title, justify="left" if title in _WORDS else "right")
@@ -103,28 +99,28 @@ class _Grid:
         return table
 
     def html(self) -> str:
-        """For the page."""
+        """Return the table as HTML."""
         lines = [("", "th", self.titles), *((kind, "td", cells) for kind, cells in self.lines)]
         return f'<div class="scroll"><table>\n{"".join(self._line(*line) for line in lines)}</table></div>'
 
     def _line(self, kind: str, tag: str, cells: Sequence[str]) -> str:
-        kinds = ["words" if title in _WORDS else "" for title in self.titles]
-        texts = [f'<{tag} class="{of}">{escape(cell)}</{tag}>' for of, cell in zip(kinds, cells, strict=True)]
+        css_classes = ["words" if title in _WORDS else "" for title in self.titles]
+        texts = [f'<{tag} class="{css}">{escape(cell)}</{tag}>' for css, cell in zip(css_classes, cells, strict=True)]
         return f'<tr class="{kind}">{"".join(texts)}</tr>\n'
 
 
 def rows(world: World) -> list[list[str]]:
-    """The text of every cell."""
+    """Return the cells of each candidate, as text."""
     return [[text(figures) for _, text in _COLUMNS] for figures in world.candidates]
 
 
 def price_text(price: Price) -> str:
-    """A cell of the table of prices."""
+    """Return a cell of the price table: share of AdamW's step, its exposed part in brackets, "!" if it does not fit."""
     return f"{price.share:+.1%} ({percent(price.exposed_share)})" + " !" * (not price.fits)
 
 
 def report(plan: Plan) -> RenderableType:
-    """All of a plan, for the terminal."""
+    """Return the whole plan for the terminal."""
     parts: list[RenderableType] = [Text(_headline(plan))]
     for world in plan.worlds:
         warnings = [Text(f"  {warning}", style="yellow") for warning in world.candidates[world.shown].warnings]
@@ -135,7 +131,7 @@ def report(plan: Plan) -> RenderableType:
 
 
 def page(plan: Plan) -> str:
-    """The page, with the numbers of ``--json`` inside."""
+    """Return the plan as an HTML page, which also embeds the numbers of ``--json``."""
     sections = []
     for world, timeline in zip(plan.worlds, plan.timelines, strict=True):
         shown = world.candidates[world.shown]
@@ -155,12 +151,13 @@ def page(plan: Plan) -> str:
         headline=escape(_headline(plan)),
         legend=escape(_LEGEND),
         sections="\n".join("\n".join(["<section>", f"<h2>{h}</h2>", *parts, "</section>"]) for h, parts in sections),
+        # "</script>" in a name would end the element.
         numbers=json.dumps(plan.to_json()).replace("<", "\\u003c"),
     )
 
 
 def _headline(plan: Plan) -> str:
-    """What was asked."""
+    """Say in one line which model, batch and machine the plan is for."""
     micro = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     count = plan.parameters
     parameters = f"{count / 1e9:,.2f} G" if count >= 1e9 else f"{count / 1e6:,.1f} M"
@@ -177,7 +174,7 @@ def _candidates(world: World) -> _Grid:
 
 
 def _prices(plan: Plan) -> _Grid | None:
-    """A line for each number of ranks; None where no prices were asked for."""
+    """Return the price table, a line for each number of ranks; None where no prices were asked for."""
     priced = [world for world in plan.worlds if world.prices]
     if not priced:
         return None

@@ -1,5 +1,5 @@
-"""The graphs of ``optimizer.step()``: made of the functions that it calls, but for those that ask other ranks; and
-which buckets of offloaded state the graphs of a step ask for, and where."""
+"""Record the graphs of ``optimizer.step()`` by calling its functions, except those that communicate; and note where
+these graphs, forward and backward open and close buckets of offloaded state."""
 
 from __future__ import annotations
 
@@ -47,14 +47,11 @@ __all__ = ["fetches", "step_graphs"]
 def step_graphs(
     optimizer: MuonZero, trained: Sequence[ShardedParam], ready: Collection[str], options: FrameOptions
 ) -> list[Played]:
-    """The checks, directions that backward has not made, the writes, and the refresh.
+    """Return the graphs of a step: checks, the directions that backward did not make, the writes, the refresh.
 
-    Args:
-        trained: the parameters that have a gradient.
-        ready: names of those whose directions backward has made.
-        options: of torch.compile.
+    `trained` are the parameters with a gradient, `ready` the names of those whose directions backward has made.
     """
-    # Of methods with several graphs an ordinary one: not the first step, which may begin something.
+    # Methods with several graphs: take that of an ordinary step, not the first one, which may initialize state.
     optimizer.engine.step.count_step(2)
     optimizer.engine.step.sync_momentum()
     with fake_mode_of([sharded.local for sharded in trained]):
@@ -67,7 +64,7 @@ def step_graphs(
             for sharded in muon
         }
         checks, first = _first_checks(optimizer, {name: directions[name] for name in ready})
-        found = [first]
+        graphs = [first]
         late = [sharded for sharded in muon if sharded.name not in ready]
         projected: dict[str, Projected] = {}
         if late:
@@ -76,39 +73,40 @@ def step_graphs(
                 projected = project(optimizer.engine.step, late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
-                found.append(graph.played("projection", [each.gradient for each in projected.values()]))
+                graphs.append(graph.played("projection", [each.gradient for each in projected.values()]))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))
-            kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
-            StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)
-            found += [
+            owner_states = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
+            StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], owner_states, options)
+            graphs += [
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
                 for v in step.visits
             ]
-            found.append(_late_checks(checks, late, [directions[sharded.name] for sharded in late]))
+            graphs.append(_late_checks(checks, late, [directions[sharded.name] for sharded in late]))
         for sharded in trained:
             state = optimizer.state[sharded.param]
             for slot, value in state.items():
-                if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
+                if not value.ndim:  # a step count that the method reads as a number: a fake tensor has no value
                     state[slot] = torch.tensor(0.0)
-        made = Directions(directions, projected=projected)
+        step_directions = Directions(directions, projected=projected)
         with EagerGraph() as graph, _noting_moves(optimizer, graph):
-            commit(optimizer.engine.step, made, {})
-        found.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
+            commit(optimizer.engine.step, step_directions, {})
+        graphs.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
         recorded = options.cuda_graphs and Recorded().left_out(optimizer.engine.step) is None
-        return [replace(played, replayed=recorded) for played in (*found, _refresh(trained))]
+        return [replace(played, replayed=recorded) for played in (*graphs, _refresh(trained))]
 
 
 def _fused(optimizer: MuonZero) -> bool:
-    """Whether GPUs write with one kernel: AdamW's, and Muon's of momenta and weights."""
+    """Return whether GPUs write with one kernel: AdamW's, and Muon's of momenta and weights."""
     groups = optimizer.param_groups
     methods = {optimizer.engine.step.method(group) for group in groups}
     return methods <= {MUON, ADAMW} and not any(group.get("cautious_decay") for group in groups)
 
 
 def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, Played]:
+    """Record the checks ahead of the first write; `ready` maps names to directions that backward made."""
     sharded_params = [sharded for sharded in optimizer.engine.params if sharded.name in ready]
     rows = fingerprint([sharded.local_grad for sharded in sharded_params]) if ready else ()
-    made = {
+    speculations = {
         sharded.name: Speculation(ready[sharded.name], row, edits_of(sharded.momentum_buffer), sharded.rates)
         for sharded, row in zip(sharded_params, rows, strict=True)
     }
@@ -116,14 +114,14 @@ def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepCh
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
         rates = steps.rates()
         agreed = agreement(steps, rates) if steps.compares else None
-        checks = told(steps, agreed, rates, made)
-        asked(steps, checks, agreed, made)
+        checks = told(steps, agreed, rates, speculations)
+        asked(steps, checks, agreed, speculations)
         checks.reduce()
     return checks, graph.played("checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
 def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
-    """What a step asks of the directions that it has made itself."""
+    """Record the finiteness check of directions that the step itself makes."""
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 1)):
         wrong = directions_not_finite([sharded.spec for sharded in late], directions)
         checks.add("direction", [sharded.name for sharded in late], wrong)
@@ -132,7 +130,7 @@ def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: S
 
 
 def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
-    """What a step gathers, and behind all that, how each gather is finished by whoever reads a weight."""
+    """Record the gathers that a step starts, then how the next forward waits for and finishes each."""
     under_way = []
     with EagerGraph() as graph:
         for number, gather in enumerate(gathers(sharded_params)):
@@ -149,51 +147,55 @@ def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
 
 
 def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> dict[Node, Moves]:
-    """The moves of the momenta that this graph fetches.
+    """Return the bucket moves ahead of each node that fetches a momentum.
 
-    Args:
-        states: name of the parameter by the position of its state among the inputs.
+    `states` maps the position of a state tensor among the inputs to the name of its parameter.
     """
     provider = optimizer.engine.state_provider
     if not isinstance(provider, OffloadedStates):
         return {}
-    done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
+    closing = Move.CLOSE if _writes(optimizer) else Move.LEAVE
     sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    found: dict[Node, Moves] = {}
+    moves_by_node: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         sharded = sharded_params[states[inputs[node.args[0]]]]
         if moves := [
-            move for bucket in provider.layout.fetched(sharded.name) for move in ((Move.OPEN, bucket), (done, bucket))
+            move
+            for bucket in provider.layout.fetched(sharded.name)
+            for move in ((Move.OPEN, bucket), (closing, bucket))
         ]:
-            found[node] = moves
-    return found
+            moves_by_node[node] = moves
+    return moves_by_node
 
 
 @contextmanager
 def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
-    """What the commit in this block is provided with is noted in ``graph``."""
+    """Inside this block, record in `graph` the buckets that the state provider opens and closes."""
     steps = optimizer.engine.step
     provider = steps.state_provider
     if isinstance(provider, OffloadedStates):
-        # Where the device decides whether to write, no momentum has been moved for good.
-        written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        graded = [sharded for sharded in steps.muon if written and sharded.param.grad is not None]
-        fetched = frozenset(sharded for sharded in graded if provider.layout.fetched(sharded.name))
+        # Where found_inf is only known on the device, a momentum written at its fetch may yet be rolled back.
+        written_at_fetch = _writes(optimizer) and not optimizer.engine.ledger.checks_later
+        muon_with_grad = [sharded for sharded in steps.muon if written_at_fetch and sharded.param.grad is not None]
+        fetched = frozenset(sharded for sharded in muon_with_grad if provider.layout.fetched(sharded.name))
         steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
     yield
     steps.state_provider = provider
 
 
 def _writes(optimizer: MuonZero) -> bool:
-    """Whether a momentum is written when it is fetched."""
+    """Return whether fetching a momentum also writes it back, as NVMe offload does."""
     offload = optimizer.config.zero.offload
     return offload is not None and offload.device == "nvme"
 
 
 def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
-    """Gradients come, with weights that have no master there, and weights go back. AdamW reads four numbers of each
-    element and writes three of them; what is rounded is read and written once more."""
+    """Return the bytes of a step that the host computes.
+
+    Gradients go to the host, with the weights that have no master there; weights come back. AdamW reads four numbers of
+    each element and writes three; a tensor in a lower dtype is read or written once more to convert it.
+    """
     to_host = to_device = streamed = 0
     for sharded in sharded_params:
         numel, wide = sharded.local.numel(), decode_dtype(sharded.spec.state_dtype).itemsize
@@ -206,32 +208,27 @@ def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
 
 @dataclass(eq=False)
 class _Noted:
-    """Provides what ``provider`` does to a commit that ``graph`` records.
-
-    Args:
-        fetched: whose momentum was written when it was fetched.
-        on_disk: whether states are in a file.
-    """
+    """A state provider that forwards to `provider` and records the moves of buckets in `graph`."""
 
     provider: OffloadedStates
     graph: EagerGraph
-    fetched: frozenset[ShardedParam]
-    on_disk: bool
+    fetched: frozenset[ShardedParam]  # parameters whose momentum was already written back when it was fetched
+    on_disk: bool  # states are in a file
 
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
-        for own, states in self.provider.provide(sharded_params, what, step):
+        for bucket_params, states in self.provider.provide(sharded_params, what, step):
             buckets, read_only = self.provider.provided
             computed: Moves = ()
-            # Until the next are provided: what the host writes is looked at and sent back there, which COMPUTE has.
+            # Until the next bucket: the time of reads, writes and copies on the host is in the COMPUTE move.
             self.graph.elsewhere = any(bucket in self.provider.layout.on_host for bucket in buckets)
             if self.graph.elsewhere:
-                # States of a file cross no link, and count as if they did.
-                buckets, computed = buckets if self.on_disk else [], [(Move.COMPUTE, _on_host(own))]
+                # States in a file go to host memory only; they count as if they crossed the link to the device.
+                buckets, computed = buckets if self.on_disk else [], [(Move.COMPUTE, _on_host(bucket_params))]
             self.graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
-            yield own, states
+            yield bucket_params, states
             self.graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
         self.graph.elsewhere = False
 

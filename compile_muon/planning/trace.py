@@ -1,10 +1,11 @@
-"""One trace of a model, of which the graphs of every stage, mesh and algorithm are made without tracing it again.
+"""Trace a model once; every stage, mesh and algorithm is lowered from that one trace.
 
-Tracing is most of what a capture takes, and what it makes hardly depends on the ranks: a parameter stands in the graphs
-as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
-a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
-its shards into the inputs, and the lowering passes lower that. The result is what :func:`~.capture.capture_step` finds.
-Only how many ranks share a sequence is in all shapes of a graph, so that there is a trace for each such number.
+Tracing takes most of the time of a capture, and its result hardly depends on the ranks: a parameter stands in the
+graphs as a shard, a state and the specs of its markers. So the model is traced sharded over two ranks at stage 1, where
+a marker has every input that any stage has. Then the specs of another sharding replace those of the markers, the shapes
+of its shards those of the inputs, and the lowering passes run. The result equals that of
+:func:`~.capture.capture_step`. The number of ranks that share a sequence is part of every shape in a graph, so each
+such number needs its own trace.
 """
 
 from __future__ import annotations
@@ -40,43 +41,30 @@ __all__ = ["Target", "Trace", "trace_step", "with_sharing"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a step is captured for.
+    """The sharding that a trace is lowered for."""
 
-    Args:
-        world: ranks.
-        config: as it was traced with, but for stage, mesh and algorithm; as many ranks share a sequence.
-        axes: sizes of the axes of the mesh, as of :func:`~.capture.capture_step`.
-        backend: that the ranks communicate by.
-    """
-
-    world: int
+    world: int  # ranks of the job
+    # differs from the traced one in stage, mesh and algorithm only; the same number of ranks share a sequence
     config: Config
-    axes: Mapping[str, int]
-    backend: str
+    axes: Mapping[str, int]  # sizes of mesh dimensions, as for :func:`~.capture.capture_step`
+    backend: str  # that the ranks communicate by
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The graphs of a step ahead of lowering; made by :func:`trace_step`.
-
-    Args:
-        model_factory, batch: as given.
-        options: of torch.compile.
-        visits: of forward and backward graphs.
-        trained: names of the parameters that get a gradient.
-        group: of the ranks that share a sequence, by the name that it has in these graphs; "" where none do.
-    """
+    """The graphs of a step ahead of lowering, and how to build the model again; made by :func:`trace_step`."""
 
     model_factory: Callable[[], nn.Module]
     batch: Sequence[Any] | Mapping[str, Any]
     options: FrameOptions
-    visits: tuple[Visit, ...]
-    trained: frozenset[str]
-    group: str = ""
+    visits: tuple[Visit, ...]  # forward and backward graphs, in order
+    trained: frozenset[str]  # names of the parameters that get a gradient
+    group: str = ""  # process group that shares a sequence, as these graphs name it; "" where none does
 
     def captured(self, target: Target, *, rank: int = 0) -> Captured:
-        """The step of one rank."""
-        if target.config.zero.stage == 3 and not self.options.reshard_after_forward:  # partitioned otherwise
+        """Return the step of one rank under the sharding of `target`."""
+        # Without reshard_after_forward the partitioner saves other values, so the trace does not serve.
+        if target.config.zero.stage == 3 and not self.options.reshard_after_forward:
             return capture_step(
                 self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
                 options=self.options, axes=target.axes, backend=target.backend,
@@ -84,14 +72,14 @@ class Trace:
         with simulated_job(target.world, rank):
             optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {sharded.name: sharded for sharded in optimizer.engine.params}
-            known: dict[tuple[int, BackwardRequest | None], Played] = {}
+            lowered_graphs: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
             for visit in self.visits:
                 request = _request(visit, named)
                 key = (id(visit.source), request)
-                if key not in known:
-                    known[key] = self._lowered(visit, request, named, optimizer)
-                graphs.append((known[key], visit.states))
+                if key not in lowered_graphs:
+                    lowered_graphs[key] = self._lowered(visit, request, named, optimizer)
+                graphs.append((lowered_graphs[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
             trained = [sharded for sharded in named.values() if sharded.name in self.trained]
             return captured(optimizer, graphs, trained, ready, self.options)
@@ -99,7 +87,7 @@ class Trace:
     def _lowered(
         self, visit: Visit, request: BackwardRequest | None, named: Mapping[str, ShardedParam], optimizer: MuonZero
     ) -> Played:
-        """The graph of ``visit`` for the shards and specs of these parameters, and process groups of other names."""
+        """Lower a copy of the graph of `visit` with the shard shapes, specs and process groups of `optimizer`."""
         gm = copy.deepcopy(visit.source)
         groups = {self.group: _sharing(optimizer)}
         for node, _ in collectives(gm):  # what the model itself sends
@@ -125,36 +113,36 @@ class Trace:
             return Played.of(run_passes(gm, LOWERING_PASSES, ctx), ctx)
 
     def owner_work(self, target: Target) -> list[float]:
-        """Nanoseconds of Newton-Schulz that each rank has in a step, by formula."""
+        """Return the nanoseconds of Newton-Schulz that each rank computes in a step, by formula."""
         return [sum(of_rank) for of_rank in zip(*self.bucket_work(target), strict=True)] or [0.0] * target.world
 
     def bucket_work(self, target: Target) -> list[list[float]]:
-        """The same of each exchange: of each rank, in the order of the ranks."""
+        """Return these nanoseconds for each exchange, by rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
             ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend).engine.ledger
             late = {a.name: a for a in ledger.sharded_params if a.name in self.trained and a.spec.muon is not None}
             named, graphs = {sharded.name: sharded for sharded in ledger.sharded_params}, []
             for visit in self.visits:
-                chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
-                graphs.append([named[name].spec for name in chosen])
-                late = {name: sharded for name, sharded in late.items() if name not in chosen}
+                speculated = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
+                graphs.append([named[name].spec for name in speculated])
+                late = {name: sharded for name, sharded in late.items() if name not in speculated}
             graphs.append([sharded.spec for sharded in late.values()])
             return [work for specs in graphs for work in self._work(specs, target.world, ledger.costs)]
 
     def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> Iterator[list[float]]:
-        """What each rank does of the directions that one graph makes, exchange by exchange."""
+        """Yield each rank's work of each bucket of the directions that one graph makes."""
         buckets = bucket_matrices(specs, costs, self.options.bucket_bytes)
         owners = by_parameter(specs, assign_owners(specs, costs, buckets))
         for bucket in buckets:
             work = [0.0] * world
             for share, owner in (pair for i in bucket for pair in zip(shares(specs[i]), owners[i], strict=True)):
                 muon = share.spec.muon_settings
-                done = owned_work(muon, costs, share.matrices)
+                nanoseconds = owned_work(muon, costs, share.matrices)
                 if muon.exchange == "owner":
                     for rank in share.spec.layout.owner_ranks(owner):
-                        work[rank] += done
+                        work[rank] += nanoseconds
                 else:
-                    work = [one + done / world for one in work]
+                    work = [one + nanoseconds / world for one in work]
             yield work
 
 
@@ -166,13 +154,12 @@ def trace_step(
     *,
     sharing: int = 1,
 ) -> Trace:
-    """Trace the micro-batches of a step; arguments as of :func:`~.capture.capture_step`.
+    """Trace the micro-batches of a step; arguments as for :func:`~.capture.capture_step`.
 
-    Args:
-        model_factory: called again for every sharding.
-        sharing: ranks that share a sequence.
+    `model_factory` is called again for every sharding; `sharing` ranks share a sequence.
     """
     options = FrameOptions() if options is None else options
+    # Stage 1: here an unshard marker has the resident weight as an input, which other stages leave out.
     zero = replace(config.zero, stage=1, shard_state_over="shard", offload=None, offload_param=None)
     config = with_sharing(replace(config, zero=zero, mesh=None), sharing)
     axes = {"shard": 2, "sequence": sharing} if sharing > 1 else {"shard": 2}
@@ -184,19 +171,19 @@ def trace_step(
 
 
 def with_sharing(config: Config, ranks: int) -> Config:
-    """``config`` with so many ranks to a sequence, which compare nothing."""
+    """Return `config` with `ranks` ranks a sequence and without the check that compares them."""
     shared = replace(config.sequence_parallel, size=ranks, check=False) if ranks > 1 else SequenceParallelConfig()
     return replace(config, sequence_parallel=shared)
 
 
 def _sharing(optimizer: MuonZero) -> str:
-    """The name of the group of ranks that share a sequence with this one; "" where none do."""
+    """Return the name of the process group that shares a sequence with this rank; "" where none does."""
     mesh = optimizer.engine.mesh
     return mesh.sequence.group if mesh is not None and "sequence" in mesh.names else ""
 
 
 def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
-    """What ``request`` says of each parameter, in the order of its gradients."""
+    """Return the name and purpose of each parameter in `request`, in the order of its gradients."""
     if request is None:
         return []
     inputs = {node: i for i, node in enumerate(visit.source.graph.find_nodes(op="placeholder"))}
@@ -205,21 +192,21 @@ def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, 
 
 
 def _request(visit: Visit, named: Mapping[str, ShardedParam]) -> BackwardRequest | None:
-    """What the ledger asks of another sharding where it asked ``visit.ctx.request`` of the one that was traced."""
-    asked = visit.ctx.request
-    if asked is None:
+    """Translate the request that the ledger made when traced, `visit.ctx.request`, to the sharding of `named`."""
+    traced_request = visit.ctx.request
+    if traced_request is None:
         return None
-    specs = [named[name].spec for name, _ in _purposes(visit, asked)]
+    specs = [named[name].spec for name, _ in _purposes(visit, traced_request)]
 
     def purpose(spec: ParamSpec, chosen: Purpose) -> Purpose:
         fits = {Purpose.ACCUMULATE: spec.layout.accumulates, Purpose.SPECULATE: spec.muon is not None}
         return chosen if fits.get(chosen, True) else Purpose.REDUCE
 
-    purposes = tuple(purpose(spec, chosen) for spec, chosen in zip(specs, asked.purposes, strict=True))
+    purposes = tuple(purpose(spec, chosen) for spec, chosen in zip(specs, traced_request.purposes, strict=True))
     return BackwardRequest(
         purposes,
-        tuple(given and spec.layout.accumulates for given, spec in zip(asked.unreduced, specs, strict=True)),
-        tuple(given and p is Purpose.SPECULATE for given, p in zip(asked.carried, purposes, strict=True)),
+        tuple(flag and spec.layout.accumulates for flag, spec in zip(traced_request.unreduced, specs, strict=True)),
+        tuple(flag and p is Purpose.SPECULATE for flag, p in zip(traced_request.carried, purposes, strict=True)),
     )
 
 

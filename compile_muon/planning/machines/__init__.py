@@ -1,5 +1,5 @@
-"""The measurement of machines for the cost model.
+"""Measure a machine for the cost model.
 
-``measure`` times what the simulator reads, ``fit`` makes a description of that, and ``calibrate`` is the command.
-docs/reference/machines.md is the same for users.
+``measure`` times the operations that the simulator models, ``fit`` turns the times into a machine description, and
+``calibrate`` is the command. docs/reference/machines.md explains it to users.
 """

@@ -1,4 +1,4 @@
-"""`python -m compile_muon calibrate --out FILE`: measures the machine it runs on, and writes its description."""
+"""`python -m compile_muon calibrate --out FILE`: measure this machine and write its description."""
 
 from __future__ import annotations
 
@@ -30,17 +30,13 @@ _TIMEOUT = timedelta(minutes=5)
 def run(
     out: Path, ranks: int | None = None, quick: bool = False, disk: Path | None = None, base: str | None = None
 ) -> int:
-    """Measure, print what was measured beside what the description says, write it; 0.
+    """Measure, print each measurement beside its prediction, write the description to `out`; return 0.
 
-    Under torchrun the ranks are those that it started, else they are started here; the first one prints and writes.
-
-    Args:
-        out: file to write; its name without the suffix is the machine's.
-        ranks: None for as many as there are GPUs, or twice as many as cores and no more than 4.
-        disk: a folder on the disk that offload would use; None to leave it out.
-        base: the machine, by name or file, that has what is not measured; None for "h100" on GPUs, none on CPUs.
-    Raises:
-        ConfigError: ``base`` is no machine, or one of the other kind of device.
+    The stem of `out` is the machine's name. Under torchrun the ranks are torchrun's; else `ranks` are spawned here, by
+    default as many as GPUs, or twice as many as cores, at most 4. Rank 0 prints and writes. `disk` is a folder on the
+    disk that offload would use; None leaves the disk out. `base` names the machine that supplies what is not measured;
+    default: "h100" on GPUs, none on CPUs. Raises a ConfigError if `base` is no machine, or one of the other device
+    type.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = base or ("h100" if device == "cuda" else None)
@@ -61,10 +57,9 @@ def _calibrate(
     local_rank: int, world: int, store: Path | None, device: str, out: Path, quick: bool, disk: Path | None,
     rest: Machine | None,
 ) -> None:  # fmt: skip
-    """One rank's part.
+    """Run one rank of the measurement.
 
-    Args:
-        store: a file where ranks meet; None under torchrun, which says by environment variables where they do.
+    Ranks meet at the file `store`; under torchrun it is None, and the environment says where.
     """
     console, started = Console(), time.perf_counter()
     if device == "cuda":
@@ -87,7 +82,7 @@ def _calibrate(
 
 
 def report(measured: Measured, machine: Machine) -> Table:
-    """Each sample with what the description says of it, and how far off that is, by group."""
+    """Return a table of each sample, its prediction by the description, and the error, by group."""
     table = Table(Column("", no_wrap=True), "measured", "predicted", "error", title=f"machine {machine.name}")
     for group in dict.fromkeys(sample.group for sample in measured.samples):
         samples = [sample for sample in measured.samples if sample.group == group]
@@ -102,7 +97,7 @@ def report(measured: Measured, machine: Machine) -> Table:
 
 
 def write_machine(machine: Machine, out: Path) -> None:
-    """As JSON, a field on a line."""
+    """Write a machine as JSON, a field on each line."""
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in machine.to_json().items()]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,4 +1,4 @@
-"""What is measured of a machine, and the machine whose formulas come nearest to it."""
+"""Fit a machine description to measurements: the constants of the cost formulas that come nearest."""
 
 from __future__ import annotations
 
@@ -16,57 +16,42 @@ from compile_muon.planning.machine import Machine
 
 __all__ = ["Measured", "Sample", "completed", "fit"]
 
-#: bytes of collectives from which on the cores do little else than copy them
+#: bytes from which on a collective on CPUs is mostly copies
 _LARGE = 2**20
-#: of a measured step, graphs that the host enters: forward, backward, the optimizer's step; and all have all parameters
+#: graphs that the host enters in a measured step: forward, backward, the optimizer's step, each with all parameters
 _GRAPHS = 3
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement, by each rank at a time as many others as there are cores doing the same.
+    """A measurement, taken while as many ranks as there are cores do the same."""
 
-    Args:
-        group: which of :data:`_FORMULAS` says how long it takes, and what ``work`` and ``of`` are.
-        seconds: median over the rounds.
-        work: operations, bytes or entries.
-        of: what else the formula takes, by name.
-    """
-
-    group: str
-    seconds: float
-    work: float
-    of: Mapping[str, Any] = field(default_factory=dict)
+    group: str  # key of :data:`_FORMULAS`, whose formula `work` and `of` fit
+    seconds: float  # median over the rounds
+    work: float  # operations, bytes or entries
+    of: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the formula
 
     def __str__(self) -> str:
         return ", ".join([f"{self.work:,.0f}", *(f"{name} {value}" for name, value in self.of.items())])
 
     def predicted(self, machine: Machine) -> float:
-        """Seconds that ``machine`` says it takes."""
+        """Return the seconds that `machine` predicts."""
         return _FORMULAS[self.group](machine, self.work, **self.of)
 
     def error(self, machine: Machine) -> float:
-        """How far the prediction is off, as a part of what was measured; negative where it is too short."""
+        """Return the error of the prediction as a part of the measured seconds; negative if too short."""
         return self.predicted(machine) / self.seconds - 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements.
+    """All measurements of a machine."""
 
-    Args:
-        device: "cuda" or "cpu".
-        kernel_seconds: of the least kernel.
-        cores: that ranks share; 0 on GPUs.
-        node: ranks that share a machine.
-        memory_bytes: of a device, or of all ranks of a CPU.
-    """
-
-    device: str
-    kernel_seconds: float
-    cores: int
-    node: int
-    memory_bytes: int
+    device: str  # "cuda" or "cpu"
+    kernel_seconds: float  # of the least kernel
+    cores: int  # shared by the ranks; 0 on GPUs
+    node: int  # ranks that share a machine
+    memory_bytes: int  # of a GPU, or of all ranks of a CPU
     samples: tuple[Sample, ...]
 
 
@@ -74,15 +59,15 @@ class Measured:
 
 
 def _attention(machine: Machine, operations: float, sequence: int, width: int, dtype: str) -> float:
-    """Causal attention, forward and backward, operations as ``torch.utils.flop_counter`` has them."""
+    """Causal attention, forward and backward, with the operations that ``torch.utils.flop_counter`` counts."""
     rate = machine.attention_rate(min(sequence, width), sequence, dtype)
     return 2 * machine.product_start(dtype) + operations / rate
 
 
 def _step(machine: Machine, parameters: float, ranks: int, collectives: int) -> float:
-    """A training step of ``ranks`` ranks, of so little that the host is what takes time: parameters of a few numbers.
+    """A training step of so little compute that it takes the time of the host; `parameters` have few entries.
 
-    In CPU time of a rank: what it waits for are late ranks, a group of their own.
+    In CPU time of a rank, which excludes waits: those are "late ranks".
     """
     host = machine.shared_by(ranks).host_seconds
     alone = host.get("graph", 0.0) + parameters * host.get("parameter", 0.0)
@@ -90,17 +75,20 @@ def _step(machine: Machine, parameters: float, ranks: int, collectives: int) -> 
 
 
 def _transfer(machine: Machine, nbytes: float, way: str, ranks: int) -> float:
-    """From host memory to a device ("host"), from a disk to memory ("disk"), and as much back beside it, or of host
-    memory that AdamW reads and writes ("adamw"); bytes are those that the busier side serves: a disk both ways."""
+    """A transfer from host memory to a device ("host"), or from disk to host memory ("disk"), with as much going back
+    at the same time; or host memory that AdamW reads and writes ("adamw").
+
+    `nbytes` are those of the busier side; a disk counts both ways.
+    """
     own = machine.shared_by(ranks)
     return nbytes / {"host": own.host_bandwidth, "disk": own.disk_bandwidth, "adamw": own.host_memory_bandwidth}[way]
 
 
 def _collective(machine: Machine, nbytes: float, kind: str, ranks: int, core_seconds: float = 0.0) -> float:
-    """One collective of ranks 0 to ``ranks`` - 1, of which each sends ``nbytes``.
+    """A collective of ranks 0 to ``ranks - 1``, each of which sends `nbytes`.
 
-    Args:
-        core_seconds: that all threads of a rank computed meanwhile; 0 where that was not measured.
+    `core_seconds`, the CPU time of all threads of a rank meanwhile, 0 if not measured, is in the samples for
+    :func:`_host`.
     """
     return machine.shared_by(ranks).collective_seconds(kind, nbytes, range(ranks))
 
@@ -125,19 +113,19 @@ _FORMULAS: dict[str, Callable[..., float]] = {
 
 
 def fit(measured: Measured, name: str) -> Machine:
-    """A description out of the samples."""
+    """Return a machine description fitted to the samples."""
     groups: dict[str, list[Sample]] = {group: [] for group in _FORMULAS}
     for sample in measured.samples:
         groups[sample.group].append(sample)
     least = measured.kernel_seconds
-    # never more than ten times what the seconds say, where these are hardly more than those of the least kernel
+    # A kernel hardly slower than the least one would seem infinitely fast: subtract at most 90 % of its time.
     bandwidths = tuple((float(s.work), s.work / max(s.seconds - least, 0.1 * s.seconds)) for s in groups["kernels"])
     products = _by("dtype", groups["products"])
     starts = {dtype: _start(same, least) for dtype, same in products.items()}
     link, start_seconds, kinds = _link(groups["collectives"], measured.cores)
-    late = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
-    # bytes/s of a rank; 0 where they were not measured
-    moved = {way: max(s.work / s.seconds for s in same) for way, same in _by("way", groups["offload"]).items()}
+    late_seconds = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
+    # Bytes/s of a rank, by way.
+    bandwidth_of = {way: max(s.work / s.seconds for s in same) for way, same in _by("way", groups["offload"]).items()}
     machine = Machine(
         name=name,
         device=measured.device,
@@ -149,16 +137,16 @@ def fit(measured: Measured, name: str) -> Machine:
         links=(link,),
         bandwidths=bandwidths,
         start_seconds=start_seconds,
-        # of ranks that have a core each
-        late_seconds=statistics.geometric_mean(late) if late else 0.0,
+        # For ranks with a core each; Machine.shared_by scales it by the load.
+        late_seconds=statistics.geometric_mean(late_seconds) if late_seconds else 0.0,
         collectives=kinds,
         cores=measured.cores,
-        host_bandwidth=moved.get("host", 0.0),
-        host_memory_bandwidth=moved.get("adamw", 0.0),
-        disk_bandwidth=moved.get("disk", 0.0) * (min(measured.node, measured.cores) if measured.cores else 1),
+        host_bandwidth=bandwidth_of.get("host", 0.0),
+        host_memory_bandwidth=bandwidth_of.get("adamw", 0.0),
+        disk_bandwidth=bandwidth_of.get("disk", 0.0) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
-    # Of the kernels that take longest: the others are mostly their bytes and their start.
+    # The largest sample only: smaller ones are mostly their bytes and their start.
     functions = [(s.seconds - s.predicted(machine)) / s.work for s in groups["functions"][-1:]]
     return replace(
         machine,
@@ -172,49 +160,52 @@ def fit(measured: Measured, name: str) -> Machine:
 
 
 def completed(machine: Machine, base: Machine) -> Machine:
-    """``machine`` as :func:`fit` made it, with what was not measured as ``base`` has it.
+    """Return `machine`, as :func:`fit` made it, with whatever was not measured taken from `base`.
 
-    Of links what joins ranks of one node was measured, or none where there was one rank.
+    Of the links only the one inside a node is measured, or none if there was one rank.
     """
     alone = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
     fields = ["fill_entries", "architecture", "processors", "collective_processors"]
     fields += ["host_seconds", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"]
-    kept = {name: getattr(base, name) for name in fields if not getattr(machine, name)}
+    from_base = {name: getattr(base, name) for name in fields if not getattr(machine, name)}
     if alone:
-        kept |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}
+        from_base |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}
     elif base.node is not None and machine.node is None:
-        kept["links"] = (replace(machine.links[0], within=base.node), *base.links[1:])
-    names = ", ".join(sorted(kept))
-    return replace(machine, **kept, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"})
+        from_base["links"] = (replace(machine.links[0], within=base.node), *base.links[1:])
+    names = ", ".join(sorted(from_base))
+    return replace(
+        machine, **from_base, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"}
+    )
 
 
 def _by(name: str, samples: Sequence[Sample]) -> dict[Any, list[Sample]]:
-    """Samples by what they are of, in the order they were taken in."""
+    """Group samples by one of their parameters, in the order of measurement."""
     return {key: [s for s in samples if s.of[name] == key] for key in dict.fromkeys(s.of[name] for s in samples)}
 
 
 def _start(products: Sequence[Sample], least: float) -> float:
-    """What a product takes beside its operations: the median of those of which that is most; else the least kernel."""
+    """Return the time of a product beside its operations: the median over the products of which it is most of the time;
+    the least kernel's if there are none."""
     best = max(s.work / s.seconds for s in products)
     starts = [(s.seconds - s.work / best, s.seconds) for s in products]
     return statistics.median([rest for rest, seconds in starts if rest > 0.75 * seconds] or [least])
 
 
 def _rates(products: Sequence[Sample], start: float) -> Table:
-    """For each smallest dimension the rate that fits the shapes that have it best."""
-    found = []
+    """Return the rate for each smallest dimension that best fits the shapes with it."""
+    rates = []
     best = max(s.work / s.seconds for s in products)
     smallest = {id(s): min(s.of[dimension] for dimension in "mnk") for s in products}
     for size in sorted(set(smallest.values())):
         same = [s for s in products if smallest[id(s)] == size]
         (per_operation,) = _solve([[s.work] for s in same], [s.seconds for s in same], start)
-        # of the smallest the start may be all there is
-        found.append((float(size), min(best, 1 / per_operation) if per_operation else best))
-    return tuple(found)
+        # The smallest products may take no longer than the start.
+        rates.append((float(size), min(best, 1 / per_operation) if per_operation else best))
+    return tuple(rates)
 
 
 def _attention_rates(attention: Sequence[Sample], start: float) -> Table:
-    """The rate by the length of the sequences, over all widths."""
+    """Return the rate by sequence length, over all widths."""
     return tuple(
         (float(sequence), statistics.geometric_mean(s.work / max(s.seconds - start, 0.1 * s.seconds) for s in same))
         for sequence, same in sorted(_by("sequence", attention).items())
@@ -222,40 +213,41 @@ def _attention_rates(attention: Sequence[Sample], start: float) -> Table:
 
 
 def _host(steps: Sequence[Sample], collectives: Sequence[Sample]) -> dict[str, float]:
-    """What a step takes of a rank by itself; and of several, how much more, for each collective."""
+    """Return host seconds by kind: of a graph and a parameter from single ranks; of a collective from what several
+    ranks add."""
     alone = [sample for sample in steps if sample.of["ranks"] == 1]
     if not alone:
         return {}
     graph, parameter = _solve([[_GRAPHS, _GRAPHS * s.work] for s in alone], [s.seconds for s in alone])
-    found = {"graph": graph, "parameter": parameter}
-    together = [s for s in steps if s.of["collectives"]]
-    if together:
-        rest = [s.seconds - _GRAPHS * (graph + s.work * parameter) for s in together]
-        found["collective"] = max(0.0, sum(rest) / sum(s.of["collectives"] for s in together))
-    sent = [s for s in collectives if s.work >= _LARGE and s.of["core_seconds"]]
-    if sent:
-        found["byte"] = statistics.median(s.of["core_seconds"] / s.work for s in sent)
-    return found
+    host_seconds = {"graph": graph, "parameter": parameter}
+    several = [s for s in steps if s.of["collectives"]]
+    if several:
+        rest = [s.seconds - _GRAPHS * (graph + s.work * parameter) for s in several]
+        host_seconds["collective"] = max(0.0, sum(rest) / sum(s.of["collectives"] for s in several))
+    large = [s for s in collectives if s.work >= _LARGE and s.of["core_seconds"]]
+    if large:
+        host_seconds["byte"] = statistics.median(s.of["core_seconds"] / s.work for s in large)
+    return host_seconds
 
 
 def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[str, tuple[float, float]]]:
-    """The link that joins all ranks, the start of a collective, and kind -> (hops, bytes).
+    """Return the link that joins all ranks, the start of a collective in seconds, and kind -> (hops, bytes).
 
-    The first kind gives the first two, the others how many times its hops and bytes they take. Without collectives the
-    link is one that nobody uses.
+    The first kind determines link and start; the pairs of the others are multiples of its hops and bytes. Without
+    collectives the link is a placeholder.
     """
     if not collectives:
         return Link(None, 1.0, 0.0), 0.0, {}
     (_, base), *others = _by("kind", collectives).items()
     hops = {id(s): _load(s, cores) * (s.of["ranks"] - 1) for s in collectives}
-    several = len(_by("ranks", base)) > 1  # else a start and a hop are the same
+    several = len(_by("ranks", base)) > 1  # with one number of ranks, start and hop cannot be told apart
     columns = [[_load(s, cores) * several, hops[id(s)], s.work] for s in base]
     start, latency, per_byte = _solve(columns, [s.seconds for s in base])
     waits = {id(s): _load(s, cores) * start + hops[id(s)] * latency for s in collectives}
-    # Together what sends about as much: of one place in the plan, by any number of ranks.
+    # Group samples that send about the same bytes, whatever the number of ranks.
     by_size: dict[int, list[float]] = {}
     for s in base:
-        # where waiting is more than the bytes, nothing is to be learnt of these
+        # Where latency dominates, the time says nothing of the bandwidth.
         if s.work * per_byte > waits[id(s)]:
             rate = s.work / max(s.seconds - waits[id(s)], 0.1 * s.seconds)
             by_size.setdefault(round(math.log2(s.work)), []).append(rate)
@@ -271,22 +263,22 @@ def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[
 
 
 def _load(sample: Sample, cores: int) -> float:
-    """Ranks that a core serves."""
+    """Return how many ranks a core serves."""
     return max(1.0, sample.of["ranks"] / cores) if cores else 1.0
 
 
 def _solve(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], starts: Sequence[float] | float = 0.0
 ) -> list[float]:
-    """Coefficients, none negative, of ``starts`` + columns, with the least squares of relative errors."""
+    """Return non-negative coefficients of `starts` + columns with the least squared relative error."""
     a = np.array(columns) / np.array(seconds)[:, None]
     b = 1 - np.array(starts) / np.array(seconds)
-    best, found = np.inf, np.zeros(a.shape[1])
+    best, coefficients = np.inf, np.zeros(a.shape[1])
     for size in range(1, a.shape[1] + 1):
         for chosen in map(list, itertools.combinations(range(a.shape[1]), size)):
             part = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
             rest = float(((a[:, chosen] @ part - b) ** 2).sum())
             if (part >= 0).all() and rest < best:
-                best, found = rest, np.zeros(a.shape[1])
-                found[chosen] = part
-    return found.tolist()
+                best, coefficients = rest, np.zeros(a.shape[1])
+                coefficients[chosen] = part
+    return coefficients.tolist()

@@ -1,4 +1,4 @@
-"""Times products, kernels, collectives and offload on the ranks of a process group, as training runs them.
+"""Time products, kernels, collectives and offload on the ranks of a process group, as training runs them.
 
 Every core is busy while products and kernels are timed: a rank alone on a machine is faster than one among others.
 """
@@ -29,13 +29,13 @@ __all__ = ["cores", "measure"]
 
 _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
-#: m, n and k of products over the smallest dimension, and how many products at a time
+#: m, n and k of a product as multiples of its smallest dimension, and the size of the batch
 _SHAPES = ((1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 4, 1), (1, 4, 2, 1), (1, 1, 1, 4))
-#: as many operands take turns as need so many bytes: those of a training step are in no core's cache
+#: bytes of the operands that take turns: as in a training step, no cache holds them
 _COLD = 64 * 2**20
-#: runs of a CUDA graph
+#: runs in one CUDA graph
 _REPLAYED = 20
-#: of what goes to a disk and back: buckets, and how many are under way
+#: buckets that go to a disk and back, and buffers for those under way
 _BUCKETS, _BUFFERS = 8, 4
 
 
@@ -45,38 +45,25 @@ def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is measured.
+    """Sizes and repetitions of the measurement."""
 
-    Args:
-        sizes: smallest dimensions of products.
-        sequences: lengths that attention is over.
-        moved: bytes of kernels.
-        sent: bytes that a rank sends in a collective.
-        offloaded: bytes that go to host memory or a disk and back.
-        rounds: of which the median is taken.
-        passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
-        round_seconds: a round repeats until it has taken so long.
-        layers: of the models whose steps show what the host does; GPUs do not wait for theirs.
-        stretch_seconds: of work ahead of the collective that shows how late ranks come that share cores.
-    """
-
-    sizes: tuple[int, ...] = (32, 64)
-    sequences: tuple[int, ...] = (32,)
-    moved: tuple[int, ...] = _powers(12, 18, 4)
-    sent: tuple[int, ...] = _powers(12, 18, 4)
-    offloaded: int = 2**22
-    rounds: int = 3
-    passes: int = 1
-    round_seconds: float = 1e-3
-    layers: tuple[int, ...] = (1,)
-    stretch_seconds: float = 1e-3
+    sizes: tuple[int, ...] = (32, 64)  # smallest dimensions of products
+    sequences: tuple[int, ...] = (32,)  # lengths for attention
+    moved: tuple[int, ...] = _powers(12, 18, 4)  # bytes that a kernel moves
+    sent: tuple[int, ...] = _powers(12, 18, 4)  # bytes that a rank sends in a collective
+    offloaded: int = 2**22  # bytes that go to host memory or a disk and back
+    rounds: int = 3  # a sample is their median
+    passes: int = 1  # over all collectives, with `rounds` each: interference outlasts a round
+    round_seconds: float = 1e-3  # least time of a round
+    layers: tuple[int, ...] = (1,)  # of the models that show the host's time; on GPUs the host runs ahead
+    stretch_seconds: float = 1e-3  # work ahead of the collective that shows how late ranks come
 
 
-#: shows that the measurement works
+#: tests the measurement itself
 _QUICK = _Plan()
 #: by device
 _PLANS = {
-    # For less than half a second a GPU runs at clocks that it does not keep.
+    # Half a second a round: in its first moments a GPU runs at clocks that it cannot sustain.
     "cuda": _Plan(
         sizes=_powers(6, 13),
         sequences=_powers(9, 13),
@@ -96,31 +83,27 @@ _PLANS = {
         passes=3,
         round_seconds=3e-3,
         layers=(2, 8),
-        # Behind a quarter of it ranks come less late, behind twice as much no later.
+        # After a quarter of it ranks come less late, after twice as much no later.
         stretch_seconds=8e-3,
     ),
 }
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass
 class _Clock:
-    """Times functions on this rank, at the same time as on the others of ``group``.
-
-    Args:
-        timer: of seconds; ``time.process_time`` for those that cores are at work for this rank.
-        runs: that every function has run on this rank, together.
-    """
+    """Times functions on this rank while the other ranks of `group` run the same."""
 
     plan: _Plan
     device: str
     group: dist.ProcessGroup
+    # ``time.process_time`` counts only the seconds in which cores work for this rank
     timer: Callable[[], float] = time.perf_counter
-    runs: int = 0
+    runs: int = 0  # of all functions on this rank so far
 
     def _once(self, run: Callable[[], object], times: int) -> float:
         finish = torch.cuda.synchronize if self.device == "cuda" else lambda: None
@@ -133,10 +116,9 @@ class _Clock:
         return (self.timer() - start) / times
 
     def rounds(self, run: Callable[[], object], *, replayed: bool = False) -> list[float]:
-        """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others.
+        """Return the seconds of one run by round, after a warm-up; all ranks of the group run it equally often.
 
-        Args:
-            replayed: on GPUs it is replayed as a CUDA graph: a small kernel is done sooner than it is launched.
+        `replayed`: on GPUs, replay it as a CUDA graph, since a small kernel ends before the next one is launched.
         """
         run()
         several = 1
@@ -149,12 +131,12 @@ class _Clock:
         return [self._once(run, times) / several for _ in range(self.plan.rounds)]
 
     def seconds(self, run: Callable[[], object], *, replayed: bool = False) -> float:
-        """The median of :meth:`rounds`."""
+        """Return the median of :meth:`rounds`."""
         return statistics.median(self.rounds(run, replayed=replayed))
 
 
 def _replayed(run: Callable[[], object]) -> Callable[[], object]:
-    """:data:`_REPLAYED` runs as one CUDA graph."""
+    """Capture :data:`_REPLAYED` runs as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -169,14 +151,11 @@ def _replayed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None) -> Measured:
-    """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
+    """Measure this machine; a collective over the default process group. Rank 0's result counts.
 
-    Args:
-        quick: few sizes and small ones, which only show that the measurement works.
-        note: is told what comes next.
-        disk: a folder on the disk that offload would use; None to leave it out.
-    Raises:
-        OffloadError: the disk has no room, or the folder is not there.
+    `quick` takes few and small sizes, to test the measurement itself. `note` is told of each part ahead of it. `disk`
+    is a folder on the disk that offload would use, None to leave the disk out; an OffloadError says that it has no room
+    or does not exist.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     plan = _QUICK if quick else _PLANS[device]
@@ -190,7 +169,7 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     if rank < busy:
         clock = _Clock(plan, device, together)
         note("the least kernel")
-        # A product of nothing much: what Inductor's code calls where it generates no loop itself.
+        # A tiny product: the least that a call of aten from Inductor's code takes.
         a, out = torch.ones(2, 4, 4, device=device)
         kernel_seconds = clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
         note("products")
@@ -222,15 +201,15 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
 
 
 def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Operands without end: on CPUs of as many sets as no cache of a core holds."""
+    """Cycle through sets of operands: on CPUs more of them than the cache of a core holds."""
     first = made()
-    held = sum(x.nbytes for x in first)
-    count = min(64, max(1, _COLD // max(1, held))) if clock.device == "cpu" else 1
+    operand_bytes = sum(x.nbytes for x in first)
+    count = min(64, max(1, _COLD // max(1, operand_bytes))) if clock.device == "cpu" else 1
     return itertools.cycle([first, *(made() for _ in range(count - 1))])
 
 
 def _multiply(clock: _Clock, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Callable[[], object]:
-    """A product, or a batch of them: shapes of its operands and its result."""
+    """Return a product, batched for three dimensions; `shapes` are those of its operands and its result."""
     multiply = torch.mm if len(shapes[0]) == 2 else torch.bmm
     kind = getattr(torch, dtype)
     sets = _turns(clock, lambda: [torch.randn(shape, device=clock.device).to(kind) for shape in shapes])
@@ -248,12 +227,13 @@ def _products(clock: _Clock) -> Iterator[Sample]:
         lead = (batch,) if batch > 1 else ()
         multiply = _multiply(clock, [(*lead, m, k), (*lead, k, n), (*lead, m, n)], dtype)
         seconds = clock.seconds(multiply, replayed=True)
-        of = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}
-        yield Sample("products", seconds, 2.0 * batch * m * n * k, of)
+        parameters = {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}
+        yield Sample("products", seconds, 2.0 * batch * m * n * k, parameters)
 
 
 def _kernels(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """Kernels that Inductor generates, their results allocated as in a graph; functions as many as one may have."""
+    """Time kernels that Inductor generates, results allocated as in a graph, with as many functions as a kernel may
+    have."""
     move = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
     functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
 
@@ -265,17 +245,17 @@ def _kernels(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
         x = torch.randn(entries, device=clock.device)
         return lambda: functions(x)
 
-    for of, sizes in ((moving, [nbytes // 12 for nbytes in clock.plan.moved]), (taking, [2**16])):
-        # What entering a compiled graph takes is none of the kernel's: the least size computes next to nothing.
-        entering = clock.seconds(of(8), replayed=True) - kernel_seconds
+    for make, sizes in ((moving, [nbytes // 12 for nbytes in clock.plan.moved]), (taking, [2**16])):
+        # Subtract the time of entering the compiled graph, taken at a size that computes next to nothing.
+        entering = clock.seconds(make(8), replayed=True) - kernel_seconds
         for size in sizes:
-            seconds = max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds)
+            seconds = max(clock.seconds(make(size), replayed=True) - entering, kernel_seconds)
             moved = Sample("kernels", seconds, 12 * size)
-            yield moved if of is moving else Sample("functions", seconds, 3 * size, {"entries": size})
+            yield moved if make is moving else Sample("functions", seconds, 3 * size, {"entries": size})
 
 
 def _attention(clock: _Clock) -> Iterator[Sample]:
-    """As models call it, queries, keys and values out of one product."""
+    """Time attention as models call it: queries, keys and values are views of one product."""
     for dtype, sequence, width in itertools.product(_DTYPES, clock.plan.sequences, (32, 64)):
         heads = max(1, 2**14 // sequence)
         x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
@@ -283,19 +263,19 @@ def _attention(clock: _Clock) -> Iterator[Sample]:
         gradient = torch.randn_like(parts[0])
 
         def run(parts=parts, gradient=gradient):  # type: ignore[no-untyped-def]
-            # Leaves of each run: what was made on another stream than a graph is captured on cannot be in it.
+            # New leaves in each run: autograd cannot capture tensors that were made on another stream.
             q, k, v = (part.detach().requires_grad_() for part in parts)
-            found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(found, (q, k, v), gradient)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(attended, (q, k, v), gradient)
 
-        # As torch.utils.flop_counter has them: two products forward and five backward, of all pairs.
+        # As torch.utils.flop_counter: two products forward and five backward, over all pairs of positions.
         operations = 7 * 2.0 * heads * sequence**2 * width
-        of = {"sequence": sequence, "width": width, "dtype": dtype}
-        yield Sample("attention", clock.seconds(run, replayed=True), operations, of)
+        parameters = {"sequence": sequence, "width": width, "dtype": dtype}
+        yield Sample("attention", clock.seconds(run, replayed=True), operations, parameters)
 
 
 def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
-    """Of each rank by itself, and of all that are at work together; in seconds of ``clock.timer``."""
+    """Time steps of each rank by itself, then of all busy ranks together, in seconds of ``clock.timer``."""
     for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
         if group is alone or group.size() > 1:
             step, made, sent = _training(layers, group)
@@ -303,17 +283,16 @@ def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
 
 
 def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:
-    """A step of ``layers`` linear layers with biases, compiled; their parameters, and the collectives of a step.
+    """Return a compiled step of `layers` linear layers with biases, their number of parameters, and the collectives of
+    a step.
 
-    They compute next to nothing, so that what the host does is all that takes time.
-
-    Args:
-        group: the ranks that train together, at stage 3; one has stage 0.
+    The layers compute next to nothing, so that the host takes all the time. Ranks of `group` train at stage 3, a single
+    rank at stage 0.
     """
-    several = group.size() > 1
+    sharded = group.size() > 1
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
-    optimizer = MuonZero(model, stage=3 if several else 0, gradient_accumulation_steps=1, mesh=mesh)
+    optimizer = MuonZero(model, stage=3 if sharded else 0, gradient_accumulation_steps=1, mesh=mesh)
     compiled = torch.compile(model, backend="muon_zero")
     batch = torch.randn(4, 32)
 
@@ -328,8 +307,8 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
     step()
     before = sent()
     step()
-    # The checks of a step are one more, which is not among them.
-    return step, len(list(model.parameters())), sent() - before + several
+    # The all-reduce of the step checks is not in `traffic`.
+    return step, len(list(model.parameters())), sent() - before + sharded
 
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
@@ -341,25 +320,26 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
             part = _part(kind, sent, count)
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
             runs, began = clock.runs, time.process_time()
-            found = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
+            seconds = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
             at_work[kind, sent] = (time.process_time() - began) / (clock.runs - runs)
-            rounds.setdefault((kind, sent), []).extend(found)
-    for (kind, sent), found in rounds.items():
+            rounds.setdefault((kind, sent), []).extend(seconds)
+    for (kind, sent), seconds in rounds.items():
         nbytes = _part(kind, sent, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
         core_seconds = at_work[kind, sent] if clock.device == "cpu" else 0.0
-        of = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
-        yield Sample("collectives", statistics.median(found), nbytes, of)
+        parameters = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
+        yield Sample("collectives", statistics.median(seconds), nbytes, parameters)
 
 
 def _late(clock: _Clock, count: int) -> Sample:
-    """Work in stretches, with a collective behind each, and behind the last alone."""
+    """Time how late ranks come: stretches of work with a collective behind each, against all the work with one at its
+    end."""
     plan = clock.plan
     exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
     x = torch.ones(count)
     multiply = _multiply(clock, [(256, 256)] * 3)
-    each = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
-    dist.all_reduce(each, dist.ReduceOp.MAX, group=clock.group)
-    products = max(1, round(plan.stretch_seconds / each.item()))
+    product_seconds = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
+    dist.all_reduce(product_seconds, dist.ReduceOp.MAX, group=clock.group)
+    products = max(1, round(plan.stretch_seconds / product_seconds.item()))
 
     def seconds(stretches: int, products: int) -> float:
         exchange(x)
@@ -371,24 +351,25 @@ def _late(clock: _Clock, count: int) -> Sample:
         return time.perf_counter() - start
 
     waits = 10
-    found = [
+    late_seconds = [
         (seconds(1 + waits, products) - seconds(1, (1 + waits) * products)) / waits
         for _ in range(plan.passes * plan.rounds)
     ]
-    # Where it is lost in what else goes on, it is as good as nothing.
-    return Sample("late ranks", max(1e-6, statistics.median(found)), 0.0, {"ranks": count})
+    # Noise may exceed it: a fitted time stays positive.
+    return Sample("late ranks", max(1e-6, statistics.median(late_seconds)), 0.0, {"ranks": count})
 
 
 def _part(kind: str, sent: int, count: int) -> int:
-    """Elements that a rank has for each other one where it sends ``sent`` bytes; an all-reduce sends all twice."""
+    """Return the elements that a rank sends to each other rank, for `sent` bytes in all; an all-reduce sends them
+    twice."""
     return max(1, sent // (4 * (count - 1) * (2 if kind == "all_reduce" else 1)))
 
 
 def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What is measured of each kind, the one that :mod:`.fit` starts from first.
+    """Return a function for each kind of collective, first the one from which :mod:`.fit` takes the link.
 
-    Over Gloo a gather is an all-to-all of copies (docs/why/decisions.md), and so is not measured apart, and a
-    reduce-scatter is one with a sum behind it.
+    Over Gloo an all-gather is an all-to-all of copies (docs/why/decisions.md), so it is not measured, and a
+    reduce-scatter is an all-to-all and a sum.
     """
 
     wait = _c10d.wait_tensor
@@ -408,14 +389,7 @@ def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Ten
 
 
 def _transfers(clock: _Clock, disk: Path | None, ranks: int) -> Iterator[Sample]:
-    """Both ways at once, as a step has them: what the next bucket needs comes while the last one goes.
-
-    Args:
-        disk: a folder on it; None to leave it out.
-        ranks: that are at it.
-    Raises:
-        OffloadError: the disk has no room, or the folder is not there.
-    """
+    """Time offload in both ways at once, as in a step: the next bucket comes while the last one goes."""
     ways: dict[str, Callable[[int], Callable[[], object]]] = {}
     if clock.device == "cuda":  # on CPUs both are what kernels do
         ways |= {"host": _host_link, "adamw": _host_adamw}
@@ -444,7 +418,7 @@ def _host_link(nbytes: int) -> Callable[[], object]:
 
 
 def _host_adamw(nbytes: int) -> Callable[[], object]:
-    """As ``adamw_on="cpu"`` has it: of 28 bytes of an element 16 are read, and 12 written."""
+    """Return AdamW as ``adamw_on="cpu"`` runs it: of 28 bytes an element it reads 16 and writes 12."""
     numel = nbytes // 28
     params, grads, first, second = (torch.full((numel,), 1e-2) for _ in range(4))
     states: list[MutableMapping[str, torch.Tensor]] = [{"step": torch.ones(()), "exp_avg": first, "exp_avg_sq": second}]
@@ -454,7 +428,7 @@ def _host_adamw(nbytes: int) -> Callable[[], object]:
 
 
 def _disk(nbytes: int, folder: Path) -> Callable[[], object]:
-    """By the store that offload uses: around the page cache where the file system can."""
+    """Return reads and writes through offload's store, which bypass the page cache where the file system allows it."""
     shape = (nbytes // _BUCKETS,)
     buckets = [Bucket((Slot(f"bucket {number}", shape, torch.uint8),)) for number in range(_BUCKETS)]
     store = FileStore(folder, buckets, buffers=_BUFFERS)

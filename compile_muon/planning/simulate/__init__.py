@@ -1,9 +1,8 @@
-"""One training step of one rank, played from its lowered graphs: how long it takes, and what it holds.
+"""Simulate one training step of one rank from its lowered graphs: its time and its memory.
 
-``fusion`` says which nodes run as one kernel, ``cost`` how long a kernel takes, ``memory`` what is live,
-``offload_transfers`` when offloaded state is there, and ``engine`` puts kernels on one stream and collectives on
-others; ``together`` plays several ranks that wait for one another.
-docs/reference/machines.md is the same for users.
+``fusion`` groups nodes into kernels, ``cost`` gives the time of a kernel, ``memory`` counts live bytes,
+``offload_transfers`` moves buckets of offloaded state, ``engine`` runs kernels on one stream and collectives on others,
+and ``together`` simulates several ranks that wait for each other. docs/reference/machines.md explains it to users.
 """
 
 from compile_muon.planning.simulate.engine import Event, Played, Timeline, simulate, to_chrome_trace

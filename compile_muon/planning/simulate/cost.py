@@ -1,4 +1,4 @@
-"""How long the kernels of a graph take on a machine."""
+"""The time that the kernels of a graph take on a machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["kernel_kind", "kernel_seconds", "operations"]
 _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 _COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)
-#: that torch.utils.flop_counter lacks, and the ones whose first arguments and operations are the same
+#: ops that torch.utils.flop_counter lacks -> ops with the same first arguments and operation count
 _SAME = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
@@ -29,10 +29,10 @@ _SAME = {
 
 
 def operations(node: Node) -> float:
-    """Operations of products, convolutions, attention and Newton-Schulz, 2 for a multiply-add; 0 for any other op.
+    """Return the operations of a product, convolution, attention or Newton-Schulz node, a multiply-add as 2; 0 for
+    other ops.
 
-    Args:
-        node: a call whose arguments have values in their meta; sizes that only the data say count as when traced.
+    Arguments need values in their meta; sizes that depend on data are those of the trace.
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     formula = flop_formula(_SAME.get(packet, packet))
@@ -43,7 +43,7 @@ def operations(node: Node) -> float:
 
 
 def kernel_kind(root: Node) -> str:
-    """What a kernel does that ends in ``root``: "product", "newton_schulz", "copy" (pack or unpack) or "kernel"."""
+    """Return the kind of kernel that ends in `root`: "product", "newton_schulz", "copy" (pack, unpack) or "kernel"."""
     if root.target is _NEWTON_SCHULZ:
         return "newton_schulz"
     if root.target in _COPIES:
@@ -52,24 +52,25 @@ def kernel_kind(root: Node) -> str:
 
 
 def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | None = None) -> float:
-    """Of one kernel of :func:`~.fusion.kernels`, or :func:`~.fusion.gpu_kernels`, which say what it moves in all.
+    """Return the time of one kernel of :func:`~.fusion.kernels` or :func:`~.fusion.gpu_kernels`.
 
-    Products by :meth:`Machine.product_seconds`, in half precision by cuBLAS's tiles where the machine has some,
-    attention by its operations at :meth:`Machine.attention_rate`, convolutions at the rate of their smallest dimension,
-    Newton-Schulz by its products; everything else by the bytes it reads and writes.
+    `moved_in_all`: bytes that the kernel reads and writes, where the caller knows them. Products take
+    :meth:`Machine.product_seconds`, or in half precision the fastest of cuBLAS's tiles where the machine lists them;
+    attention :meth:`Machine.attention_rate`; convolutions the rate of their smallest dimension; Newton-Schulz its
+    products; all other kernels the time of their bytes.
     """
     root = members[-1]
     if root.target is _NEWTON_SCHULZ:
         return Call(root, machine).seconds()
     shape = _product(root)
-    given = moved_bytes(members) if moved_in_all is None else moved_in_all
-    moved = machine.move_seconds(given) + machine.function_seconds * function_entries(members)
+    kernel_bytes = moved_bytes(members) if moved_in_all is None else moved_in_all
+    moved = machine.move_seconds(kernel_bytes) + machine.function_seconds * function_entries(members)
     if shape is not None:
         batch, m, n, k, dtype = shape
         if not batch * m * n * k:
             return moved
         if machine.tiles is not None and dtype in ("float16", "bfloat16"):
-            # By the tiles that cuBLAS has for products, of which it takes what is done first.
+            # cuBLAS is assumed to choose its fastest tile.
             tiles, results = machine.tiles, ((batch, m, n, k),)
             ways = (launch_seconds(t, tiles.device, results, machine.processors, triangle=False) for t in tiles.cublas)
             return max(min(ways), moved)
@@ -87,7 +88,7 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
 
 
 def _product(node: Node) -> tuple[int, int, int, int, str] | None:
-    """``(batch, m, n, k, dtype)`` of a matrix product; None for any other node."""
+    """Return ``(batch, m, n, k, dtype)`` of a matrix product; None for any other node."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in (_aten.mm, _aten.bmm):
         left, right = node.args[:2]
@@ -101,13 +102,13 @@ def _product(node: Node) -> tuple[int, int, int, int, str] | None:
 
 
 def _smallest(node: Node) -> int:
-    """Smallest dimension of the products that attention or a convolution consists of."""
+    """Return the smallest dimension of the products inside attention or a convolution."""
     sizes: list[int] = []
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         if isinstance(value, torch.Tensor) and value.ndim >= 3:
             if "attention" in str(node.target):
-                # The backward also takes the logarithms of its sums, [batch, heads, sequence].
+                # Skips the log-sum-exp that the backward also takes, [batch, heads, sequence].
                 sizes += value.shape[-2:] if value.ndim >= 4 else ()
             elif "convolution" in str(node.target):
                 sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
@@ -121,6 +122,6 @@ def _causal(node: Node) -> bool:
 
 
 def _sequence(node: Node) -> int:
-    """Longest sequence that attention is over, [batch, heads, sequence, width]."""
+    """Return the longest sequence of attention over [batch, heads, sequence, width]."""
     values = [source.meta.get("val") for source in node.all_input_nodes]
     return max(int(v.shape[-2]) for v in values if isinstance(v, torch.Tensor) and v.ndim >= 4)

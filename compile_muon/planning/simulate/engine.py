@@ -1,14 +1,14 @@
-"""Graphs of one rank on one compute stream and several communication streams.
+"""Run the graphs of one rank on one compute stream and several communication streams.
 
-Nodes are issued in graph order. A kernel starts when the one before it is done; a collective when it is issued and its
-stream is free, and nothing is computed between a wait and the end of what it waits for. Each process group has a
-stream, as NCCL and Gloo serve them.
+Nodes are issued in graph order. A kernel starts when the previous one ends. A collective starts when it is issued and
+its stream is free: each process group has one, as in NCCL and Gloo. A wait blocks the compute stream until its
+collective ends.
 
-Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
-same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
-for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
+Collectives of several groups may share a link: their hops (latency) overlap, and n that send bytes over it at a time
+each get 1/n of its bandwidth. A group uses the outermost link that its ranks need: over loopback one link serves all
+groups, on GPUs a group inside a node has NVLink and a group across nodes the network adapter.
 
-What opens a bucket of offloaded state waits for it (:mod:`.offload_transfers`).
+A bucket of offloaded state is waited for when it is opened (:mod:`.offload_transfers`).
 """
 
 from __future__ import annotations
@@ -39,52 +39,37 @@ from compile_muon.planning.simulate.offload_transfers import Move, Moves, Offloa
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 
-#: names of the compute stream and of what the host does beside it; other streams have those of their groups
+#: names of the compute stream and of the host; each other stream has the name of its process group
 COMPUTE, HOST = "compute", "host"
-#: why a rank waits for offloaded state, and the first word of the streams of that
+#: cause of waits for offloaded state, and first word of the streams that move it
 OFFLOAD = "offload"
-#: why a rank waits for collectives that no pass inserted
+#: cause of waits for collectives of the model itself
 _MODEL = "model"
 
 
 @dataclass(frozen=True)
 class Played:
-    """A lowered graph and its part in the step.
-
-    Args:
-        kind: its role.
-        frame: name that forward and backward of a frame share.
-        user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
-        drops: categories of memory that are let go ahead of it.
-        eager: nothing compiles it: every node is a kernel of its own.
-        counted: its bytes are traffic, as an optimizer counts its own.
-        finished_by_forward: its gathers are waited for by forward graphs of the step behind it.
-        awaits: of a forward graph: its nodes that wait for such a gather, and the number of each.
-        parameters: that its caller looks after; None where it is a part of another's call.
-        waits: the host waits for the device behind it.
-        replayed: a CUDA graph, which the host starts at once.
-        fused: of eager code: on GPUs one kernel does what lies between two moves, for all parameters.
-        moves: what is asked for of offloaded state, ahead of a node.
-    """
+    """A lowered graph and its role in the simulated step."""
 
     gm: GraphModule
     kind: GraphKind
-    frame: str = "frame"
-    user_outputs: int = 0
-    drops: tuple[str, ...] = ()
-    eager: bool = False
-    counted: bool = True
-    finished_by_forward: bool = False
+    frame: str = "frame"  # name that forward and backward of a frame share
+    user_outputs: int = 0  # of a forward graph: how many outputs are the model's; the others are saved for backward
+    drops: tuple[str, ...] = ()  # categories of memory freed ahead of the graph
+    eager: bool = False  # not compiled: every node is its own kernel
+    counted: bool = True  # its bytes are part of the traffic, as the optimizer counts its own
+    finished_by_forward: bool = False  # its gathers are waited for by forward graphs of the next step
+    # of a forward graph: node that waits for such a gather -> number of the gather
     awaits: Mapping[Node, int] = field(default_factory=dict)
-    parameters: int | None = None
-    waits: bool = False
-    replayed: bool = False
-    fused: bool = False
-    moves: Mapping[Node, Moves] = field(default_factory=dict)
+    parameters: int | None = None  # parameters that the host handles on entry; None inside the call of another graph
+    waits: bool = False  # the host waits for the device behind the graph
+    replayed: bool = False  # a CUDA graph: the host launches it at once
+    fused: bool = False  # of eager code: on GPUs one kernel runs everything between two moves, for all parameters
+    moves: Mapping[Node, Moves] = field(default_factory=dict)  # moves of offloaded state ahead of each node
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
-        """A graph that the lowering passes have run over."""
+        """Return a graph that the lowering passes have run over."""
         return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
 
     @property
@@ -94,46 +79,31 @@ class Played:
 
 @dataclass(frozen=True)
 class Event:
-    """``name`` ran on ``stream`` from ``start`` to ``end``, in seconds from the beginning of the step.
-
-    Args:
-        category: "product", "newton_schulz", "copy", "kernel" or "host"; of a collective, what it is for.
-    """
+    """An interval of work on a stream."""
 
     name: str
-    category: str
+    category: str  # "product", "newton_schulz", "copy", "kernel" or "host"; of a collective, its purpose
     stream: str
-    start: float
+    start: float  # seconds from the beginning of the step, like `end`
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step.
-
-    Args:
-        seconds: all of it.
-        busy: of them, with the compute stream at work.
-        exposed: of them, with the compute stream waiting, by what the wait is for, of which one is the "host"; with
-            ``busy`` they are all.
-        events: in order of their ends.
-        traffic: as :func:`~..collectives.measure_traffic` counts.
-        peak: the most that is live at a time.
-        issued: by a group's ranks, its collectives in order: what all of these call each, how many of that name are
-            ahead of it, and when it was issued.
-        offload_waits: of ``exposed``, what waits for offloaded state, by where: "backward", "step".
-        moved: bytes of offloaded state that come to the device, and go back.
-    """
+    """A simulated step of one rank; `busy` and `exposed` add up to `seconds`."""
 
     seconds: float
-    busy: float
-    exposed: Mapping[str, float]
-    events: tuple[Event, ...]
+    busy: float  # the compute stream at work
+    exposed: Mapping[str, float]  # the compute stream waiting, by cause; "host" is one
+    events: tuple[Event, ...]  # in order of their ends
     traffic: Traffic
-    peak: Held
+    peak: Held  # where most bytes are live
+    # by the ranks of a group, in order: (name of the collective that all its ranks share, how many of that name came
+    # before) -> when this rank issued it
     issued: Mapping[tuple[int, ...], Mapping[tuple[str, int], float]]
+    # part of `exposed` that waits for offloaded state, by where: "backward", "step"
     offload_waits: Mapping[str, float] = field(default_factory=dict)
-    moved: tuple[int, int] = (0, 0)
+    moved: tuple[int, int] = (0, 0)  # bytes of offloaded state that come to the device, and that go back
 
 
 def simulate(
@@ -147,19 +117,16 @@ def simulate(
     others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
     transfers: OffloadTransfers | None = None,
 ) -> Timeline:
-    """Play ``graphs`` one behind the other, as a step among others like it.
+    """Simulate `graphs` one after the other, as one of many equal steps.
 
-    What is finished by forward comes first: the step before has started it.
+    The graph that is finished by forward (the refresh) comes first, since the previous step starts it. `groups`: the
+    ranks of every process group that a collective names; `ranks`: the size of the job, which on a machine of shared
+    cores all compute at once; `resident`: bytes by category that are live all the time (weights, optimizer state);
+    `codegen`: "inductor", which fuses kernels, or "eager".
 
-    Args:
-        machine: that every rank of the job runs on.
-        groups: every process group that a collective names, and the ranks of the job in it.
-        ranks: of the job; on machines whose ranks share cores all are at work.
-        resident: bytes by category that are live all the time: weights, optimizer state.
-        codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
-        others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
-            before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
-        transfers: plays what moves of offloaded state the graphs have.
+    `others`: by the ranks of a group, when the last of the other ranks issues each of its collectives, none of which
+    begins earlier (:func:`~.together.simulate_together`); in groups without an entry all ranks keep the pace of this
+    one. `transfers` carries out the moves of offloaded state.
     """
     machine = machine.shared_by(ranks)
     player = _Player(machine, groups, others or {}, transfers)
@@ -184,7 +151,7 @@ def simulate(
 
 
 def _timed(played: Played, found: Mapping[Node, list[Node]], machine: Machine, codegen: str) -> Mapping[Node, Kernel]:
-    """The kernels whose time counts: on GPUs by the rules of what makes them there."""
+    """Return the kernels whose time counts: on GPUs by the fusion rules of whatever generates them there."""
     if machine.device == "cuda" and played.fused:
         return fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
     if machine.device == "cuda" and codegen == "inductor" and not played.eager:
@@ -194,28 +161,25 @@ def _timed(played: Played, found: Mapping[Node, list[Node]], machine: Machine, c
 
 @dataclass(eq=False)
 class _Sent:
-    """A collective from its issue on; ``hops`` and ``transfer`` are the seconds that are left of each.
-
-    It does not begin before ``others``, when the last of the other ranks issues it as they were played, and no wait for
-    it ends before ``everyone``: how much later than that a rank may come that computes the same.
-    """
+    """A collective under way."""
 
     node: Node
     name: str
     stream: str
     link: int
-    hops: float
-    transfer: float
+    hops: float  # seconds of latency left
+    transfer: float  # seconds of sending left, alone on its link
     issued: float
-    others: float
+    others: float  # when the last of the other ranks issues it: it sends nothing before
     start: float = math.nan
     end: float = math.nan
+    # no wait ends before: when a rank issues it that computes the same but lost its core for a while
     everyone: float = 0.0
 
 
 @dataclass
 class _Wires:
-    """Collectives under way: streams are served in order, and what sends over one link at a time shares it."""
+    """Collectives under way: each stream serves its own in order, and those that send over one link share it."""
 
     now: float = 0.0
     queues: dict[str, deque[_Sent]] = field(default_factory=dict)
@@ -227,13 +191,14 @@ class _Wires:
             self._begin(sent, sent.issued)
 
     def _under_way(self) -> tuple[dict[_Sent, float], Counter[int]]:
-        """Of the first of each stream the seconds until it ends, or goes on to its bytes; and how many share a link."""
+        """Return the seconds until the head of each stream ends its hops or its transfer, and how many heads share each
+        link."""
         heads = [queue[0] for queue in self.queues.values() if queue]
         sharing = Counter(head.link for head in heads if not head.hops)
         return {head: head.hops or head.transfer * sharing[head.link] for head in heads}, sharing
 
     def advance(self, until: float, awaited: _Sent | None = None) -> None:
-        """Let time pass to ``until``, or to the end of ``awaited`` if that comes before."""
+        """Let time pass to `until`, or to the end of `awaited` if that comes first."""
         while self.now < until and (awaited is None or math.isnan(awaited.end)):
             left, sharing = self._under_way()
             step = min(left.values(), default=math.inf)
@@ -255,11 +220,11 @@ class _Wires:
                         self._begin(queue[0], self.now)
 
     def until_next(self) -> float:
-        """Seconds until something under way ends, or goes on to its bytes; infinite where nothing is under way."""
+        """Return the seconds until a collective ends its hops or its transfer; infinite if none is under way."""
         return min(filter(None, self._under_way()[0].values()), default=math.inf)
 
     def _begin(self, sent: _Sent, now: float) -> None:
-        """Its stream is free; where others have not come yet it sends nothing until they have."""
+        """Start a collective whose stream is free; its hops last until the other ranks have issued it."""
         sent.start = now
         sent.hops += max(0.0, sent.others - now)
 
@@ -278,10 +243,9 @@ class _Player:
         self.issued: dict[tuple[int, ...], dict[tuple[str, int], float]] = defaultdict(dict)
         self._graphs = 0
         self.now = 0.0
-        #: the host's, where the device runs behind it
-        self.host = 0.0
+        self.host = 0.0  # time of the host, where the device runs behind it
         self._runs_behind = machine.device != "cpu"
-        #: whether it launches each kernel, and starts each collective, of the graph
+        #: whether the host launches each kernel, and starts each collective, of the current graph
         self._launches = self._starts = False
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
@@ -296,7 +260,7 @@ class _Player:
     def run(self, played: Played, found: Mapping[Node, Kernel]) -> None:
         self._graphs += 1
         self._starts = self._runs_behind and not played.replayed
-        # What is eager in a step GPUs do in launches for many parameters at once, of which the trace knows nothing.
+        # Eager step code runs on GPUs as multi-tensor launches, which the nodes of the trace do not show.
         self._launches = self._starts and not played.eager
         began = self.host
         if played.parameters is not None or (self._runs_behind and not self._launches):
@@ -304,7 +268,7 @@ class _Player:
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
         lifted: dict[Node, float] = {}
-        late = _finishing(played) if played.finished_by_forward else {}
+        refresh_of = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
             for move, bucket in played.moves.get(node, ()):
                 self._move(move, bucket, played.kind)
@@ -329,8 +293,8 @@ class _Player:
                 if node in sending:
                     sent[node] = self._issue(node, sending[node], played.title)
                 continue
-            if node in late:
-                self._refreshes.setdefault(late[node], []).append(act)
+            if node in refresh_of:
+                self._refreshes.setdefault(refresh_of[node], []).append(act)
             else:
                 act()
         if self.host > began:
@@ -343,7 +307,7 @@ class _Player:
             act()
 
     def _on_host(self, name: str, **counts: float) -> None:
-        """As many of each kind of :attr:`Machine.host_seconds`; nothing on machines without them."""
+        """Let the host spend the time of these counts of :attr:`Machine.host_seconds`; none without an entry there."""
         seconds = sum(count * self.machine.host_seconds.get(kind, 0.0) for kind, count in counts.items())
         if self._runs_behind:
             self.host += seconds
@@ -351,18 +315,18 @@ class _Player:
             self._compute(name, "host", seconds)
 
     def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
-        """Begin to copy shards of a bucket."""
+        """Start copying the shards of a bucket from host memory."""
         lifted[node] = self._ways.travel("in", nbytes(node), max(self.now, self.host))
 
     def _landed(self, until: float, act: Callable[[], None]) -> None:
-        """Do what reads copies that are there then."""
+        """Wait for the copies that `act` reads, then run it."""
         if until > self.now:
             self._wires.advance(until)
             self._expose(OFFLOAD, until)
         act()
 
     def _expose(self, cause: str, until: float) -> None:
-        """Wait until then, if it is not past."""
+        """Let the compute stream wait until then, and count the wait under `cause`."""
         if until > self.now:
             self.exposed[cause] += until - self.now
             self.now = until
@@ -377,7 +341,7 @@ class _Player:
         self._events.append(Event(name, category, COMPUTE, start, self.now))
 
     def _slower(self, node: Node, kind: str) -> float:
-        """How many times as long a kernel takes while a collective holds multiprocessors: memory does not care."""
+        """Return the factor by which a collective that holds multiprocessors lengthens a kernel; 1 if memory-bound."""
         held = self.machine.collective_processors
         if not held or kind not in ("product", "newton_schulz") or not self._wires.queues:
             return 1.0
@@ -386,14 +350,14 @@ class _Player:
         return self.machine.processors / (self.machine.processors - held)
 
     def _pass(self, seconds: float, slower: float) -> None:
-        """Let ``seconds`` of work pass, ``slower`` times as long while anything is under way."""
+        """Let `seconds` of work pass, `slower` times as long while a collective is under way."""
         if slower == 1.0:
             self.now += seconds
             return
         self._wires.advance(self.now)
         while math.isfinite(change := self._wires.until_next()) and change < seconds * slower:
             seconds -= change / slower
-            # By rounding something may be left that is less than one step of the clock.
+            # Without nextafter, a remainder below the clock's resolution would loop forever.
             self.now = max(self.now + change, math.nextafter(self.now, math.inf))
             self._wires.advance(self.now)
         self.now += seconds * slower if math.isfinite(change) else seconds
@@ -402,9 +366,10 @@ class _Player:
         axis, ranks = self.groups[node.args[-1]]
         nbytes = bytes_sent(node, kind, axis)
         if "all_to_all" in str(node.target):
-            # A reduction that is made of one has its sum in the graph. Who owns nothing still waits for what it takes.
+            # Also a reduce-scatter lowered to an all-to-all, whose sum is a node of its own. The busier way counts: a
+            # rank that owns nothing sends no directions back, and still waits for those it receives.
             received = bytes_received(node, axis)
-            # Ranks of one machine send over the same loopback, where what one takes more another takes less.
+            # On loopback all ranks share one link, so the average of both directions counts.
             shared = self.machine.device == "cpu"
             kind, nbytes = "all_to_all", (nbytes + received) // 2 if shared else max(nbytes, received)
         hops, transfer = self.machine.collective_parts(kind, nbytes, ranks)
@@ -413,11 +378,11 @@ class _Player:
         issued = self.issued[ranks]
         if self._starts:
             self._on_host(name, collective=1)
-        # Behind the host, if that has fallen behind the device.
+        # Not before the host starts it, if the host has fallen behind the device.
         others = max(self.now, self.host, self.others[ranks][len(issued)] if ranks in self.others else self.now)
-        # Frames are counted by process, and nodes of the model may have other names on other ranks.
-        called = f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else "")
-        issued[called, next(number for number in count() if (called, number) not in issued)] = self.now
+        # Names that all ranks agree on: frames are numbered by process, and nodes may have other names elsewhere.
+        shared_name = f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else "")
+        issued[shared_name, next(number for number in count() if (shared_name, number) not in issued)] = self.now
         sent = _Sent(node, name, axis.group, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)
@@ -441,12 +406,12 @@ class _Player:
         self._expose(OFFLOAD, ready)
 
     def _link(self, ranks: Sequence[int]) -> int:
-        """The innermost that joins them; the last one of a machine joins all."""
+        """Return the number of the innermost link that joins these ranks; the last link of a machine joins all."""
         blocks = [{rank // link.within if link.within else 0 for rank in ranks} for link in self.machine.links]
         return next(number for number, block in enumerate(blocks) if len(block) == 1)
 
     def finish(self) -> list[Event]:
-        for number in list(self._refreshes):  # those that no forward has waited for
+        for number in list(self._refreshes):  # refreshes that no forward has waited for
             self._finish_refresh(number)
         self._wires.advance(math.inf)
         for sent in self._sent:
@@ -457,14 +422,14 @@ class _Player:
 
 
 def _finishing(played: Played) -> dict[Node, int]:
-    """The nodes of each refresh from its last wait on, with its number."""
-    found: dict[int, list[Node]] = {}
+    """Return the nodes that finish each refresh, from its last wait on, with the number of the refresh."""
+    finishing: dict[int, list[Node]] = {}
     for node in played.gm.graph.nodes:
         work = work_of(node)
-        if work is not None and (is_wait(node) or work.bucket in found):
-            # A gather over a second axis starts behind the wait for the first.
-            found[work.bucket] = [node] if is_wait(node) else [*found[work.bucket], node]
-    return {node: number for number, nodes in found.items() for node in nodes}
+        if work is not None and (is_wait(node) or work.bucket in finishing):
+            # A gather over a second mesh dimension starts behind the wait for the first: the last wait counts.
+            finishing[work.bucket] = [node] if is_wait(node) else [*finishing[work.bucket], node]
+    return {node: number for number, nodes in finishing.items() for node in nodes}
 
 
 def _cause(work: Work | None) -> str:
@@ -472,7 +437,7 @@ def _cause(work: Work | None) -> str:
 
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """What chrome://tracing and Perfetto read, as JSON: a row for each stream, times in microseconds."""
+    """Return the JSON that chrome://tracing and Perfetto read: a row for each stream, times in microseconds."""
     streams = [COMPUTE, *sorted({event.stream for event in timeline.events} - {COMPUTE})]
     rows: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": stream}}

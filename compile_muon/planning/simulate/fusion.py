@@ -1,19 +1,18 @@
-"""Which nodes run as one kernel.
+"""Group the nodes of a graph into kernels.
 
-Under Inductor: a pointwise node whose result has one reader, itself pointwise or a reduction, runs in that reader's
-kernel, and its result is never written. So a kernel is a tree that ends in its *root*: the last pointwise node, a
-reduction, or whatever else runs by itself. What several nodes read is written once and read by each. Inductor also
-joins kernels side by side, recomputes cheap results for each of their readers, and goes on behind a reduction: none of
-it is modelled of CPUs and of memory. Under "eager" every node is a kernel of its own.
+:func:`kernels` models CPUs and memory: a pointwise node whose result has one reader, itself pointwise or a reduction,
+runs in the kernel of that reader, and its result is never written. So a kernel is a tree that ends in its *root*: the
+last pointwise node, a reduction, or any op that runs by itself. A result with several readers is written once and read
+by each. Not modelled: Inductor also joins kernels side by side, recomputes cheap results for each reader, and fuses
+behind a reduction. Under "eager" every node is its own kernel.
 
-For the time of kernels on GPUs :func:`gpu_kernels` goes by the rules that Inductor writes Triton's kernels by. A
-pointwise result is *inlined* in all that read it, and computed again by each, unless one of these cannot compute it
-(a product, a collective, what is returned), it reads more than so many tensors, or takes more than so many operations
-(:data:`_READS`, :data:`_OPERATIONS`; ``torch._inductor.ir.StorageBox``). What is left is written, and kernels of one
-iteration space that share memory run as one: a reduction along rows with the pointwise work in front of it and behind
-it, and sums along columns with each other, or beside a large one along rows (``mix_order_reduction``). A kernel joins
-an earlier one only where all that it reads is there by then. What a kernel reads it reads once, and what only its own
-nodes read it does not write.
+:func:`gpu_kernels` models the time of kernels on GPUs by the rules of Inductor's Triton code. A pointwise result is
+*inlined* in all its readers, each of which computes it again, unless a reader cannot (a product, a collective, the
+output), or it reads more than :data:`_READS` tensors, or takes more than :data:`_OPERATIONS` operations
+(``torch._inductor.ir.StorageBox``). Other results are written. Kernels of one iteration space that share memory run as
+one: a reduction along rows with the pointwise work before and behind it, and sums along columns with each other, or
+beside a large reduction along rows (``mix_order_reduction``). A kernel joins an earlier one only if all its inputs
+exist by then. A kernel reads each input once, and does not write what only its own nodes read.
 """
 
 from __future__ import annotations
@@ -32,58 +31,60 @@ from compile_muon.passes.pipeline import tensor_value
 __all__ = ["Kernel", "function_entries", "fused_step", "gpu_kernels", "kernels", "moved_bytes"]
 
 _aten = torch.ops.aten
-#: of a table they read no more than they return
+#: ops that read of a table no more than they return
 _LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
-#: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
+#: ops without the pointwise tag that a reader inlines, or that pass over memory once
 _ALSO_POINTWISE = {
     _aten._to_copy, _aten.full, _aten.full_like, _aten.zeros_like, _aten.ones_like, _aten.arange, _aten.scalar_tensor,
     _aten.constant_pad_nd, torch.ops.prims.iota, *_LOOKUPS,
 }  # fmt: skip
-#: of a few instructions an entry, where other pointwise ops have one
+#: pointwise ops of several instructions an entry
 _FUNCTIONS = {
     _aten.exp, _aten.exp2, _aten.expm1, _aten.log, _aten.log2, _aten.log1p, _aten.tanh, _aten.erf, _aten.sigmoid,
     _aten.sin, _aten.cos, _aten.pow, _aten.gelu, _aten.gelu_backward, _aten.silu, _aten.silu_backward, _aten._softmax,
     _aten._log_softmax, _aten._log_softmax_backward_data,
 }  # fmt: skip
-#: torch._inductor.config.realize_reads_threshold, of what several read, and realize_acc_reads_threshold
+#: most tensors that an inlined result reads, with several readers and with one: torch._inductor.config's
+#: realize_reads_threshold and realize_acc_reads_threshold
 _READS, _READS_OF_ONE = 4, 8
-#: torch._inductor.config.realize_opcount_threshold; type conversions, constants and loads count
+#: most operations of an inlined result, type conversions, constants and loads counted:
+#: torch._inductor.config.realize_opcount_threshold
 _OPERATIONS = 30
 #: torch._inductor.config.max_pointwise_cat_inputs
 _CONCATENATED = 8
-#: torch._inductor.scheduler.MixOrderReduction: entries and rows from which on sums along columns run beside rows
+#: entries and rows from which on sums along columns join a reduction along rows:
+#: torch._inductor.scheduler.MixOrderReduction
 _MIXED_ENTRIES, _MIXED_ROWS = 5 * 2**20, 4096
 _REDUCTIONS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var_mean, _aten.var, _aten.any, _aten.prod}
 
 
 def _tagged(node: Node, tag: torch.Tag) -> bool:
-    """Whether ``node`` calls an op with this tag."""
+    """Return whether `node` calls an op with this tag."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Whether ``node`` computes each entry by itself, and writes to no argument."""
+    """Return whether `node` computes each entry by itself, and writes to no argument."""
     packet = getattr(node.target, "overloadpacket", None)
     return (_tagged(node, torch.Tag.pointwise) or packet in _ALSO_POINTWISE) and not mutated(node)
 
 
 def _users(node: Node) -> list[Node]:
-    """Nodes that read what ``node`` made, seen through views."""
-    found, pending = [], [node]
+    """Return the nodes that read the result of `node`, seen through views."""
+    users, pending = [], [node]
     while pending:
         for user in pending.pop().users:
             if user.op == "call_function" and is_free(user):
                 pending.append(user)
             else:
-                found.append(user)
-    return found
+                users.append(user)
+    return users
 
 
 def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
-    """Nodes of each kernel by its root, in graph order; nodes that are free are in none.
+    """Return the nodes of each kernel by its root, in graph order; free nodes (views) are in none.
 
-    Args:
-        codegen: "inductor" or "eager".
+    `codegen`: "inductor" or "eager".
     """
     root: dict[Node, Node] = {}
     for node in reversed(gm.graph.nodes):
@@ -94,29 +95,29 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
             readers = _users(node)
             if len(readers) == 1 and (_is_pointwise(readers[0]) or _tagged(readers[0], torch.Tag.reduction)):
                 root[node] = root.get(readers[0], node)
-    found: dict[Node, list[Node]] = defaultdict(list)
+    members: dict[Node, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node in root:
-            found[root[node]].append(node)
-    return dict(found)
+            members[root[node]].append(node)
+    return dict(members)
 
 
 def moved_bytes(members: list[Node]) -> int:
-    """What a kernel of these nodes reads and writes: each input once, and the result of the last."""
+    """Return the bytes that a kernel of these nodes moves: each input once, and the result of the last node."""
     last = members[-1]
     written = mutated(last)
     return _read_bytes(members) + (sum(nbytes(node) for node in written) if written else nbytes(last))
 
 
 def _read_bytes(members: list[Node]) -> int:
-    """What a kernel of these nodes reads, each input once: of what they make themselves, nothing."""
-    own = {base(node) for node in members}
+    """Return the bytes that a kernel of these nodes reads: each input once, its own intermediates not at all."""
+    results = {base(node) for node in members}
     inputs: dict[Node, int] = {}
     for node in members:
         packet = getattr(node.target, "overloadpacket", None)
         for place, source in enumerate(node.all_input_nodes):
             memory = base(source)
-            if memory in own:
+            if memory in results:
                 continue
             size = min(nbytes(source), nbytes(memory))
             if packet in _LOOKUPS and place == 0:
@@ -126,7 +127,7 @@ def _read_bytes(members: list[Node]) -> int:
 
 
 def function_entries(members: list[Node]) -> int:
-    """Of how many entries a kernel of these nodes takes an exponential or the like."""
+    """Return for how many entries a kernel of these nodes computes an exponential or the like."""
     functions = [node for node in members if getattr(node.target, "overloadpacket", None) in _FUNCTIONS]
     return sum(tensor_value(node).numel() for node in functions)
 
@@ -136,92 +137,90 @@ def function_entries(members: list[Node]) -> int:
 
 @dataclass
 class Kernel:
-    """Nodes that run together.
+    """Nodes that run as one kernel."""
 
-    Args:
-        nodes: in graph order.
-        moved: bytes that it reads and writes.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    moved: int = 0
+    nodes: list[Node] = field(default_factory=list)  # in graph order
+    moved: int = 0  # bytes read and written
 
 
 @dataclass(frozen=True)
 class _Space:
-    """What a kernel iterates over: entries, and how many are left of them where columns are summed up (0: none are)."""
+    """The iteration space of a kernel."""
 
     entries: int
-    columns: int = 0
+    columns: int = 0  # entries left by a sum along columns; 0 for any other kernel
 
 
 @dataclass(eq=False)
 class _Group:
+    """Results that one kernel writes."""
+
     space: _Space | None
-    place: int
+    place: int  # position among the kernels, from 1
     written: list[Node] = field(default_factory=list)
-    reads: set[Node] = field(default_factory=set)
-    rows: bool = False
+    reads: set[Node] = field(default_factory=set)  # memory that its nodes read
+    rows: bool = False  # some node reduces along rows
 
 
 def gpu_kernels(gm: GraphModule) -> dict[Node, Kernel]:
-    """Kernels by the node that each runs in place of."""
+    """Return the kernels of a graph on a GPU, each by the node in whose place it runs."""
     inlined = _inlined(gm)
     groups: list[_Group] = []
-    of: dict[Node, _Group] = {}
-    there: dict[Node, int] = {}  # how many kernels have run when a node's result is there
+    group_of: dict[Node, _Group] = {}
+    place_of_result: dict[Node, int] = {}  # place of the kernel that makes a node's result, 0 for inputs
     for node in gm.graph.nodes:
-        given = max((there[source] for source in node.all_input_nodes), default=0)
-        there[node] = len(groups) if is_wait(node) or is_collective(node) else given
+        last_place = max((place_of_result[source] for source in node.all_input_nodes), default=0)
+        # No kernel that reads a collective's result joins one from ahead of the collective.
+        place_of_result[node] = len(groups) if is_wait(node) or is_collective(node) else last_place
         if is_free(node) or node in inlined:
             continue
         space = _space(node)
         sources = {source for member in _members(node, inlined) for source in member.all_input_nodes}
         reads = {base(source) for source in sources if _maker(source) not in inlined}
-        group = next((g for g in reversed(groups) if space and _joins(space, reads, given, g)), None)
+        group = next((g for g in reversed(groups) if space and _joins(space, reads, last_place, g)), None)
         if group is None:
             group = _Group(space, len(groups) + 1)
             groups.append(group)
         group.written.append(node)
         group.reads |= reads
         group.rows |= space is not None and not space.columns and _reduces(node)
-        of[node] = group
-        there[node] = group.place
-    outside = _outside(gm, inlined, of)
+        group_of[node] = group
+        place_of_result[node] = group.place
+    outside = _outside(gm, inlined, group_of)
     return {group.written[0]: _kernel(group, inlined, outside) for group in groups}
 
 
 def fused_step(gm: GraphModule, ahead: set[Node]) -> dict[Node, Kernel]:
-    """Kernels of eager code that GPUs run as one: each input read once, and what is written to them written once.
+    """Return the kernels of eager step code that GPUs fuse, each by the node in whose place it runs.
 
-    Args:
-        ahead: nodes that a new kernel begins with.
+    A kernel reads each input once and writes each mutated tensor once. A new one begins at each node in `ahead` and at
+    each collective.
     """
-    found: dict[Node, Kernel] = {}
-    kernel, own, read, written = Kernel(), set[Node](), dict[Node, int](), dict[Node, int]()
+    kernels_by_first: dict[Node, Kernel] = {}
+    kernel, results, read, written = Kernel(), set[Node](), dict[Node, int](), dict[Node, int]()
     for node in gm.graph.nodes:
-        if node in ahead or is_collective(node) or not found:
-            kernel, own, read, written = Kernel(), set(), {}, {}
+        if node in ahead or is_collective(node) or not kernels_by_first:
+            kernel, results, read, written = Kernel(), set(), {}, {}
         if is_free(node):
             continue
         if not kernel.nodes:
-            found[node] = kernel
+            kernels_by_first[node] = kernel
         kernel.nodes.append(node)
         changed = {base(target): nbytes(target) for target in mutated(node)}
         for source in node.all_input_nodes:
-            if base(source) not in own:
+            if base(source) not in results:
                 read[base(source)] = max(read.get(base(source), 0), nbytes(source))
         for target, size in changed.items():
-            if target not in own:
+            if target not in results:
                 written[target] = max(written.get(target, 0), size)
         if not changed:
-            own |= {node, *(user for user in node.users if is_free(user))}
+            results |= {node, *(user for user in node.users if is_free(user))}
         kernel.moved = sum(read.values()) + sum(written.values())
-    return found
+    return kernels_by_first
 
 
 def _inlined(gm: GraphModule) -> set[Node]:
-    """Pointwise nodes whose results are in no memory."""
+    """Return the pointwise nodes whose results are never written to memory."""
     inlined: set[Node] = set()
     work: dict[Node, tuple[set[Node], int]] = {}
     for node in gm.graph.nodes:
@@ -229,16 +228,16 @@ def _inlined(gm: GraphModule) -> set[Node]:
             continue
         reads, count = set[Node](), 1 + sum(isinstance(argument, int | float) for argument in node.args)
         for source in node.all_input_nodes:
-            made = _maker(source)
-            if made in inlined:
-                reads |= work[made][0]
-                count += work[made][1]
+            maker = _maker(source)
+            if maker in inlined:
+                reads |= work[maker][0]
+                count += work[maker][1]
             else:
                 reads.add(base(source))
         work[node] = reads, count
         readers = list(_readers(node))
-        several = len(readers) > 1
-        small = len(reads) <= (_READS if several else _READS_OF_ONE) and count + len(reads) <= _OPERATIONS
+        shared = len(readers) > 1
+        small = len(reads) <= (_READS if shared else _READS_OF_ONE) and count + len(reads) <= _OPERATIONS
         if small and readers and all(_computes_entries(reader) or _reduces(reader) for reader in readers):
             inlined.add(node)
     return inlined
@@ -255,14 +254,14 @@ def _reduces(node: Node) -> bool:
 
 
 def _maker(node: Node) -> Node:
-    """Of what ``node`` shows, seen through views."""
+    """Return the node that computed the value of `node`, seen through views."""
     while node.op == "call_function" and is_free(node) and base(node) is not node:
         node = base(node)
     return node
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Nodes that read what ``node`` made, seen through views: collectives and the end of the graph among them."""
+    """Yield the nodes that read the result of `node`, seen through views, collectives and the output among them."""
     for user in node.users:
         if user.op == "call_function" and is_free(user) and not is_collective(user) and tensors(user):
             yield from _readers(user)
@@ -271,7 +270,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _space(node: Node) -> _Space | None:
-    """None for what is no kernel of Inductor's own."""
+    """Return the iteration space of a node; None if Inductor generates no kernel for it."""
     if _computes_entries(node):
         return _Space(sum(value.numel() for value in tensors(node)))
     if not _reduces(node):
@@ -285,6 +284,7 @@ def _space(node: Node) -> _Space | None:
 
 
 def _joins(space: _Space, reads: set[Node], given: int, group: _Group) -> bool:
+    """Return whether a node can join `group`; `given` is the place of the last kernel that makes an input of it."""
     if group.space is None or given > group.place:
         return False
     written = {base(node) for node in group.written} | set(group.written)
@@ -297,7 +297,7 @@ def _joins(space: _Space, reads: set[Node], given: int, group: _Group) -> bool:
 
 
 def _members(node: Node, inlined: set[Node]) -> Iterator[Node]:
-    """``node``, behind what is inlined in it."""
+    """Yield the nodes inlined in `node`, then `node`."""
     for source in node.all_input_nodes:
         if (made := _maker(source)) in inlined:
             yield from _members(made, inlined)
@@ -305,8 +305,8 @@ def _members(node: Node, inlined: set[Node]) -> Iterator[Node]:
 
 
 def _outside(gm: GraphModule, inlined: set[Node], of: dict[Node, _Group]) -> set[Node]:
-    """What is read by another kernel than the one that makes it, or returned."""
-    found: set[Node] = set()
+    """Return the nodes whose results another kernel reads, or the graph returns."""
+    outside: set[Node] = set()
     for node, group in of.items():
         pending = list(_readers(node))
         while pending:
@@ -314,12 +314,13 @@ def _outside(gm: GraphModule, inlined: set[Node], of: dict[Node, _Group]) -> set
             if reader in inlined:
                 pending += _readers(reader)
             elif of.get(reader) is not group:
-                found.add(node)
+                outside.add(node)
                 break
-    return found
+    return outside
 
 
 def _kernel(group: _Group, inlined: set[Node], outside: set[Node]) -> Kernel:
+    """Return the kernel of a group; only results in `outside` are written."""
     nodes = list(dict.fromkeys(member for node in group.written for member in _members(node, inlined)))
     results = 0
     for node in group.written:

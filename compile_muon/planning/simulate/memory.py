@@ -1,10 +1,10 @@
-"""What is live while graphs run, by category, from the order of their nodes alone.
+"""Count the live bytes while graphs run, by category, from the order of their nodes alone.
 
-Memory lives from the node that makes it to its last reader, views included, and behind the graph if it is an output;
-what a collective sends, until it is waited for. What forward saves for backward is let go at its last reader there.
-CUDA graphs allocate from a private pool, which keeps the most that was ever live in it ("pools": what of that is idle).
-Results inside a fused kernel are never in memory. Buffers that are reused in place by code generation count twice, for
-a moment; what allocators round up and keep does not count.
+Memory lives from the node that allocates it to its last reader, views included; an output outlives the graph; the input
+of a collective lives until its wait. What forward saves for backward is freed at its last reader there. A CUDA graph
+allocates from a private pool, which keeps the most that was ever live in it. Results inside a fused kernel take no
+memory. Buffers that generated code would reuse in place count twice for a moment; the allocator's rounding and cache do
+not count.
 """
 
 from __future__ import annotations
@@ -36,18 +36,13 @@ _OF_WORK = {
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes live at a time.
+    """Bytes that are live at one time."""
 
-    Args:
-        by_category: what the caller gave as resident, and "gathered" (weights), "activations" (saved for backward),
-            "intermediates" (what forward or backward makes and needs no more soon, of a language model mostly its
-            logits), "gradients", "exchange" (matrices, directions and their buffers), "step" (of AdamW and norms) and
-            "pools" (what private pools of CUDA graphs keep beside that).
-        largest: which of the intermediates is largest: operation, shape, dtype and bytes; empty where there is none.
-    """
-
+    # The caller's resident categories, "gathered" (weights), "activations" (saved for backward), "intermediates" (other
+    # results of forward and backward; in a language model mostly logits), "gradients", "exchange" (matrices,
+    # directions and their buffers), "step" (AdamW and norms) and "pools" (idle bytes of CUDA graphs' private pools).
     by_category: Mapping[str, int] = field(default_factory=dict)
-    largest: str = ""
+    largest: str = ""  # of the intermediates: operation, shape, dtype and bytes; empty without any
 
     @property
     def total(self) -> int:
@@ -56,13 +51,13 @@ class Held:
 
 @dataclass(eq=False)
 class _Storage:
-    """``readers``: values of a later graph that show it."""
+    """Memory that a node allocates."""
 
     pool: str
     category: str
     nbytes: int
     maker: Node
-    readers: int = 0
+    readers: int = 0  # graph outputs saved for backward that show it
 
     def __str__(self) -> str:
         value = self.maker.meta["val"]
@@ -72,11 +67,9 @@ class _Storage:
 
 
 class Memory:
-    """What is live while one graph runs behind the other.
+    """The live bytes while graphs run one after the other.
 
-    Args:
-        resident: bytes by category that are there all the time.
-        machine: what runs Newton-Schulz.
+    `resident` are bytes by category that are live all the time; `machine` runs Newton-Schulz.
     """
 
     def __init__(self, resident: Mapping[str, int], machine: Machine) -> None:
@@ -92,7 +85,7 @@ class Memory:
 
     @property
     def peak(self) -> Held:
-        """The most so far: pools are full all the time, so the moment is that at which most is live outside of them."""
+        """The most so far: pools are always full, so it is reached when most is live outside of them."""
         by_category: Counter[str] = Counter()
         for (_, category), size in self._peak.items():
             by_category[category] += size
@@ -101,7 +94,7 @@ class Memory:
         return Held(dict(by_category), self._largest)
 
     def drop(self, category: str) -> None:
-        """Nothing of this category is needed any more."""
+        """Free everything of this category."""
         for pool, each in self._live:
             if each == category:
                 self._live[pool, each] = 0
@@ -116,52 +109,53 @@ class Memory:
         *,
         replayed: bool = False,
     ) -> None:
-        """One graph.
+        """Run one graph.
 
-        Args:
-            frame: name that forward and backward share.
-            user_outputs: of a forward graph: the outputs behind these are saved for backward.
-            roots: node -> the last one of its kernel.
-            replayed: a CUDA graph; those of forward and backward share a pool, those of the step another.
+        `frame` is the name that its forward and backward share. The outputs of a forward graph behind the first
+        `user_outputs` are saved for backward. `roots` maps each node to the last node of its kernel. Of `replayed`
+        graphs, those of forward and backward share a private pool, and those of the step another.
         """
         pool = "" if not replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         outputs = _outputs(gm)
         saved = outputs[user_outputs:] if kind is GraphKind.FORWARD else []
-        kept, passed_on = {base(node) for node in outputs}, {base(node) for node in saved}
-        found: dict[Node, _Storage] = {}
-        made: dict[int, list[_Storage]] = {}
-        last: dict[Node, int] = {}
+        output_memory, saved_memory = {base(node) for node in outputs}, {base(node) for node in saved}
+        storages: dict[Node, _Storage] = {}
+        allocated: dict[int, list[_Storage]] = {}
+        last_read: dict[Node, int] = {}
         for node in gm.graph.nodes:
             if node.op != "call_function" or roots.get(node, node) is not node:
                 continue
             memory = base(node)
-            if memory.op == "call_function" and memory not in found and _is_tensor(memory):
-                found[memory] = _Storage(pool, _category(memory, kind, passed_on, kept), nbytes(memory), memory)
-                made.setdefault(place[_maker(memory)], []).append(found[memory])
-        found |= self._taken(gm, kind, frame)
+            if memory.op == "call_function" and memory not in storages and _is_tensor(memory):
+                category = _category(memory, kind, saved_memory, output_memory)
+                storages[memory] = _Storage(pool, category, nbytes(memory), memory)
+                allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
+        storages |= self._taken(gm, kind, frame)
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
-                last[base(shown)] = max(last.get(base(shown), -1), _until(node, roots, place))
+                last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, roots, place))
         freed: dict[int, list[_Storage]] = {}
-        for memory, storage in found.items():
-            if memory not in kept or memory.op == "placeholder":
-                freed.setdefault(last.get(memory, place[memory]), []).append(storage)
+        for memory, storage in storages.items():
+            if memory not in output_memory or memory.op == "placeholder":
+                freed.setdefault(last_read.get(memory, place[memory]), []).append(storage)
         for node, i in place.items():
-            self._step(node, pool, made.get(i, ()), freed.get(i, ()))
+            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()))
         if saved:
-            self._saved[frame] = [found.get(base(node)) for node in saved if _is_tensor(node)]
+            self._saved[frame] = [storages.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
                 value.readers += 1
-        # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
+        # The run of the next micro-batch adds to these gradients, or replaces them: only one copy stays live.
         for storage in self._returned.get((frame, kind), ()):
             self._live[storage.pool, storage.category] -= storage.nbytes
         self._returned[frame, kind] = [
-            found[memory] for memory in kept - passed_on if memory.op == "call_function" and memory in found
+            storages[memory]
+            for memory in output_memory - saved_memory
+            if memory.op == "call_function" and memory in storages
         ]
 
     def _taken(self, gm: GraphModule, kind: GraphKind, frame: str) -> dict[Node, _Storage]:
-        """What the inputs of a backward graph show of what its forward saved: the same values in the same order."""
+        """Return the storages that inputs of a backward graph show: the values that forward saved, in that order."""
         if kind is not GraphKind.BACKWARD:
             return {}
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if _is_tensor(node)]
@@ -173,8 +167,8 @@ class Memory:
             self._live[storage.pool, storage.category] += storage.nbytes
             if storage.category == "intermediates":
                 self._intermediates[storage] = None
-        works = node.target is torch.ops.muon_zero.newton_schulz.default
-        extra = Call(node, self._machine).workspace_bytes() if works else 0
+        is_newton_schulz = node.target is torch.ops.muon_zero.newton_schulz.default
+        extra = Call(node, self._machine).workspace_bytes() if is_newton_schulz else 0
         live = self._live.copy()
         if extra:
             live[pool, "exchange"] += extra
@@ -190,8 +184,8 @@ class Memory:
                 self._intermediates.pop(storage, None)
 
     @staticmethod
-    def _outside(live: Mapping[tuple[str, str], int]) -> tuple[int, int]:
-        """Bytes that are live outside of private pools, and all."""
+    def _outside(live: Counter[tuple[str, str]]) -> tuple[int, int]:
+        """Return the bytes that are live outside of private pools, and all live bytes."""
         return sum(size for (pool, _), size in live.items() if not pool), live.total()
 
 
@@ -205,13 +199,13 @@ def _outputs(gm: GraphModule) -> list[Node]:
 
 
 def _maker(memory: Node) -> Node:
-    """Of an item of a list: what makes the list."""
+    """Return the node that allocates `memory`: for an item of a list, the op that returns the list."""
     source = memory.args[0] if not isinstance(memory.target, torch._ops.OpOverload) and memory.args else None
     return source if isinstance(source, Node) else memory
 
 
 def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) -> int:
-    """When ``reader`` has read its inputs."""
+    """Return the place in the graph at which `reader` has read its inputs: its kernel, or the wait of a collective."""
     if is_collective(reader):
         return max((place[user] for user in reader.users if is_wait(user)), default=place[reader])
     return place[roots.get(reader, reader)]

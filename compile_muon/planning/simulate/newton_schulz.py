@@ -1,8 +1,9 @@
-"""Calls of Newton-Schulz: their launches on a GPU, how long they take, and what they hold.
+"""Newton-Schulz calls: their launches on a GPU, their time, their memory.
 
-As ``kernels/gpu/grouped.py`` makes them: matrices of a form in chunks that stay under a limit of memory, each product
-of a chunk one launch, but for the last, which writes each tensor of results by itself; a chunk of one tensor, or of
-small ones of one shape, by the kernels for one shape. The time of each is ``kernels/gpu/model.py``'s.
+The launches are those of ``kernels/gpu/grouped.py``: matrices of one form in chunks below a limit of memory, one launch
+for each product of a chunk, except the last product, which writes each result tensor in a launch of its own. A chunk of
+one tensor, or of small matrices of one shape, takes the kernels for one shape. ``kernels/gpu/model.py`` has the time of
+each launch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from compile_muon.planning.machine import Machine
 
 __all__ = ["Call", "Launched", "Steps", "launches"]
 
-#: passes over a matrix, in matrices read and written by each: its largest entry, the division by it, norm, division;
-#: PyTorch's own operations find the least entry by another
+#: kernels of the normalization, by how many matrices each reads and writes: largest entry, division by it, norm,
+#: division; aten needs one more pass for the least entry
 _NORMALIZE = (1, 2, 1, 2)
-#: launches for a stack of matrices beside its products: norms, division, copies there and back, the last product
+#: launches for a stack of matrices beside its products: norms, division, two copies, the last product
 _BESIDE = 5
 
 #: (matrices, k, l) of a tensor, k ≤ l
@@ -44,75 +45,53 @@ Matrices = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch.
+    """A kernel launch that computes one product of all its matrices."""
 
-    Args:
-        part: what it computes.
-        results: (matrices, rows, columns, summed dimension).
-        triangle: one triangle of symmetric results is computed.
-        summand: the product has one.
-        listed: it is of a whole list.
-        halves: a list's tiles on diagonals may be half as wide.
-    """
-
-    part: str
-    results: tuple[Result, ...]
-    triangle: bool
-    summand: bool
-    listed: bool = True
-    halves: bool = True
+    part: str  # name of the product
+    results: tuple[Result, ...]  # (matrices, rows, columns, summed dimension)
+    triangle: bool  # computes one triangle of symmetric results
+    summand: bool  # the product adds a matrix
+    listed: bool = True  # one launch for a whole list, by the kernel for lists
+    halves: bool = True  # tiles on the diagonal of a list may be half as wide
 
     def tile(self, table: Table, processors: int) -> Tile:
-        """That the launch is made with."""
+        """Return the tile that the kernel would choose."""
         tiles = table.symmetric if self.triangle else table.product
         if self.listed:
             tiles = tuple(replace(tile.in_list, listed=self.halves) for tile in tiles)
         return choose(tiles, table.device, self.results, processors, triangle=self.triangle, summand=self.summand)
 
     def seconds(self, table: Table, processors: int) -> float:
-        """While nothing else runs."""
+        """Return the time of the launch on an otherwise idle GPU."""
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         return launch_seconds(tile, table.device, self.results, processors, **how)
 
     def seconds_when_held(self, table: Table, processors: int, held: int) -> float:
-        """While collectives with other ranks hold ``held`` multiprocessors."""
+        """Return the time of the launch while collectives with other ranks hold `held` multiprocessors."""
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         tiles = sum(b * programs(tile, rows, cols, triangle=self.triangle) for b, rows, cols, _ in self.results)
         width = processors * tile.resident
-        # Kernels for one shape start a program for each tile, which is what waves come down to at their end.
+        # Kernels for one shape start a program for each tile, as the last waves of a list do.
         starts = waves(tiles, width, shared=True) if self.listed else [*range(0, tiles, width), tiles]
         return seconds_beside(tile, table.device, self.results, processors - held, starts, width, **how)[0]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with each matrix of a list.
+    """The Newton-Schulz iteration applied to each matrix of a list."""
 
-    Args:
-        form: "standard" or "gram".
-        triples: (a, b, c) of each step.
-        restarts: of the gram form.
-        folds: aI + Z is one matrix, as in float16.
-        itemsize: bytes of an entry.
-        limit: bytes that a chunk may hold beside inputs and results.
-    """
-
-    form: str
-    triples: tuple[Triple, ...]
-    restarts: tuple[int, ...]
-    folds: bool
-    itemsize: int
-    limit: int
+    form: str  # "standard" or "gram"
+    triples: tuple[Triple, ...]  # (a, b, c) of each iteration
+    restarts: tuple[int, ...]  # iterations at which the gram form restarts
+    folds: bool  # aI + Z is one matrix, as in float16
+    itemsize: int  # bytes of an entry
+    limit: int  # bytes that a chunk may hold beside inputs and results
 
 
-@lru_cache(maxsize=256)  # a plan asks several times for each call, and layers have the same ones
+@lru_cache(maxsize=256)  # plans repeat calls, and layers repeat shapes
 def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[Launched, ...]:
-    """Of the products of these matrices.
-
-    Args:
-        tensors: and bytes of an entry of each.
-    """
-    found: list[Launched] = []
+    """Return the launches of the products of these tensors, each given with the bytes of an input entry."""
+    launched: list[Launched] = []
     how = (steps.form, len(steps.triples), len(steps.restarts))
     stacks = [Stack(b, list_bytes(k, w, *how, given, steps.itemsize)) for (b, k, w), given in tensors]
     for chunk in chunked(stacks, steps.limit):
@@ -129,13 +108,16 @@ def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[L
         noted = _Noted(layout, results, listed=len(results) > 1)
         folding = noted if steps.folds else None
         FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folding=folding)
-        found += noted.launched
-    return tuple(found)
+        launched += noted.launched
+    return tuple(launched)
 
 
 @dataclass
 class _Noted:
-    """``iterations.Products`` and ``Folding`` that note what would be launched; a matrix is whether it is square."""
+    """``iterations.Products`` and ``Folding`` that record launches in place of computing.
+
+    A matrix is represented by one bool: whether it is square.
+    """
 
     layout: Layout
     results: Sequence[Matrices]
@@ -169,31 +151,27 @@ class _Noted:
         return right
 
     def add_to_diagonal(self, x: bool, a: float) -> None:
-        """No product."""
+        """Record nothing: this is no product."""
 
 
 class Call:
-    """A ``muon_zero::newton_schulz`` node on a machine.
-
-    Attributes:
-        tensors: ``(matrices, k, l, dtype, whether it is tall)`` of each, none empty.
-        symmetric: Triton makes it, or quack: one triangle of symmetric products.
-        by_shape: quack makes it: of all matrices of a form those of a shape together.
-        limit: bytes that it may hold beside inputs and results.
-        norms: whether it is given norms of rows.
-    """
+    """A ``muon_zero::newton_schulz`` node on a machine."""
 
     def __init__(self, node: Node, machine: Machine) -> None:
         xs, coefficients, self.method, self.dtype, _, _, self.restarts, backend, limit, norms = node.args
         self.machine = machine
+        #: bytes that the call may hold beside inputs and results
         self.limit: int = MEMORY_LIMIT if limit == AUTO_LIMIT else limit
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
         halves = machine.device == "cuda" and self.dtype in ("float16", "bfloat16")
-        taken = backend == "quack" or machine.tiles is None or machine.tiles.taken(backend)
-        self.symmetric = halves and backend != "aten" and taken
+        has_kernels = backend == "quack" or machine.tiles is None or machine.tiles.taken(backend)
+        #: Triton or quack computes it: one triangle of symmetric products
+        self.symmetric = halves and backend != "aten" and has_kernels
+        #: quack computes it: the matrices of one shape together, not those of one form
         self.by_shape = self.symmetric and backend == "quack"
         self.itemsize: int = getattr(torch, self.dtype).itemsize
-        self.norms = bool(norms)
+        self.norms = bool(norms)  # norms of rows are given
+        #: (matrices, k, l, dtype, whether it is tall) of each tensor with entries
         self.tensors: list[tuple[int, int, int, torch.dtype, bool]] = []
         for value in filter(torch.Tensor.numel, map(tensor_value, xs)):
             rows, cols = (int(size) for size in value.shape[-2:])
@@ -201,7 +179,7 @@ class Call:
             self.tensors.append((matrices, min(rows, cols), max(rows, cols), value.dtype, rows > cols))
 
     def form(self, rows: int, cols: int) -> str:
-        """ "standard" or "gram", of matrices of a shape."""
+        """Return the iteration, "standard" or "gram", that the kernels choose for matrices of this shape."""
         return chosen_form(self.method, rows, cols, len(self.triples), len(self.restarts), symmetric=self.symmetric)
 
     def _steps(self, form: str, *, folds: bool) -> Steps:
@@ -209,49 +187,49 @@ class Call:
 
     @cached_property
     def listed(self) -> list[Launched] | None:
-        """The launches of Triton's products; None where something else makes them, or nothing is known."""
+        """Triton's launches; None where other kernels compute the call, or the machine has no tile tables."""
         if self.machine.tiles is None or not self.symmetric or self.by_shape:
             return None
         groups: dict[str, list[tuple[Matrices, int]]] = {}
         for b, k, width, dtype, _ in self.tensors:
             groups.setdefault(self.form(k, width), []).append(((b, k, width), dtype.itemsize))
-        found: list[Launched] = []
+        launched: list[Launched] = []
         for form, tensors in groups.items():
-            found += launches(tuple(tensors), self._steps(form, folds=self.dtype == "float16"))
-        return found
+            launched += launches(tuple(tensors), self._steps(form, folds=self.dtype == "float16"))
+        return launched
 
     @property
     def _shapes(self) -> Counter[tuple[int, int, bool]]:
-        """How many matrices there are of each shape, k and l, and tall or not."""
+        """The number of matrices of each (k, l, whether tall)."""
         counts: Counter[tuple[int, int, bool]] = Counter()
         for b, k, width, _, tall in self.tensors:
             counts[k, width, tall] += b
         return counts
 
     def _beside_products(self) -> Iterator[int]:
-        """Bytes of each kernel of Triton's that is no product: norms, divisions, copies of small matrices."""
-        copied: dict[tuple[int, int, int, bool], list[tuple[int, int]]] = {}
+        """Yield the bytes of each Triton kernel that is no product: norms, divisions, copies of small matrices."""
+        small_sizes: dict[tuple[int, int, int, bool], list[tuple[int, int]]] = {}
         for b, k, width, dtype, tall in self.tensors:
-            entries, given = b * k * width, dtype.itemsize
-            measured = 4 * b * (width if tall else k) if self.norms else given * entries
+            entries, itemsize = b * k * width, dtype.itemsize
+            norm_bytes = 4 * b * (width if tall else k) if self.norms else itemsize * entries
             if k * width <= SMALL:
-                copied.setdefault((k, width, given, tall), []).append((entries, measured))
+                small_sizes.setdefault((k, width, itemsize, tall), []).append((entries, norm_bytes))
             else:
-                yield from (measured, (given + self.itemsize) * entries)
-        for (_, _, given, _), sizes in copied.items():
-            entries, measured = map(sum, zip(*sizes, strict=True))
+                yield from (norm_bytes, (itemsize + self.itemsize) * entries)
+        for (_, _, itemsize, _), sizes in small_sizes.items():
+            entries, norm_bytes = map(sum, zip(*sizes, strict=True))
             if len(sizes) > 1:
-                yield from (2 * given * entries, 2 * self.itemsize * entries)
+                yield from (2 * itemsize * entries, 2 * self.itemsize * entries)
                 if self.norms:
-                    yield 2 * measured
-            yield from (measured, (given + self.itemsize) * entries)
+                    yield 2 * norm_bytes
+            yield from (norm_bytes, (itemsize + self.itemsize) * entries)
 
     def seconds(self) -> float:
-        """Of products, normalization, and turning tall matrices back.
+        """Return the time of products, normalization, and transposing tall matrices back.
 
-        On CPUs each matrix by itself, and products whole. On GPUs all of a shape at once; of symmetric products in half
-        precision one triangle, unless the call asks for aten. Where the machine has tiles, what Triton makes goes by
-        the launches of its lists.
+        CPUs take one matrix at a time and compute products whole. GPUs take all matrices of a shape at once and compute
+        one triangle of symmetric products in half precision, unless the call asks for aten. Where the machine has tile
+        tables, the time of Triton's kernels is the sum of their launches.
         """
         if self.listed is None:
             return sum(self._shape_seconds(count, *shape) for shape, count in self._shapes.items())
@@ -273,7 +251,7 @@ class Call:
         return times * (seconds + sum(self.machine.move_seconds(count * size) for count in moves))
 
     def slower(self) -> float:
-        """How many times as long it takes while a collective holds multiprocessors."""
+        """Return the factor by which a collective that holds multiprocessors lengthens this call."""
         tiles, processors, held = self.machine.tiles, self.machine.processors, self.machine.collective_processors
         if not self.listed or tiles is None:
             return processors / (processors - held)
@@ -281,10 +259,10 @@ class Call:
         return max(1.0, beside / self._alone(self.listed))
 
     def launched(self) -> int:
-        """Kernels that the host starts; on CPUs it is one.
+        """Return how many kernels the host launches; 1 on CPUs.
 
-        On GPUs of all matrices of a form in half precision each product is one launch, but for the last, which writes
-        each result; else, and by quack, of all matrices of a shape.
+        Triton launches one kernel for each product of all half-precision matrices of a form, but one for each result in
+        the last product. Other kernels, quack's among them, take the matrices of one shape together.
         """
         if self.machine.device == "cpu":
             return 1
@@ -298,24 +276,25 @@ class Call:
         return sum(products.values()) + (_BESIDE if self.symmetric else 2 * _BESIDE) * len(self._shapes)
 
     def workspace_bytes(self) -> int:
-        """What it holds beside inputs and results.
+        """Return the bytes held beside inputs and results.
 
-        On CPUs of one matrix X once more, and two of k x k. On GPUs of a chunk of matrices, as ``compile_muon.kernels``
-        makes them: by Triton of all matrices of a form together, by quack and aten of one shape.
+        On CPUs, X once more and two k x k matrices, for one matrix at a time. On GPUs, those of the largest chunk as
+        ``compile_muon.kernels`` builds chunks: all matrices of a form for Triton, those of one shape for quack and
+        aten.
         """
         if self.machine.device == "cpu":
             return max(((k * width + 2 * k**2) * self.itemsize for _, k, width, _, _ in self.tensors), default=0)
         groups: dict[tuple[object, ...], list[Stack]] = {}
         for b, k, width, dtype, _ in self.tensors:
-            how = (self.form(k, width), len(self.triples), len(self.restarts))
+            steps = (self.form(k, width), len(self.triples), len(self.restarts))
             key: tuple[object, ...]
             if self.by_shape and quack.fits(k, width, dtype, getattr(torch, self.dtype)):
-                key, each = (k, width), work_bytes(k, width, *how, self.itemsize)
+                key, matrix_bytes = (k, width), work_bytes(k, width, *steps, self.itemsize)
             elif self.symmetric and not self.by_shape:
-                key, each = how, list_bytes(k, width, *how, dtype.itemsize, self.itemsize)
+                key, matrix_bytes = steps, list_bytes(k, width, *steps, dtype.itemsize, self.itemsize)
             else:
-                key, each = (k, width, dtype), batch_bytes(k, width, dtype.itemsize, self.itemsize)
-            groups.setdefault(key, []).append(Stack(b, each))
+                key, matrix_bytes = (k, width, dtype), batch_bytes(k, width, dtype.itemsize, self.itemsize)
+            groups.setdefault(key, []).append(Stack(b, matrix_bytes))
         chunks = [(stacks, chunk) for stacks in groups.values() for chunk in chunked(stacks, self.limit)]
-        held = (sum((p.stop - p.start) * stacks[i].bytes_each for i, p in chunk) for stacks, chunk in chunks)
-        return max(held, default=0)
+        chunk_bytes = (sum((p.stop - p.start) * stacks[i].bytes_each for i, p in chunk) for stacks, chunk in chunks)
+        return max(chunk_bytes, default=0)

@@ -1,11 +1,11 @@
-"""Buckets of offloaded state beside a step: on their way to the device and back, while kernels run.
+"""Move buckets of offloaded state to the device and back during a step, while kernels run.
 
-What opens a bucket waits until it is there. What follows it in a step is read ahead, as far as buffers are free, from
-the commit of the step before on. A bucket keeps its buffer from the beginning of its read until another is opened, or
-until it is where it is kept. Each way between host and device, and the disk, serves one bucket at a time, first come;
-of a file, a bucket goes on to the device when it is asked for. Requests are made when the device is there, of which the
-host is ahead at times. Where the host computes a step, the device waits for the weights. docs/how-to/offload.md is the
-same for users.
+Opening a bucket waits until it is on the device. The next buckets of the step are prefetched as far as buffers are
+free, from the commit of the previous step on. A bucket holds its buffer from the start of its read until another bucket
+is opened or, if it was written, until it is stored. Each way between host and device, and the disk, serves one bucket
+at a time, in order; a bucket of a file is prefetched to host memory and goes on to the device when it is opened.
+Requests are made at the time of the device, which the host may be ahead of. Where the host computes a step, the device
+waits for the weights. docs/how-to/offload.md explains it to users.
 """
 
 from __future__ import annotations
@@ -23,71 +23,54 @@ __all__ = ["OffloadTransfers", "Move", "Moves", "OnHost"]
 
 
 class Move(Enum):
-    """What is asked for, of a bucket.
+    """A request for a bucket of offloaded state."""
 
-    Attributes:
-        OPEN: it is about to be used.
-        LEAVE: it was only read.
-        CLOSE: it was written to.
-        COMMIT: of none: all that was closed in this step is kept.
-        COMPUTE: the host makes a step of what comes to it, and weights go back (:class:`OnHost`).
-    """
-
-    OPEN = "open"
-    LEAVE = "leave"
-    CLOSE = "close"
-    COMMIT = "commit"
-    COMPUTE = "compute"
+    OPEN = "open"  # about to be used
+    LEAVE = "leave"  # was only read
+    CLOSE = "close"  # was written
+    COMMIT = "commit"  # of no bucket: everything closed in this step is stored
+    COMPUTE = "compute"  # the host computes a step (:class:`OnHost`): gradients go there, weights come back
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """A bucket whose step the host computes.
+    """A bucket whose step the host computes."""
 
-    Args:
-        to_host, to_device: bytes that cross the link ahead of it and behind it.
-        streamed: bytes of host memory that it reads and writes.
-    """
-
-    to_host: int
-    to_device: int
-    streamed: int
+    to_host: int  # bytes over the link ahead of the step
+    to_device: int  # bytes over the link behind it
+    streamed: int  # bytes of host memory read and written
 
 
 Moves = Sequence[tuple[Move, Bucket | OnHost | None]]
 
 
 class OffloadTransfers:
-    """Plays the moves of one step after the other; each step is the same.
+    """Carries out the moves of one step after another; every step has the same.
 
-    Args:
-        moves: of a step.
-        buffers: how many buckets are on the device or on their way.
-        host: bytes/s between host and device, each way; 0 where no bucket goes there.
-        disk: bytes/s of a disk, reads and writes together; 0 without one.
-        memory: bytes/s of its memory that the host reads and writes in a step that it computes; 0 for no time at all.
-
-    Attributes:
-        bytes_in, bytes_out: of what this step has opened and closed, so far.
-        travels: of each bucket: by which way, from when to when.
+    `buffers`: buckets on the device or on their way; `host`: bytes/s between host and device, each way, 0 where no
+    bucket goes there; `disk`: bytes/s of a disk, reads and writes together, 0 without one; `memory`: bytes/s of host
+    memory that a step on the host reads and writes, 0 for no time at all.
     """
 
     def __init__(self, moves: Moves, *, buffers: int, host: float, disk: float, memory: float = 0.0) -> None:
         self._order = list(_reads(moves))
         self._host, self._disk, self._memory = host or math.inf, disk, memory or math.inf
-        self._asked: list[float] = []  # of what the host computes in this step: when it asks for the next gradients
+        # when the host may fetch gradients: the first request, then the end of each bucket
+        self._asked: list[float] = []
+        # A heap of times: when each buffer is free.
         self._free = [0.0] * max(buffers, _together(moves))
-        self._waiting: deque[tuple[Bucket, float]] = deque()  # read, or being read: when it is there
-        self._next = 0
-        self._ways: dict[str, float] = defaultdict(lambda: -math.inf)  # when each is free
-        self._kept: dict[Bucket, float] = {}
-        self._left: Bucket | None = None
-        self.bytes_in = self.bytes_out = 0
-        self.travels: list[tuple[str, float, float]] = []
+        # buckets prefetched or on their way, and when they are there
+        self._waiting: deque[tuple[Bucket, float]] = deque()
+        self._next = 0  # position in the order of the next bucket to prefetch
+        self._ways: dict[str, float] = defaultdict(lambda: -math.inf)  # when each way is free
+        self._kept: dict[Bucket, float] = {}  # when each bucket written in this step is stored
+        self._left: Bucket | None = None  # last bucket read, whose buffer is not reused yet
+        self.bytes_in = self.bytes_out = 0  # of the buckets opened and closed in this step so far
+        self.travels: list[tuple[str, float, float]] = []  # (way, start, end) of each bucket
         self._read_ahead(0.0)
 
     def play(self, move: Move, bucket: Bucket | OnHost | None, now: float) -> float:
-        """When whoever asks may go on."""
+        """Carry out a move at time `now`; return when the device may go on."""
         if isinstance(bucket, OnHost):
             return self._compute(bucket, now)
         if self._left is not None and bucket is not self._left and move is not Move.CLOSE:
@@ -113,23 +96,26 @@ class OffloadTransfers:
         return now
 
     def _compute(self, step: OnHost, now: float) -> float:
-        """When its weights are back. Gradients of a bucket leave once the host is done with the one before the last,
-        and those of the first two once the device is done with them."""
+        """Return when the weights of a step on the host are back on the device.
+
+        Gradients of a bucket leave once the host has computed the last bucket but one; those of the first two once the
+        device has asked for the first.
+        """
         first = self._asked[0] if self._asked else now
-        left = first if len(self._asked) < 3 else self._asked[-2]
-        there = self.travel("out", step.to_host, left)
-        done = self.travel("host", step.streamed, there)
-        self._asked = [*(self._asked or [first]), done]
+        leaves_at = first if len(self._asked) < 3 else self._asked[-2]
+        arrived_at = self.travel("out", step.to_host, leaves_at)
+        computed_at = self.travel("host", step.streamed, arrived_at)
+        self._asked = [*(self._asked or [first]), computed_at]
         self.bytes_out += step.to_host
         self.bytes_in += step.to_device
-        return max(now, self.travel("in", step.to_device, done))
+        return max(now, self.travel("in", step.to_device, computed_at))
 
     def next_step(self, seconds: float) -> None:
-        """The step has taken so long: times count from its end on."""
+        """Begin the next step: the last one took `seconds`, and times count from its end."""
         self._free = [free - seconds for free in self._free]
         self._waiting = deque((bucket, there - seconds) for bucket, there in self._waiting)
         self._ways.update({way: free - seconds for way, free in self._ways.items()})
-        self._kept.clear()  # what comes next has its buffer from one of these
+        self._kept.clear()  # the next read of a bucket waits for a buffer that one of these writes frees
         self.bytes_in = self.bytes_out = 0
         self.travels = [(way, start - seconds, end - seconds) for way, start, end in self.travels if end > seconds]
 
@@ -146,7 +132,7 @@ class OffloadTransfers:
         return self.travel("disk", bucket.nbytes, end) if self._disk else end
 
     def travel(self, way: str, nbytes: int, now: float) -> float:
-        """Over this way as soon as it is free; when it is over."""
+        """Send bytes over `way` ("in", "out", "disk", "host") as soon as it is free; return when they have arrived."""
         start = max(now, self._ways[way])
         rate = {"disk": self._disk, "host": self._memory}.get(way, self._host)
         end = self._ways[way] = start + nbytes / rate
@@ -156,7 +142,7 @@ class OffloadTransfers:
 
 
 def _reads(moves: Moves) -> Iterator[Bucket]:
-    """Those that are opened, but where they are there already: none has been opened since they were left."""
+    """Yield the buckets that a step reads. A bucket opened again right after it was left is still on the device."""
     left = None
     for move, bucket in moves:
         if isinstance(bucket, OnHost):
@@ -168,7 +154,7 @@ def _reads(moves: Moves) -> Iterator[Bucket]:
 
 
 def _together(moves: Moves) -> int:
-    """The most that are open at a time."""
+    """Return the most buckets that are open at a time."""
     steps = {Move.OPEN: 1, Move.CLOSE: -1, Move.LEAVE: -1, Move.COMMIT: 0, Move.COMPUTE: 0}
     count = most = 0
     for move, _ in moves:

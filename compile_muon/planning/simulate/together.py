@@ -1,8 +1,8 @@
-"""Ranks of one job, played together: a collective begins when the last rank of its group has issued it.
+"""Simulate several ranks of one job: a collective begins when the last rank of its group has issued it.
 
-One rank alone is played as if all kept its pace. They do where they compute the same between two collectives; where
-they own different matrices one is ahead now and another then, and each waits for the other by turns, though all compute
-equally long.
+A rank simulated alone assumes that all others keep its pace, which holds where all compute the same between two
+collectives. Owners of different matrices lead and lag by turns, so that each waits for the others, even if all compute
+equally long in sum.
 """
 
 from __future__ import annotations
@@ -13,40 +13,38 @@ from compile_muon.planning.simulate.engine import Timeline
 
 __all__ = ["simulate_together"]
 
-#: by a group's ranks, when the last of them issues each collective
+#: ranks of a group -> when the last of them issues each of its collectives
 Others = Mapping[tuple[int, ...], tuple[float, ...]]
 
-#: seconds; a rank that comes no later than this is not late
+#: seconds; a smaller difference between rounds counts as none
 _NOTHING = 1e-6
 
 
 def simulate_together(
     plays: Mapping[int, Callable[[Others], Timeline]], *, kind: Callable[[tuple[int, ...]], Hashable] = tuple
 ) -> dict[int, Timeline]:
-    """The timeline of each rank, in which none waits for less than the others that are played.
+    """Return the timeline of each rank, in which no collective begins before all simulated ranks have issued it.
 
-    Each is played again with what the others did until none comes later any more. A collective is final once those
-    ahead of it are, so there are no more rounds than collectives.
+    All ranks are simulated again with the times of the others until no collective is issued later. A collective is
+    final once those ahead of it are, so there are no more rounds than collectives.
 
-    Args:
-        plays: :func:`~.engine.simulate` of each rank of the job, or of some, as a function of ``others``.
-        kind: of a group's ranks. In groups of one kind all ranks that are played wait for each other, as if they stood
-            for those that are not; by default those of the same group. A collective that another rank has none of (a
-            company of ranks that own nothing of a bucket) does not wait for it.
-    Raises:
-        ValueError: two ranks of a group issue different collectives.
+    `plays`: :func:`~.engine.simulate` of each rank, or of some, as a function of ``others``. `kind` maps the ranks of a
+    group to its kind: in groups of one kind all simulated ranks wait for each other, as if they stood for ranks that
+    are not simulated; by default only ranks of the same group do. A collective that another rank has none of (ranks
+    that own nothing of a bucket) does not wait for that rank. Raises a ValueError if two ranks of a group issue
+    different collectives.
     """
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
         timelines = {rank: play(others[rank]) for rank, play in plays.items()}
-        found = _last_of_all(timelines, kind)
-        if all(_as_early(found[rank], others[rank]) for rank in plays):
+        last_issued = _last_of_all(timelines, kind)
+        if all(_as_early(last_issued[rank], others[rank]) for rank in plays):
             return timelines
-        others = found
+        others = last_issued
 
 
 def _last_of_all(timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> dict[int, Others]:
-    """Of each rank, when the last of those that it meets, itself among them, issues each of its collectives."""
+    """Return for each rank when the last of its kind of group, itself included, issues each of its collectives."""
     last: dict[tuple[Hashable, tuple[str, int]], float] = {}
     first_of: dict[tuple[int, ...], int] = {}
     for rank, timeline in timelines.items():
