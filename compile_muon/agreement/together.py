@@ -133,7 +133,10 @@ class Ranks:
             yield
         except Exception as error:
             found = error
-        self.agree(doing, found)
+        try:
+            self.agree(doing, found)
+        finally:
+            found = None  # its traceback holds this frame, and the caller's objects with it
 
 
 def host_mesh(

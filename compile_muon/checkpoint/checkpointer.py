@@ -32,7 +32,7 @@ from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_dama
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.errors import CheckpointError, DamagedError, warn_user
+from compile_muon.errors import CheckpointError, DamagedError, shortened, warn_user
 from compile_muon.files.tensors import read_tensors, write_tensors
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
@@ -107,11 +107,11 @@ class Checkpointer:
         """
         self.wait()
         optimizer.check()
-        step = check_integer("step", step, low=0)
-        doing = f"checkpoint of step {step} was not saved"
+        doing = f"checkpoint of step {shortened(repr(step), 20)} was not saved"
         with optimizer.engine.status.at("Checkpointer.save"), underway(f"saving checkpoint {step}"):
             ranks = _ranks_of(optimizer)
             with ranks.together(doing):
+                step = check_integer("step", step, low=0)
                 contents = contents_of(model, optimizer)
                 tensors = dict(contents.tensors)
                 values, own = _values_to_save(contents, tensors, ranks, scheduler, loader, extra)
@@ -119,10 +119,11 @@ class Checkpointer:
                     self._copies = HostCopies(ranks, keep=self._background is not None)
                 tensors = self._copies.take(tensors, contents.folders)
                 manifest = _manifest(step, ranks, contents, optimizer)
-            facts = {key: repr(fact) for key, fact in contents.facts().items()}
-            everyone = ranks.gather((step, values.digests(), facts))
+                facts = {key: repr(fact) for key, fact in manifest.tensors.items()}
+                digests = values.digests()
+            everyone = ranks.gather((step, digests, facts))
             ranks.agree(doing, _differs(everyone, step))
-            for name, digest in everyone[ranks.rank][1].items():
+            for name, digest in digests.items():
                 known = name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest
                 if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
                     values.drop(name)
@@ -237,9 +238,9 @@ class Checkpointer:
         strict: bool,
     ) -> dict[str, Any]:
         """Load what was chosen: all is read, decoded and tried out on every rank ahead of the first write."""
-        place = self._folder.at(manifest.step)
-        doing = f"{place}: was not loaded"
+        doing = f"{self._folder.path}/step-{manifest.step}: was not loaded"
         with ranks.together(doing):
+            place = self._folder.at(manifest.step)
             contents = contents_of(model, optimizer)
             fitting, problems = fit(contents, manifest)
             sources = {key: source for key, source in fitting.items() if key in contents.tensors}
@@ -262,12 +263,17 @@ class Checkpointer:
             if generators is not None:
                 check_random_state(generators)
         with ExitStack() as undo:
-            with ranks.together(doing):  # other people's code: the last that can fail
-                for what, target in (("scheduler", scheduler), ("loader", loader)):
-                    if target is not None and what in values:
-                        undo.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))
-                        target.load_state_dict(values.get(what))
-                self._set_module_state(model, contents, values, undo)
+            try:
+                with ranks.together(doing):  # other people's code: the last that can fail
+                    for what, target in (("scheduler", scheduler), ("loader", loader)):
+                        if target is not None and what in values:
+                            undo.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))
+                            target.load_state_dict(values.get(what))
+                    self._set_module_state(model, contents, values, undo)
+            except CheckpointError as error:
+                with ranks.together(f"{error}; and what had taken the checkpoint did not take back what it had"):
+                    undo.close()
+                raise
             undo.pop_all()
         with torch.no_grad():
             for key, source in sources.items():
@@ -298,7 +304,10 @@ class Checkpointer:
             said = by_rank(found["step"])
             raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
-        views = ranks.gather(self.steps())
+        mine: list[int] = []
+        with ranks.together("nothing was loaded"):
+            mine = self.steps()
+        views = ranks.gather(mine)
         present = views[0]
         blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:
@@ -310,10 +319,10 @@ class Checkpointer:
             raise CheckpointError(f"step = {step!r}: {self._folder.path} has no checkpoint of it; {there}")
         damage: list[str] = []
         for candidate in [step] if step is not None else reversed(present):
-            place = self._folder.at(candidate)
             try:
-                manifest = None
+                place, manifest = self._folder.path, None
                 with ranks.together("damaged checkpoint"):
+                    place = self._folder.at(candidate)
                     manifest = Manifest.read(place)
                 assert manifest is not None
                 if found := ranks.compare({"manifest": manifest.digest}):

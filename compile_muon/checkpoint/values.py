@@ -1,6 +1,7 @@
 """Python values as JSON and tensors: no pickle, so that a file can say what a value is, but run nothing.
 
-Whatever JSON cannot tell apart (tuples, keys that are no strings, inf and nan) is an object with one reserved key.
+Whatever JSON cannot tell apart or hold (tuples, keys that are no strings, inf and nan, huge numbers) is an object with
+one reserved key.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError, shortened
 from compile_muon.files.disk import open_within, write_bytes
-from compile_muon.files.safetensors import write_whole
+from compile_muon.files.safetensors import is_storable, write_whole
 
 __all__ = ["Values"]
 
 _MARK = "!"
 _DICTS = (dict, OrderedDict, defaultdict)
+_PLAIN = 4096  # bits of a number that stands as it is
 _SHOWN = 80  # characters of a value in an error
 
 
@@ -35,7 +37,8 @@ class Values:
 
     Args:
         encoded: name -> JSON; a tensor is ``{"!": "tensor", "at": key}``.
-        tensors: key -> tensor on the CPU, memory of its own.
+        tensors: key -> tensor on the CPU, memory of its own. A key is a name and a number, for two paths may spell
+            the same.
     """
 
     encoded: dict[str, Any] = field(default_factory=dict)
@@ -45,9 +48,11 @@ class Values:
         """Encode ``value`` under ``name``.
 
         Raises:
-            CheckpointError: it holds something that is neither JSON nor a tensor; the message says where.
+            CheckpointError: it holds something that is neither JSON nor a tensor of a file; the message says where.
         """
-        self.encoded[name] = self._encode(value, name)
+        tensors: dict[str, Tensor] = {}
+        self.encoded[name] = _encode(value, (name,), tensors)
+        self.tensors |= tensors
 
     def get(self, name: str) -> Any:
         """The value put under ``name``, new objects each time; tensors are on the CPU.
@@ -125,35 +130,6 @@ class Values:
         except Exception as error:  # SafetensorError is not an OSError
             raise CheckpointError(f"{folder / name}: {type(error).__name__}: {error}") from error
 
-    # ------------------------------------------------------------------ one value
-
-    def _encode(self, value: object, where: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, int, str):
-            return value
-        if isinstance(value, float) and kind is float:
-            return value if math.isfinite(value) else {_MARK: "float", "value": str(value)}
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            self.tensors[where] = value.detach().to("cpu", copy=True).contiguous()
-            return {_MARK: "tensor", "at": where}
-        if isinstance(value, (list, tuple)) and kind in (list, tuple):
-            items = [self._encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-            return items if kind is list else {_MARK: "tuple", "items": items}
-        if isinstance(value, dict) and kind in (*_DICTS, Counter):
-            plain = kind is not Counter and all(type(key) is str and key != _MARK for key in value)
-            if plain:
-                return {key: self._encode(item, f"{where}.{key}") for key, item in value.items()}
-            pairs = [
-                [self._encode(key, f"{where}, a key"), self._encode(item, f"{where}[{key!r}]")]
-                for key, item in value.items()
-            ]
-            return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
-        raise CheckpointError(
-            f"{where} = {shortened(repr(value), _SHOWN)}: a {kind.__qualname__} is neither JSON nor a tensor, and "
-            "checkpoints hold nothing else; convert it, e.g. with float(), list(), full_tensor() or "
-            "torch.from_numpy()"
-        )
-
     def _decode(self, encoded: Any) -> Any:
         if isinstance(encoded, list):
             return [self._decode(item) for item in encoded]
@@ -162,6 +138,8 @@ class Values:
         kind = encoded.get(_MARK)
         if kind is None:
             return {key: self._decode(item) for key, item in encoded.items()}
+        if kind == "int":
+            return int(encoded["value"], 16)
         if kind == "float":
             return float(encoded["value"])
         if kind == "tensor":
@@ -177,3 +155,39 @@ class Values:
             return [encoded["at"]]
         inner = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
         return [key for item in inner for key in self._keys(item)]
+
+
+# ------------------------------------------------------------------------------------------ one value
+
+
+def _encode(value: object, where: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    """``value`` in encoded form, whose tensors join ``tensors``; ``where`` is the name and the path from there."""
+    kind = type(value)
+    if isinstance(value, int) and kind is int:  # the number of decimal digits that are read is limited
+        return value if value.bit_length() < _PLAIN else {_MARK: "int", "value": hex(value)}
+    if value is None or kind in (bool, str):
+        return value
+    if isinstance(value, float) and kind is float:
+        return value if math.isfinite(value) else {_MARK: "float", "value": str(value)}
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and is_storable(value):
+        key = f"{where[0]}/{len(tensors)}"
+        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        return {_MARK: "tensor", "at": key}
+    if isinstance(value, (list, tuple)) and kind in (list, tuple):
+        items = [_encode(item, (*where, f"[{i}]"), tensors) for i, item in enumerate(value)]
+        return items if kind is list else {_MARK: "tuple", "items": items}
+    if isinstance(value, dict) and kind in (*_DICTS, Counter):
+        plain = kind is not Counter and all(type(key) is str and key != _MARK for key in value)
+        if plain:
+            return {key: _encode(item, (*where, f".{key}"), tensors) for key, item in value.items()}
+        pairs = [
+            [_encode(key, (*where, ", a key"), tensors), _encode(item, (*where, f"[{key!r}]"), tensors)]
+            for key, item in value.items()
+        ]
+        return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
+    what = f"{kind.__qualname__} ({value.layout}, {value.dtype})" if isinstance(value, Tensor) else kind.__qualname__
+    raise CheckpointError(
+        f"{''.join(where)} = {shortened(repr(value), _SHOWN)}: a {what} is neither JSON nor a tensor that safetensors "
+        "holds, and checkpoints hold nothing else; convert it, e.g. with float(), list(), full_tensor(), to_dense(), "
+        "view_as_real() or torch.from_numpy()"
+    )

@@ -23,7 +23,7 @@ from compile_muon.errors import CheckpointError
 from compile_muon.files.disk import new_file
 from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 
-__all__ = ["TensorFacts", "TensorFile", "nbytes", "ordered", "write_whole"]
+__all__ = ["TensorFacts", "TensorFile", "is_storable", "nbytes", "ordered", "write_whole"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,14 @@ def _code(dtype: str) -> str:
 
     example = save({"x": torch.empty(0, dtype=decode_dtype(dtype), device="cpu")})
     return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a file may hold it: elements beside each other, of a dtype that safetensors has a word for."""
+    try:
+        return tensor.layout is torch.strided and _code(encode_dtype(tensor.dtype)) != ""
+    except KeyError:  # e.g. complex128
+        return False
 
 
 def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:

@@ -250,6 +250,25 @@ def load_unlike_steps(folder: str) -> tuple[str, bool]:
     return error_of(checkpointer.load, run.model, run.optimizer, step=step), not same(before, run.state())
 
 
+def load_from_what_may_not_be_listed(folder: str) -> tuple[str, bool]:
+    run, scandir = Run(2, seed=4), os.scandir
+    before, refused = run.state(), mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    with mock.patch.object(os, "scandir", refused if dist.get_rank() == 1 else scandir):
+        return error_of(Checkpointer(folder).load, run.model, run.optimizer), not same(before, run.state())
+
+
+def load_with_a_loader_that_stays_broken(folder: str) -> tuple[str, bool]:
+    """The scheduler, which took its state before, gets it back all the same."""
+    run = Run(2, seed=4)
+    run.train(1)
+    before, last = run.state(), run.scheduler.last_epoch
+    if dist.get_rank() == 1:
+        run.loader.load_state_dict = mock.Mock(side_effect=ValueError("on purpose"))  # type: ignore[method-assign]
+    message = error_of(Checkpointer(folder).load, run.model, run.optimizer, **run.parts())
+    assert "rank 1: ValueError: on purpose; and what had taken" in message
+    return message, not same(before, run.state()) and run.scheduler.last_epoch == last
+
+
 def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
     run = Run(2, seed=4)
     run.train(1)
@@ -271,6 +290,8 @@ def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
     [
         (load_unlike_steps, "step = 1 on rank 0, 2 on rank 1: nothing was loaded; load the same step on every rank"),
         (load_with_a_broken_loader, "rank 1: ValueError: on purpose"),
+        (load_from_what_may_not_be_listed, "nothing was loaded: rank 1: PermissionError"),
+        (load_with_a_loader_that_stays_broken, "did not take back what it had: rank 1: ValueError: on purpose"),
     ],
 )
 def test_a_load_that_cannot_be_on_one_rank_changes_nothing_on_any(
@@ -295,8 +316,8 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     checkpointer.wait()
     run.train(1)
     failing = how if dist.get_rank() == 1 else ""
-    extra = {"thing": object() if failing == "value" else 1}
-    step = 3 if failing == "step" else 2
+    extra = {"thing": {"value": object(), "dtype": torch.ones(1, dtype=torch.complex128)}.get(failing, 1)}
+    step = {"step": 3, "no step": "x"}.get(failing, 2)
     full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
     broken: Any = {"tensors": (tensors._Writer, "write_data"), "read back": (module, "describe_file")}
     with mock.patch.object(*broken[failing], full_disk) if failing in broken else contextlib.nullcontext():
@@ -318,7 +339,9 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
         pytest.param("read back", False, "No space left", marks=pytest.mark.full),
         pytest.param("read back", True, "No space left", marks=pytest.mark.full),
         ("value", False, "extra.thing = <object object"),
+        ("dtype", False, "extra.thing = tensor([1.+0.j], dtype=torch.complex128): a Tensor"),
         ("step", True, "other ranks save step"),
+        ("no step", False, "step = 'x'"),
     ],
 )
 def test_what_fails_on_one_rank_is_one_error_on_all(

@@ -18,7 +18,7 @@ from compile_muon.checkpoint.values import Values
 EXAMPLES: dict[str, Any] = {
     "none": None,
     "numbers": [True, 0, -(2**70), 1.5, 1e-320, -0.0],
-    "text": "ä\ud800\n",
+    "text": {"ä\ud800\n": "ä\ud800\n"},
     "tuple": (1, (2, []), ["x"]),
     "keys": {1: "a", (2, 3): "b", None: {"c": 1.0}},
     "reserved": {"!": "tensor", "at": "nowhere"},
@@ -34,6 +34,24 @@ def test_values_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     found = Values.read(tmp_path, "x", ["x.safetensors"] if values.tensors else []).get(name)
     assert found == EXAMPLES[name] and type(found) is type(EXAMPLES[name])
     assert str(found) == str(EXAMPLES[name])  # True and 1, 0.0 and -0.0
+
+
+def test_no_two_tensors_are_one_and_no_number_is_too_long(tmp_path: Path) -> None:
+    """Paths that spell the same, within a value, over values and over ranks, came back as the last of them."""
+    x = [torch.full((2,), float(i)) for i in range(8)]
+    here, there, ours = Values(), Values(), Values()
+    here.put("a", {"b": {"c": x[0]}, "b.c": x[1], "d": [x[2]], "d[0]": x[3], "\ud800": x[4]})
+    here.put("a.b", {"c": x[5]})
+    there.put("a.b.c", x[6])
+    there.put("a.b", {"c": x[7], "long": -(10**5000)})
+    for name, values in (("here", here), ("there", there)):
+        values.write(tmp_path / name)
+        ours.update(Values.read(tmp_path, name, [f"{name}.safetensors"]))
+    a, b = ours.get("a"), ours.get("a.b")
+    found = [a["b"]["c"], a["b.c"], a["d"][0], a["d[0]"], a["\ud800"], x[5], ours.get("a.b.c"), b["c"]]
+    assert torch.equal(torch.stack(found), torch.stack(x)) and b["long"] == -(10**5000)
+    ours.drop("a.b.c")
+    assert torch.equal(ours.get("a")["b"]["c"], x[0])
 
 
 def test_tensors_and_what_json_has_no_word_for(tmp_path: Path) -> None:
@@ -57,6 +75,8 @@ def test_tensors_and_what_json_has_no_word_for(tmp_path: Path) -> None:
         ({"x": Path()}, "it.x"),
         ({b"k": 1}, "it, a key"),
         (lambda: 0, "it"),
+        ([torch.zeros(2, dtype=torch.complex128)], "it[0]"),
+        (torch.eye(2).to_sparse(), "it"),
     ],
 )
 def test_other_types_are_refused_by_name(value: object, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -30,8 +31,10 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.mark.parametrize("locks", ["of folders", "of files"])
 def test_a_second_process_is_refused_until_the_first_has_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, locks: str
 ) -> None:
+    gc.disable()  # no error that a checkpointer raised may hold it until a collection
+    request.addfinalizer(gc.enable)
     flock = fcntl.flock
 
     def of_files(file: int, how: int) -> None:
