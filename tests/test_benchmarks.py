@@ -423,3 +423,29 @@ def test_the_page_has_the_prices_as_they_were_planned(benchmark: Callable[[str],
     assert benchmark("price").table(found["simulated"]) in page
     assert f"Measured: {found['measured']['share']:.1%}" in page.replace(" %", "%")
     assert benchmark("price").measured() == found["measured"]
+
+
+def test_what_a_gpu_measured_is_adopted_and_a_rehearsal_is_not(benchmark, tmp_path: Path) -> None:
+    adopt = benchmark("adopt")
+    part, root = tmp_path / "lease", tmp_path / "root"
+    for folder in (part, root / "benchmarks/results", root / "kernels/gpu", root / "compile_muon/config/machines"):
+        folder.mkdir(parents=True)
+    report = {"device": "NVIDIA H200", "nvidia-smi": "580", "rehearsed": True, "steps": []}
+    steps = dict.fromkeys(("lists", "calibrate", "tune", "lists-tuned"), "ok") | {"step-8k": "failed"}
+    report["steps"] = [{"name": name, "result": result} for name, result in steps.items()]
+
+    def list_of(ms: float) -> dict[str, Any]:
+        return {"rows": [{"case": "1b, 20 matrices", "method": "auto", "way": "list", "ms": ms}]}
+
+    files = {"steps": report, "lists": list_of(11.0), "calibrate": {"name": "new"}, "step-8k": {}, "tiles": {}}
+    for name, found in (files | {"lists-tuned": list_of(12.0)}).items():
+        (part / f"{name}.json").write_text(json.dumps(found))
+    (root / "kernels/gpu/tiles.json").write_text("{}")
+    with pytest.raises(adopt.MuonZeroError, match="was rehearsed"):
+        adopt.adopted(part, root)
+    (part / "steps.json").write_text(json.dumps(report | {"rehearsed": False}))
+    expected = ["benchmarks/results/h200_lists.json", "compile_muon/config/machines/h200.json"]
+    assert adopt.adopted(part, root) == ("h200", expected)  # neither a step that failed, nor tiles that are slower
+    assert json.loads((root / expected[1]).read_text()) == {"name": "new"}
+    (part / "lists-tuned.json").write_text(json.dumps(list_of(10.0)))
+    assert adopt.adopted(part, root) == ("h200", [*expected, "kernels/gpu/tiles.json"])
