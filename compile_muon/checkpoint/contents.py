@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,9 +233,15 @@ def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[st
     problems: list[str] = []
     ours, theirs = contents.facts(), manifest.tensors
     used = set()
+    slots_of, aliases_of = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for key in ours:
+        owner, _, slot = key.rpartition("/")
+        slots_of[owner].append(slot)
+    for alias, first in contents.aliases.items():
+        aliases_of[first].append(alias)
     for name in [key.removeprefix("model/") for key in ours if key.startswith("model/")]:
         # Weights that were tied, under any of their names, still are where a checkpoint of them is.
-        names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
+        names = [name, *aliases_of[name]]
         names += [manifest.aliases[n] for n in names if n in manifest.aliases]
         stored = next((n for n in names if f"model/{n}" in theirs), None)
         what = "parameter" if name in contents.algorithms else "buffer"
@@ -255,8 +262,7 @@ def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[st
         if trained != now:
             problems.append(f"{name}: was {trained or 'a buffer'} in the checkpoint, is {now or 'a buffer'} now")
             continue
-        slots = [key.rpartition("/")[2] for key in ours if key.rpartition("/")[0] == f"optimizer/{name}"]
-        for slot in slots:
+        for slot in slots_of[f"optimizer/{name}"]:
             mine, other = f"optimizer/{name}/{slot}", f"optimizer/{stored}/{slot}"
             if theirs.get(other) == ours[mine]:
                 sources[mine] = other

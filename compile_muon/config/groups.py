@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -42,6 +43,7 @@ __all__ = [
 
 _GROUP = '{"lr": 0.01}'
 _NOT_RATES = ("params", "method", "name")
+_WILDCARDS = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class GroupConfig:
         """Names of those that are in it."""
         if callable(self.params):
             return [name for name, param in parameters.items() if self.params(name, param)]
+        if not any(_WILDCARDS.search(pattern) for pattern in self.params):  # a group for each parameter stays linear
+            return [name for name in dict.fromkeys(self.params) if name in parameters]
         return [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in self.params)]
 
     @property
@@ -134,9 +138,11 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
     for number, group in enumerate(value):
         with mistakes.collected():
             found.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
+    names = set[str]()
     for number, group in enumerate(found):
-        if group.name in [other.name for other in found[:number]]:
+        if group.name in names:
             mistakes.add(config_error(f"{field}[{number}].name", group.name, "is given twice", "name each otherwise"))
+        names.add(group.name)
     mistakes.raise_all()
     return tuple(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -57,14 +58,14 @@ def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.P
         ConfigError: groups that overlap or match nothing, and parameters in none where all were to be listed; all in
             one error.
     """
-    mistakes, found = Mistakes(), dict[str, GroupConfig]()
+    mistakes, found, wanted = Mistakes(), dict[str, GroupConfig](), set(names)
     for group in config.groups:
         hits = group.members(parameters)  # some are frozen, and perhaps not for ever
         if not hits:
             remedy = "match one, or leave the group out"
             mistakes.add(config_error(f"groups[{group.name}]", group.said, "holds no parameter", remedy))
         for name in hits:
-            if name not in names:
+            if name not in wanted:
                 continue
             if name in found and found[name] is not group:
                 problem = f"is in the groups {found[name].name} and {group.name}"
@@ -112,6 +113,9 @@ def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Mo
     named = dict(model.named_parameters())
     trained = {name: a for name, a in assignments.items() if a.algorithm != "frozen"}
     members = _members(config, list(trained), named)
+    methods_of = defaultdict[str, set[str]](set)
+    for name, group in members.items():
+        methods_of[group.name].add(trained[name].algorithm)
     groups: dict[tuple[object, ...], Group] = {}
     for name, assignment in trained.items():
         method, given = method_of(assignment.algorithm), members.get(name)
@@ -125,16 +129,16 @@ def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Mo
             if not decays and "weight_decay" in own:
                 rates["weight_decay"] = 0.0
             label = method.name if given is None else given.name
-            if len({trained[n].algorithm for n, group in members.items() if group is given}) > 1:
+            if given is not None and len(methods_of[given.name]) > 1:
                 label += f"_{method.name}"
             groups[key] = Group(label if decays else f"{label}_no_decay", method, rates, key[0])
         groups[key].members.append(name)
     _check_rates(config, groups.values())
-    configured = [group.name for group in config.groups]
+    configured = {group.name: number for number, group in enumerate(config.groups)}
 
     def order(key: tuple[Any, ...]) -> tuple[object, ...]:
         label, method, decays = key
-        place = -1 if label is None else configured.index(label)
+        place = -1 if label is None else configured[label]
         return place, not isinstance(method_of(method), MatrixMethod), method, not decays
 
     return [groups[key] for key in sorted(groups, key=order)]
@@ -143,8 +147,11 @@ def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Mo
 def _check_rates(config: Config, groups: Collection[Group]) -> None:
     """Raise all the rates that no method has, and those outside the range of the method that has them."""
     mistakes = Mistakes()
+    methods_of = defaultdict[str | None, dict[str, Method]](dict)
+    for group in groups:
+        methods_of[group.configured][group.method.name] = group.method
     for given in config.groups:
-        methods = {group.method.name: group.method for group in groups if group.configured == given.name}
+        methods = methods_of[given.name]
         known = [rate.name for method in methods.values() for rate in method.rates]
         for name, value in given.rates:
             if methods and name not in known:
@@ -156,8 +163,9 @@ def _check_rates(config: Config, groups: Collection[Group]) -> None:
     for name, value in config.rates:
         if name not in known:
             mistakes.add(_unknown(f"rates.{name}", value, methods, known))
+    configured = {given.name: dict(given.rates) for given in config.groups}
     for group in groups:  # of rates with one name, as `eps`, each method has a range of its own
-        said = next((dict(given.rates) for given in config.groups if given.name == group.configured), {})
+        said = configured.get(group.configured or "", {})
         for rate in group.method.rates:
             path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
             with mistakes.collected():
