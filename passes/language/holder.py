@@ -39,7 +39,7 @@ class Holder(Protocol):
         micro-batches have left here; None where it is left as well."""
 
     def reducing(self) -> AbstractContextManager[object]:
-        """Around the reduction of an eager backward."""
+        """Around the reduction of a backward that no graph of this backend runs."""
 
 
 _Holder = TypeVar("_Holder", bound=Holder)
