@@ -237,7 +237,8 @@ def compile_frame(
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
     # Two optimizers may have the same extension, and a frame both.
     further = {each.name: each for ledger in ledgers for each in ledger.hooks.dynamo_passes}
-    gm = run_passes(gm, (*further.values(), *DYNAMO_PASSES), ctx)
+    first, *rest = DYNAMO_PASSES
+    gm = run_passes(gm, (first, *further.values(), *rest), ctx)
     inputs = _with_shards(example_inputs, ctx.shards) if ctx.shards else list(example_inputs)
     for place in ctx.shards:
         inputs[place] = of_constant_shape(inputs[place])

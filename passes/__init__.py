@@ -1,8 +1,8 @@
 """Graph passes: markers in, collectives and kernels out.
 
-The pipelines are tuples in the order of their passes: ``DYNAMO_PASSES`` for Dynamo's graph of a frame, after the passes
-of extensions; ``JOINT_PASSES`` for the joint graph before it is partitioned; ``LOWERING_PASSES`` for each forward,
-backward, inference and step graph before code generation.
+The pipelines are tuples in the order of their passes: ``DYNAMO_PASSES`` for Dynamo's graph of a frame, with the passes
+of extensions behind the first; ``JOINT_PASSES`` for the joint graph before it is partitioned; ``LOWERING_PASSES`` for
+each forward, backward, inference and step graph before code generation.
 """
 
 if __name__ != "compile_muon.passes":
@@ -10,6 +10,7 @@ if __name__ != "compile_muon.passes":
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
 from .dynamo.local_inputs import TAKE_SHARDS
+from .dynamo.regions import INLINE_REGIONS
 from .errors import MuonZeroError
 from .joint.deduplicate import DEDUPLICATE
 from .joint.recompute import RECOMPUTE
@@ -41,7 +42,7 @@ __all__ = [
     "saved_by",
 ]
 
-DYNAMO_PASSES: tuple[GraphPass, ...] = (TAKE_SHARDS,)
+DYNAMO_PASSES: tuple[GraphPass, ...] = (INLINE_REGIONS, TAKE_SHARDS)
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
 LOWERING_PASSES: tuple[GraphPass, ...] = (
     DEDUPLICATE,

@@ -11,8 +11,8 @@ row has 64 entries; a vector has rows of 1024). Modulo ``2**64``:
 where ``v`` are odd numbers that look random, and ``mix`` is a bijection, one round of the finalizer of SplitMix64
 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 
-Collisions: a change of one entry never collides, as ``v`` is odd. Changes of several entries of a row, or of several rows,
-collide with a chance near ``2**-64``; flips of signs of float32 alone, which change the top bit of ``b``, near
+Collisions: a change of one entry never collides, as ``v`` is odd. Changes of several entries, of a row or of several
+rows, collide with a chance near ``2**-64``; flips of signs of float32 alone, which change the top bit of ``b``, near
 ``2**-32``. A fingerprint finds edits, not adversaries. Only tensors of one shape are to be compared.
 
 Rows, because a compiler sums them in the kernel that makes a gradient: :func:`row_sums` are operations of a graph, and

@@ -66,7 +66,9 @@ def _(shard: Tensor, state: Tensor, hyper: Tensor, resident: Tensor | None, spec
 
 @torch.library.custom_op("muon_zero::reduce_grad", mutates_args=())
 def reduce_grad(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    return _no_alias(transfers.reduce_grad(grad, ParamSpec.decode(spec)), grad)
+    holder = holder_of(state)
+    with nullcontext() if holder is None else holder.reducing():
+        return _no_alias(transfers.reduce_grad(grad, ParamSpec.decode(spec)), grad)
 
 
 @reduce_grad.register_fake
@@ -115,8 +117,7 @@ def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) ->
     if whole is None:  # stage 1, not the last micro-batch: the gradient stays unreduced
         spec = ParamSpec.decode(text)
         return grad.new_zeros(spec.layout.local_shape, dtype=decode_dtype(spec.dtype)), None, None, None, None
-    with nullcontext() if holder is None else holder.reducing():
-        return REDUCE_GRAD(whole, state, hyper, text), None, None, None, None
+    return REDUCE_GRAD(whole, state, hyper, text), None, None, None, None
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)

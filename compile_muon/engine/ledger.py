@@ -122,7 +122,6 @@ class Ledger:
     forwards: Forwards = field(default_factory=Forwards)
     whole: set[str] = field(default_factory=set)
     _expected: int | None = None
-    _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -290,14 +289,15 @@ class Ledger:
             declared = self.accumulation_steps
             self._expected = came if declared is None or came > declared else declared
         muon = [sharded for sharded in updated if sharded.spec.muon is not None]
-        unseen = self.update != "step" and bool(muon) and not any(a.visits.compiled for a in muon)
-        self._steps_unseen = self._steps_unseen + 1 if unseen else 0
-        if self._steps_unseen == 3:
+        eager = next((a.name for a in muon if a.visits.eager), None)  # gradients set by hand come of no backward
+        if eager and self.update != "step" and "eager" not in self._warned and not any(a.visits.compiled for a in muon):
+            self._warned.add("eager")
             warn_user(
-                f"no graph of backend='muon_zero' has produced a gradient of {muon[0].name!r} or any other Muon matrix "
-                "in three steps: the model runs eagerly, or is compiled by another backend. Training is right, but "
+                f"no graph of backend='muon_zero' has produced a gradient of {eager!r} or any other Muon matrix "
+                "in this step: the model runs eagerly, or is compiled by another backend. Training is right, but "
                 'weights are gathered one by one and directions made in step(); write "compile": true in '
-                "the config, or torch.compile(model, backend='muon_zero'); or set update='step', if this is meant"
+                "the config, or model.compile(backend='muon_zero') (of a ModuleList, which nobody calls, each module's "
+                "own); or set update='step', if this is meant"
             )
         for sharded in self.sharded_params:
             sharded.close()

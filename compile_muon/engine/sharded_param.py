@@ -251,7 +251,8 @@ class ShardedParam:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around the reduction of an eager backward."""
+        """Around the reduction of a backward that no graph of this backend runs."""
+        self.visits.eager = True
         detail = "reduce" if self.grad is None else "reduce and add to .grad"
         with self.ledger.status.at("an eager backward", "", [self.name]):
             self.ledger.status.change(TRAINING)

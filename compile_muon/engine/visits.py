@@ -21,6 +21,7 @@ class Visits:
         in_call: visits of that call so far.
         usual: visits of the call before it; 0 before there was one.
         compiled: whether any was that of a graph, since the start.
+        eager: whether anything else has reduced a gradient, since the start.
         delivers: whether the latest visit is of a backward that adds to ``.grad``.
     """
 
@@ -30,6 +31,7 @@ class Visits:
     in_call: int = 0
     usual: int = 0
     compiled: bool = False
+    eager: bool = False
     delivers: bool = False
 
     def forward(self) -> None:

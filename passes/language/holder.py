@@ -31,7 +31,7 @@ class Holder(Protocol):
         sum of earlier micro-batches. None where ``grad`` is added to that sum and stays unreduced."""
 
     def reducing(self) -> AbstractContextManager[object]:
-        """Return the context in which an eager backward reduces."""
+        """Return the context in which a backward outside of this backend's graphs reduces."""
 
 
 _Holder = TypeVar("_Holder", bound=Holder)

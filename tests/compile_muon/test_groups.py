@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from support.compiled import loss_of_words as loss_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from compile_muon import ConfigError, MuonZero, load_config
+import compile_muon
+from compile_muon import Checkpointer, ConfigError, MuonZero, load_config
 from compile_muon.config import Config, config_from_kwargs
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.passes import methods
@@ -355,3 +357,33 @@ def test_the_page_tells_what_each_method_keeps() -> None:
             elsewhere = "on every rank" if state.each == "parameter" else "cut as the parameter"
             assert where == ("at owners" if state.at_owner else elsewhere)
         assert not found, method.name
+
+
+def test_groups_and_loads_are_linear_in_the_number_of_parameters(tmp_path: Path) -> None:
+    """Calls that the package makes for twice the parameters: a look at each for each would be four times as many."""
+    package = str(Path(compile_muon.__file__).parent)
+
+    def calls(run: Any) -> int:
+        made = 0
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            nonlocal made
+            made += event in ("call", "c_call") and frame.f_code.co_filename.startswith(package)
+
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return made
+
+    found: dict[str, list[int]] = {"groups": [], "load": []}
+    for count in (100, 200):
+        model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(count)])
+        groups = {f"{number}.weight": {"lr": 0.01} for number in range(count)}
+        built: list[MuonZero] = []
+        found["groups"].append(calls(lambda m=model, g=groups, b=built: b.append(MuonZero(m, groups=g))))
+        checkpointer = Checkpointer(tmp_path / str(count))
+        checkpointer.save(1, model, built[0])
+        found["load"].append(calls(lambda c=checkpointer, m=model, o=built[0]: c.load(m, o)))
+    assert all(1.5 * once < twice < 2.2 * once for once, twice in found.values()), found

@@ -172,3 +172,41 @@ LATER = ["by several", *(pytest.param(how, marks=pytest.mark.full) for how in ("
 def test_weights_read_in_several_regions_are_gathered_again(ranks: Callable[[int], Ranks], reads: str) -> None:
     for rank, report in enumerate(ranks(2).run(train_shared, reads=reads)):
         assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+class Regional(nn.Module):
+    """Blocks that are one region to compile; a checkpoint within it is a graph in its graph."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x)
+            return x + checkpoint(lambda h: torch.tanh(self.b(torch.relu(h))), h, use_reentrant=False), h
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, h = block(x)
+        return self.head(x + h)
+
+
+def train_regional(stage: int) -> Report:
+    torch.manual_seed(0)
+    model = Regional()
+    matrices = hidden_matrices(model, exclude=("embedding", "head"))
+    return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=stage, codegen="eager")
+
+
+def test_regions_of_a_model_train_as_what_is_in_them(ranks: Callable[[int], Ranks]) -> None:
+    for stage in (1, 3):
+        for rank, report in enumerate(ranks(2).run(train_regional, stage=stage)):
+            assert not report.problems(), f"stage {stage}, rank {rank}: {report.problems()}"

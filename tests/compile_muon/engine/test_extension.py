@@ -150,14 +150,14 @@ def test_what_is_no_extension_of_this_optimizer_is_refused() -> None:
 
 
 def test_dynamos_graph_goes_through_a_pipeline_that_is_printed(tmp_path: Path) -> None:
-    assert [each.name for each in DYNAMO_PASSES] == ["take_shards"]
+    assert [each.name for each in DYNAMO_PASSES] == ["inline_regions", "take_shards"]
     model, _ = made(Twice())
     plain = model(X, PLACES) - model.last.bias
     found = compiled(model, dump=str(tmp_path))(X, PLACES) - model.last.bias
     torch.testing.assert_close(found, 2 * plain)
     files = {path.name.partition(".dynamo.")[2]: path.read_text() for path in tmp_path.glob("*.dynamo.*")}
-    assert list(sorted(files)) == ["00_before.py", "01_twice.py", "02_take_shards.py"]
-    assert "# made by twice" in files["01_twice.py"] and "# made by twice" not in files["00_before.py"]
+    assert list(sorted(files)) == ["00_before.py", "01_inline_regions.py", "02_twice.py", "03_take_shards.py"]
+    assert "# made by twice" in files["02_twice.py"] and "# made by twice" not in files["00_before.py"]
 
 
 def test_a_frame_of_two_optimizers_asks_each() -> None:
