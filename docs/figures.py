@@ -353,9 +353,12 @@ PAGES: dict[str, Callable[[], Made]] = {
 }
 
 
+_PLANNED = "| GPU | step | measured | planned | off |"
+
+
 def planned_beside_measured() -> str:
     """The table of what the planner says of each step that a GPU has run."""
-    lines = ["| GPU | step | measured | planned | off |", "|---|---|---|---|---|"]
+    lines = [_PLANNED, "|---|---|---|---|---|"]
     for file in sorted(RESULTS.glob("*_planned.json")):
         card = file.name.partition("_")[0].upper()
         for row in result(file.stem)["rows"]:
@@ -365,17 +368,17 @@ def planned_beside_measured() -> str:
     return "\n".join(lines)
 
 
-#: tables that are written as a whole, between comments of their name
+#: tables that are written as a whole, by page and first row
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
-    ("docs/reference/benchmarks.md", "planned beside measured"): planned_beside_measured,
+    ("docs/reference/benchmarks.md", _PLANNED): planned_beside_measured,
 }
 
 
-def table_of(page: str, name: str) -> re.Match[str]:
+def table_of(page: str, header: str) -> re.Match[str]:
     """The place of a table that is written as a whole: its text is the group."""
-    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    found = re.search(rf"^({re.escape(header)}(?:\n\|.*)*)$", page, re.MULTILINE)
     if found is None:
-        raise ValueError(f"no table between comments: {name!r}")
+        raise ValueError(f"no table begins with {header!r}")
     return found
 
 

@@ -271,18 +271,6 @@ def test_initialize_compiles_in_place_and_keeps_type_and_keys():
     assert list(model.state_dict()) == list(Net().state_dict())
 
 
-@pytest.mark.parametrize("when", ["ahead of MuonZero", "behind it"])
-def test_a_container_compiles_itself(when):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    if when == "behind it":
-        optimizer = MuonZero(model)
-    model.compile(backend="muon_zero", options=EAGER)
-    if when != "behind it":
-        optimizer = MuonZero(model)
-    train(model, optimizer, steps=2)
-    assert optimizer.totals()["compiled_graphs"] == 2 and optimizer.totals()["directions_used"] > 0
-
-
 @pytest.mark.full
 def test_sequential_roots_are_compiled_whole_however_many_there_are():
     """Dynamo begins no frame in PyTorch's own files: each read of a weight used to become a graph, until it gave up."""

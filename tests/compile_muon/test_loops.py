@@ -311,8 +311,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"gradient_clipping": 0.05}, {"gradient_accumulation_steps": None}, {"update": "step"}],
+    "other", [{"gradient_clipping": 0.05}, {"gradient_accumulation_steps": None}, {"update": "step"}]
 )
 def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
     """The left one steps after every micro-batch, the right one after two: whatever its settings say."""

@@ -42,10 +42,7 @@ def everywhere(compiled: bool) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("world", "compiled"),
-    [
-        (2, False),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True), (4, False))),
-    ],
+    [(2, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True), (4, False)))],
 )
 def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:
     results = ranks(world).run(everywhere, compiled=compiled)

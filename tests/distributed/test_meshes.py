@@ -226,11 +226,7 @@ def refused(dims: dict[str, int] | None, sizes: dict[str, int] | None) -> tuple[
 @pytest.mark.parametrize(
     ("dims", "sizes", "said"),
     [
-        (
-            None,
-            {"replicate": 3},
-            "mesh = 'replicate 3 x shard -1': does not make up 4 ranks; set one",
-        ),
+        (None, {"replicate": 3}, "mesh = 'replicate 3 x shard -1': does not make up 4 ranks; set one"),
         (None, {"replicate": 2, "shard": 4}, r"mesh = 'replicate 2 x shard 4': does not make up 4 ranks"),
         ({"replicate": 2, "shard": 2}, {"replicate": 2}, r"mesh = .*: is given, and the config has sizes of one"),
         ({"shard": 2, "replicate": 2}, None, r"has the dimensions \('shard', 'replicate'\); name them .*in this order"),

@@ -186,31 +186,16 @@ def refused(case: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (
-            "indivisible",
-            r"layers.1.up: .* on expert 4: 6 along dim 0 are not 4 equal parts of a stack .*; cut dim 0",
-        ),
-        (
-            "foreign",
-            r"layers.1.up: .* on tensor 2, which is no axis of the mesh \(shard 2 x tensor 2\); ",
-        ),
-        (
-            "two axes",
-            r"layers.1.up: .* on shard 2 x tensor 2, on two axes at once \(shard and tensor\); give",
-        ),
+        ("indivisible", r"layers.1.up: .* on expert 4: 6 along dim 0 are not 4 equal parts of a stack .*; cut dim 0"),
+        ("foreign", r"layers.1.up: .* on tensor 2, which is no axis of the mesh \(shard 2 x tensor 2\); "),
+        ("two axes", r"layers.1.up: .* on shard 2 x tensor 2, on two axes at once \(shard and tensor\); give"),
         ("sharded", r"layers.1.up: .* on shard 2, the axis shard of which MuonZero cuts itself; cut it over mesh"),
         ("two roles", r"layers.1.up: is a DTensor on tensor 2 and marked with mesh = shard 2; "),
         ("mark", r"layers.1.up: is marked with mesh = tensor 2, which is not the axis of experts; "),
         ("partial", r"layers.1.up: .*P\(sum\) is neither Shard nor Replicate; cut it into contiguous parts"),
         ("no mesh", r"layers.1.up: .* on tensor 2, which is no axis of the mesh \(shard 4\); "),
-        (
-            "one matrix",
-            r"layers.1.up: is cut over the axis expert, and shape \[8, 8\] is one matrix, not a stack",
-        ),
-        (
-            "names",
-            r"mesh = .*: has the dimensions \('tensor', 'shard'\); name them as here and give them in",
-        ),
+        ("one matrix", r"layers.1.up: is cut over the axis expert, and shape \[8, 8\] is one matrix, not a stack"),
+        ("names", r"mesh = .*: has the dimensions \('tensor', 'shard'\); name them as here and give them in"),
         ("unknown", r"mesh = .*: has the dimensions \('shard', 'tp'\); name them as here"),
     ],
 )

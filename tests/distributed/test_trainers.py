@@ -246,8 +246,7 @@ DAMAGE: dict[tuple[str, str], tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("library", "how"),
-    [pytest.param(*each, marks=pytest.mark.full if each in LONGER else ()) for each in DAMAGE],
+    ("library", "how"), [pytest.param(*each, marks=pytest.mark.full if each in LONGER else ()) for each in DAMAGE]
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(
     ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, how: str

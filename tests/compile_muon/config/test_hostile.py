@@ -66,13 +66,7 @@ def test_a_hostile_config_is_an_error_of_ours_in_few_words(source) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "[" * 100_000,
-        '{"mesh":' * 100_000,
-        '{"gradient_clipping": 1' + "0" * 5000 + "}",
-        "a\0b.json",
-        "/",
-    ],
+    ["[" * 100_000, '{"mesh":' * 100_000, '{"gradient_clipping": 1' + "0" * 5000 + "}", "a\0b.json", "/"],
     ids=lambda text: text[:8],
 )
 def test_a_hostile_text_or_path_is_an_error_of_ours(text, tmp_path) -> None:

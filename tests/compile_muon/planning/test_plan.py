@@ -283,11 +283,7 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
     ],
 )
 def test_what_is_wrong_is_one_line_with_a_remedy(
-    changes: dict[str, Any],
-    field: str,
-    problem: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], field: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {name: value for name, value in changes.items() if name != "mesh"}
     config_file = write_config(tmp_path / "config.json", **{name: changes[name] for name in changes.keys() - given})

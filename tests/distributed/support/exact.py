@@ -98,19 +98,13 @@ _TURNS = [*_ROWS[:, :6].flatten().split(3), _ROWS[:, 6:9].flatten(), _ROWS[:, 9:
 #: what users say, and which rows or columns are a matrix by itself: of sizes that ranks cut in the middle of
 VIEWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, list[Tensor]]]]] = {
     "": ({}, {}),
-    "heads": (
-        {"fused": {"heads": 8}, "wide": {"heads": 2}},
-        {"fused": (0, _runs(*[3] * 8)), "wide": (0, _runs(3, 3))},
-    ),
+    "heads": ({"fused": {"heads": 8}, "wide": {"heads": 2}}, {"fused": (0, _runs(*[3] * 8)), "wide": (0, _runs(3, 3))}),
     "split": (
         {"fused": {"split": [12, 6, 6]}, "tall": {"split": [5, 8]}, "wide": {"split": [5, 7], "dim": 1}},
         {"fused": (0, _runs(12, 6, 6)), "tall": (0, _runs(5, 8)), "wide": (1, _runs(5, 7))},
     ),
     "turns": (  # Megatron's: queries, keys and values take turns; queries by heads, the others whole
-        {
-            "fused": {"split": [12, 6, 6], "groups": 2, "heads": [4, 1, 1]},
-            "wide": {"heads": 4, "dim": 1},
-        },
+        {"fused": {"split": [12, 6, 6], "groups": 2, "heads": [4, 1, 1]}, "wide": {"heads": 4, "dim": 1}},
         {"fused": (0, _TURNS), "wide": (1, _runs(*[3] * 4))},
     ),
 }

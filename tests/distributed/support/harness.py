@@ -214,13 +214,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self,
-        function: Callable[..., Any],
-        /,
-        *,
-        patience: float = 300.0,
-        grace: float = _GRACE_SECONDS,
-        **kwargs: Any,
+        self, function: Callable[..., Any], /, *, patience: float = 300.0, grace: float = _GRACE_SECONDS, **kwargs: Any
     ) -> list[Outcome]:
         """Like :meth:`run`, but failures are values.
 

@@ -304,11 +304,7 @@ def train(
     elif codegen is None:
         run = model
     else:
-        options = {
-            "codegen": codegen,
-            "reshard_after_forward": reshard_after_forward,
-            "cuda_graphs": cuda_graphs,
-        }
+        options = {"codegen": codegen, "reshard_after_forward": reshard_after_forward, "cuda_graphs": cuda_graphs}
         run = torch.compile(model, backend="muon_zero", options=options, dynamic=dynamic)
     named = dict(model.named_parameters())
     errors = dict.fromkeys(matrices, 0.0)

@@ -80,12 +80,7 @@ def test_matrices_of_parts_of_a_model_once_in_a_world_of_several_axes(sizes, nam
 
 
 @pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ((8, 8, 8), ("shard", "expert", "tensor")),
-        ((64, 8), ("replicate", "expert")),
-    ],
-    ids=str,
+    ("sizes", "names"), [((8, 8, 8), ("shard", "expert", "tensor")), ((64, 8), ("replicate", "expert"))], ids=str
 )
 def test_experts_once_in_a_world_of_512(sizes, names, world):
     """They are whole where they live; ranks that hold the same ones share them."""
