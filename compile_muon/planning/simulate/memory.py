@@ -9,7 +9,7 @@ not count.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -73,31 +73,29 @@ class Memory:
     """
 
     def __init__(self, resident: Mapping[str, int], machine: Machine) -> None:
-        #: bytes by pool ("" for the allocator's common one) and category
-        self._live: Counter[tuple[str, str]] = Counter({("", category): size for category, size in resident.items()})
+        #: bytes by category, of the allocator's common pool ("") and of each private one
+        self._live = defaultdict[str, Counter[str]](Counter, {"": Counter(resident)})
         #: bytes that each private pool has had live at most
         self._most: Counter[str] = Counter()
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
         self._returned: dict[tuple[str, GraphKind], list[_Storage]] = {}
         self._intermediates: dict[_Storage, None] = {}
-        self._peak, self._largest = self._live.copy(), ""
+        self._peak, self._largest = Counter(resident), ""
+        #: bytes outside of private pools, and all, at the peak
+        self._reached = (self._peak.total(), self._peak.total())
 
     @property
     def peak(self) -> Held:
         """The most so far: pools are always full, so it is reached when most is live outside of them."""
-        by_category: Counter[str] = Counter()
-        for (_, category), size in self._peak.items():
-            by_category[category] += size
-        if self._most:
-            by_category["pools"] = self._most.total() - sum(size for (pool, _), size in self._peak.items() if pool)
-        return Held(dict(by_category), self._largest)
+        outside, live = self._reached
+        idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
+        return Held({**self._peak, **idle}, self._largest)
 
     def drop(self, category: str) -> None:
         """Free everything of this category."""
-        for pool, each in self._live:
-            if each == category:
-                self._live[pool, each] = 0
+        for live in self._live.values():
+            live[category] = 0
 
     def run(
         self,
@@ -147,7 +145,7 @@ class Memory:
                 value.readers += 1
         # The run of the next micro-batch adds to these gradients, or replaces them: only one copy stays live.
         for storage in self._returned.get((frame, kind), ()):
-            self._live[storage.pool, storage.category] -= storage.nbytes
+            self._live[storage.pool][storage.category] -= storage.nbytes
         self._returned[frame, kind] = [
             storages[memory]
             for memory in output_memory - saved_memory
@@ -164,29 +162,29 @@ class Memory:
 
     def _step(self, node: Node, pool: str, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in made:
-            self._live[storage.pool, storage.category] += storage.nbytes
+            self._live[storage.pool][storage.category] += storage.nbytes
             if storage.category == "intermediates":
                 self._intermediates[storage] = None
         is_newton_schulz = node.target is torch.ops.muon_zero.newton_schulz.default
         extra = Call(node, self._machine).workspace_bytes() if is_newton_schulz else 0
-        live = self._live.copy()
+        live = self._live[pool]
         if extra:
-            live[pool, "exchange"] += extra
-        if self._outside(live) > self._outside(self._peak):
-            self._peak = live
-            self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
+            live["exchange"] += extra
         if pool:
-            self._most[pool] = max(self._most[pool], sum(size for (of, _), size in live.items() if of == pool))
+            self._most[pool] = max(self._most[pool], live.total())
+        reached = self._live[""].total(), sum(each.total() for each in self._live.values())
+        if reached > self._reached:
+            self._reached, self._peak = reached, Counter[str]()
+            for each in self._live.values():
+                self._peak.update(each)
+            self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
+        if extra:
+            live["exchange"] -= extra
         for storage in freed:
             storage.readers -= 1
             if storage.readers <= 0:
-                self._live[storage.pool, storage.category] -= storage.nbytes
+                self._live[storage.pool][storage.category] -= storage.nbytes
                 self._intermediates.pop(storage, None)
-
-    @staticmethod
-    def _outside(live: Counter[tuple[str, str]]) -> tuple[int, int]:
-        """Return the bytes that are live outside of private pools, and all live bytes."""
-        return sum(size for (pool, _), size in live.items() if not pool), live.total()
 
 
 def _is_tensor(node: Node) -> bool:
