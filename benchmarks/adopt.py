@@ -16,20 +16,18 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import VARIANTS, Plan, our_config
+from contenders import VARIANTS, Plan, our_config, varied
 from expected import list_ms, peak_gb, step_ms
-from gpt import GPT, Shape
-from torch._subclasses import FakeTensorMode
+from gpt import Shape
+from plan_h100 import on_one_rank
 from tune_tiles import formatted
 
 from compile_muon.config import load_config, read_options
 from compile_muon.errors import MuonZeroError
-from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import Timeline
@@ -102,19 +100,12 @@ def planned(record: dict[str, Any], contender: str, card: str) -> Timeline:
     trial = options | {"stage": options["stages"][0], "reshard_after_forward": not options["keep_gathered"]}
     plan = Plan.of(trial, shape.batch, torch.device("cuda"))
     if contender in VARIANTS:
-        plan = replace(plan, ns_method="auto", **VARIANTS[contender].build.keywords)  # type: ignore[attr-defined]
+        plan = varied(plan, contender)
     machine = load_machine(card)
     algorithm = "AdamW" if contender == "ours-adamw" else "Muon"
     config = planned_for(load_config(our_config(plan, algorithm)), machine, card)
-
-    def model() -> GPT:
-        with FakeTensorMode():
-            return GPT(shape)
-
-    tokens = torch.zeros(plan.sequences, shape.context, dtype=torch.long)
     frames = read_options(config.compile.options())
-    step = capture_step(model, (tokens, tokens), world=1, rank=0, config=config, options=frames)
-    return step.simulated(machine)
+    return on_one_rank(shape, plan.sequences, config, frames).simulated(machine)
 
 
 def beside(card: str, results: Path) -> Iterator[dict[str, Any]]:

@@ -163,9 +163,13 @@ def ours_muon(model: nn.Module, plan: Plan) -> Session:
     return ours(model, plan, "Muon")
 
 
-def ours_by(model: nn.Module, plan: Plan, **changes: Any) -> Session:
-    """Muon by ``ns_method="auto"``, which users have, and by these ``changes`` of the plan."""
-    return ours(model, replace(plan, ns_method="auto", **changes), "Muon")
+def varied(plan: Plan, variant: str) -> Plan:
+    """The plan of one of :data:`VARIANTS`: Muon by ``ns_method="auto"``, which users have, and by its changes."""
+    return replace(plan, ns_method="auto", **CHANGES[variant])
+
+
+def ours_varied(model: nn.Module, plan: Plan, variant: str) -> Session:
+    return ours(model, varied(plan, variant), "Muon")
 
 
 def ours_adamw(model: nn.Module, plan: Plan) -> Session:
@@ -353,20 +357,18 @@ _FROM_SOURCE = "pip install -e . in this repository"
 _FROM_PYPI = "pip install deepspeed"
 
 
-def _variant(name: str, **changes: Any) -> Contender:
-    return Contender(name, partial(ours_by, **changes), ALL_STAGES, "compile_muon", _FROM_SOURCE)
-
-
+#: fields of a plan, by variant
+CHANGES: dict[str, dict[str, Any]] = {
+    "ours-muon-auto": {},
+    # The whole step: a host that waits for what checks found would keep the update out of the graphs.
+    "ours-muon-graphs": {"cuda_graphs": True, "checks": "next_step"},
+    "ours-muon-bfloat16": {"momentum_dtype": "bfloat16"},
+    "ours-muon-8bit": {"momentum_dtype": "8bit"},
+}
 #: ours by other settings, which take part where they are asked for
 VARIANTS = {
-    contender.name: contender
-    for contender in (
-        _variant("ours-muon-auto"),
-        # The whole step: a host that waits for what checks found would keep the update out of the graphs.
-        _variant("ours-muon-graphs", cuda_graphs=True, checks="next_step"),
-        _variant("ours-muon-bfloat16", momentum_dtype="bfloat16"),
-        _variant("ours-muon-8bit", momentum_dtype="8bit"),
-    )
+    name: Contender(name, partial(ours_varied, variant=name), ALL_STAGES, "compile_muon", _FROM_SOURCE)
+    for name in CHANGES
 }
 CONTENDERS = VARIANTS | {
     contender.name: contender

@@ -29,7 +29,7 @@ import torch
 from gpt import GPT, Shape
 from torch._subclasses import FakeTensorMode
 
-from compile_muon.config import FrameOptions, load_config
+from compile_muon.config import Config, FrameOptions, load_config
 from compile_muon.kernels.gpu.model import busiest
 from compile_muon.kernels.gpu.tiles import Table
 from compile_muon.planning import capture_step
@@ -65,14 +65,17 @@ def captured(shape: Shape, kind: str, settings: dict[str, Any], machine: Machine
     rates = {"muon_lr": 0.02, "adam_lr": 3e-4} if kind == "muon" else {"lr": 3e-4}
     optimizer = {"type": {"muon": "Muon", "adamw": "AdamW"}[kind], "params": rates | settings}
     config = load_config({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "optimizer": optimizer})
+    return on_one_rank(shape, shape.batch, planned_for(config, machine, "h100"), FrameOptions(codegen="inductor"))
+
+
+def on_one_rank(shape: Shape, sequences: int, config: Config, options: FrameOptions) -> Captured:
+    """A step of one rank with micro-batches of so many sequences; nothing is given memory."""
 
     def model() -> GPT:
         with FakeTensorMode():
             return GPT(shape)
 
-    tokens = torch.zeros(shape.batch, shape.context, dtype=torch.long)
-    options = FrameOptions(codegen="inductor")
-    config = planned_for(config, machine, "h100")
+    tokens = torch.zeros(sequences, shape.context, dtype=torch.long)
     return capture_step(model, (tokens, tokens), world=1, rank=0, config=config, options=options)
 
 
