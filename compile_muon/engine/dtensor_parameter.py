@@ -1,17 +1,16 @@
-"""The parameter that users see where it is sharded: a DTensor whose edits all count, and which meets plain losses.
+"""The parameter that users see where it is sharded: a DTensor that counts every edit and meets plain losses.
 
-PyTorch counts edits in place of a DTensor, but not those through ``.data``, and not those of ``torch._foreach_*``; what
-is assigned to its ``.data`` goes nowhere. Loops that swap averages of weights in and out do all three. Here they count,
-on all ranks alike, since the operators of a DTensor run on all of them: so whoever keeps a copy of the weight knows
-that it is old (:func:`compile_muon.engine.dtensors.edits_of`).
+PyTorch counts in-place edits of a DTensor, but not edits through ``.data`` or ``torch._foreach_*``, and ignores an
+assignment to ``.data``. Loops that swap averaged weights in and out do all three. :class:`ShardedParameter` counts them
+(:func:`compile_muon.engine.dtensors.edits_of`), on all ranks alike because DTensor operators run on all of them, so
+resident copies of the weight are known to be stale. Before torch 2.13 DTensor operators bypass a subclass's
+``__torch_dispatch__`` (:data:`_UNSEEN`): there ``.data`` returns a :class:`_Shown`, which sees torch functions, and
+``torch._foreach_*`` on parameters themselves is not counted.
 
-Before torch 2.13 a DTensor's operators never come to a subclass (:data:`_UNSEEN`). There what ``.data`` gives is of a
-class that hears of torch's functions instead, and edits by ``torch._foreach_*`` of parameters themselves do not count.
-
-What is computed of a sharded parameter is of this class, too, and so is its gradient, in hooks as well. So the gradient
-of ``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects, a number of which
-this rank has a part, as of ``param.grad.norm()``, is not read for the whole, and a write to a slice that is a copy, as
-of rows that other ranks hold, is refused.
+Results computed from a sharded parameter are of this class as well, and so is its gradient, also in hooks. Hence the
+gradient of ``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects; a partial
+value, such as ``param.grad.norm()``, is not read as the total; and a write to a slice that is a copy, of rows that
+other ranks hold, is refused.
 """
 
 from __future__ import annotations
@@ -33,31 +32,25 @@ from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, lac
 
 __all__ = ["ShardedParameter", "carry_hooks", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
 
-#: whether a user's hook of a gradient runs
+#: whether a user's gradient hook is running
 _in_hook: ContextVar[bool] = ContextVar("in_hook", default=False)
 
 _GRAD: Any = torch.Tensor.grad
-#: ``param.grad`` as autograd keeps it. Every step asks some ten times a parameter, so no frame of Python is between.
+#: ``param.grad`` as autograd keeps it. Called some ten times per parameter and step, hence no Python frame around it.
 raw_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 
 class ShardedParameter(DTensor):
-    """A sharded parameter, a view of one, or what was computed of one. To ``isinstance``, and in files, a DTensor.
+    """A sharded parameter, a view of one, or a result computed from one. For ``isinstance``, and in files, a
+    DTensor."""
 
-    Attributes:
-        uncounted_edits: of a parameter, how often it or a view was edited, beside what PyTorch counts.
-        shown: of a view that PyTorch does not know as one (``.data``), the parameter whose memory it shows.
-        origin: the parameter's name, and what was told of its model; of a copy and a view, too.
-        averaging: placements of the gradients that ranks have of the whole, and the divisor of their sum; of what is
-            computed of a parameter, too.
-        copy_of: the name of a tensor of which this would be a view, were it not cut, and is a copy.
-    """
-
-    uncounted_edits: int = 0
+    uncounted_edits: int = 0  # of a parameter and its views, beside those PyTorch counts
+    # Name of the parameter, and keys of the warnings that its model has had; copies and views have it, too.
     origin: tuple[str, set[str]] | None = None
+    # Placements of each rank's gradient of the whole, and the divisor of their sum; computed results have it, too.
     averaging: tuple[Sequence[Placement], int] | None = None
-    shown: weakref.ref[ShardedParameter] | None = None
-    copy_of: str | None = None
+    shown: weakref.ref[ShardedParameter] | None = None  # of a view unknown to autograd (``.data``): its parameter
+    copy_of: str | None = None  # name of the tensor that this copies, where a view of a plain tensor would alias it
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -66,9 +59,9 @@ class ShardedParameter(DTensor):
         kwargs = kwargs or {}
         given = tree_leaves((args, kwargs))
         if func is torch.ops.aten.t.default and args[0].ndim == 2:
-            # PyTorch (2.14, 2.15) copies a matrix with fewer rows than ranks here, and edits of the copy are lost.
+            # torch 2.14 and 2.15 copy a matrix with fewer rows than ranks in aten.t, so edits of the result are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
-        if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # of `x[:2] = 0`, which DTensor has not
+        if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
         if func._schema.is_mutable:
             _note_edits(func, args, kwargs)
@@ -86,17 +79,14 @@ class ShardedParameter(DTensor):
         return tree_map(lambda result: _derived(result, given, views=views), results)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As every tensor's; the hook is given a gradient as ``param.grad`` is."""
+        """Register ``hook``, which receives the gradient as ``param.grad`` returns it."""
         return super().register_hook(_OfGradient(hook, self.origin))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole, as a plain tensor; collective.
+        """Return the whole as a plain tensor; collective.
 
-        What is computed of it is each rank's own, as in forward, so its gradient is averaged over the ranks. (That of a
-        DTensor is taken for equal on all of them.)
-
-        Args:
-            grad_placements: of the gradient, where it is placed otherwise.
+        Each rank computes its own loss from it, as in forward, so its gradient is averaged over the ranks; DTensor
+        assumes that it is equal on all of them. An explicit ``grad_placements`` keeps DTensor's meaning.
         """
         trained = torch.is_grad_enabled() and self.requires_grad
         if grad_placements is not None or self.averaging is None or not trained:
@@ -125,7 +115,7 @@ class ShardedParameter(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Write ``value``, a DTensor or all of the parameter as a plain tensor, where PyTorch would do nothing."""
+        """Write ``value``, a DTensor or the whole parameter as a plain tensor; PyTorch would do nothing."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UnsupportedModelError(
                 f"parameter.data = {value.dtype} {list(value.shape)}: a sharded parameter stays "
@@ -142,12 +132,13 @@ class ShardedParameter(DTensor):
         return _of_class(DTensor.__tensor_unflatten__(*args))
 
     def __coerce_same_metadata_as_tangent__(self, flatten_spec: Any, expected_type: Any = None) -> Any:
-        """As the gradient of what a graph returned as a plain tensor."""
+        """Return the tangent of a plain graph output as a plain tensor."""
         if expected_type is Tensor and _is_whole([self]):
             return _as_plain(self)
         return super().__coerce_same_metadata_as_tangent__(flatten_spec, expected_type)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # copy.deepcopy() calls this as well, and writes no file.
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             _tell_of_pickling(self)
         plain = _as_dtensor(self)
@@ -156,11 +147,7 @@ class ShardedParameter(DTensor):
 
 
 class _OfGradient:
-    """A user's hook of a parameter's gradient.
-
-    Args:
-        origin: of the parameter.
-    """
+    """A user's gradient hook, called with a :class:`ShardedParameter` of the parameter's ``origin``."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None], origin: tuple[str, set[str]] | None) -> None:
         self.hook, self.origin = hook, origin
@@ -174,7 +161,7 @@ class _OfGradient:
 
 
 def carry_hooks(before: Tensor, after: Tensor) -> None:
-    """Hooks that were set before sharding are those of what stands for the parameter now; their handles stay good."""
+    """Move hooks that were registered before sharding to the parameter ``after``; their handles stay valid."""
     hooks: dict[int, Any] | None = before._backward_hooks
     if hooks:
         if isinstance(after, ShardedParameter):
@@ -194,7 +181,7 @@ def _as_gradient(grad: Any, origin: tuple[str, set[str]] | None) -> Any:
 
 
 class _Divided(torch.autograd.Function):
-    """The same, whose gradient is divided."""
+    """The identity, whose gradient is divided."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, divisor: int) -> Tensor:
@@ -207,12 +194,8 @@ class _Divided(torch.autograd.Function):
 
 
 def meets_plain(names: str, where: str) -> UnsupportedModelError:
-    """For shards that are computed with as if they were whole.
-
-    Args:
-        names: of the parameters.
-        where: the operator, or the frame.
-    """
+    """Return the error for parameters ``names`` whose shards are computed with as if whole, in ``where`` (operator or
+    frame)."""
     return UnsupportedModelError(
         f"{names}: a shard meets a plain tensor in {where}; weights are whole as attributes of their modules, inside a "
         "model's forward and in methods that compile_muon.forward_methods(model, name) names; elsewhere compute with "
@@ -220,12 +203,12 @@ def meets_plain(names: str, where: str) -> UnsupportedModelError:
     )
 
 
-#: what to do instead of an operator that shards have not
+#: the remedy for operators that shards lack
 _WHOLE = (
     "edit the whole of it, e.g. multiply by a mask of its shape, distribute_tensor(mask, x.device_mesh, x.placements), "
     "or edit weights inside `with compile_muon.full_parameters(model, write=True)`"
 )
-#: through which Python reads values
+#: methods through which Python reads values
 _READING = ["item", "tolist", "numpy", "__array__", "__format__"]
 _READING += ["__float__", "__int__", "__bool__", "__complex__", "__index__"]
 
@@ -259,12 +242,8 @@ for _name in _READING:
 
 
 def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
-    """A state of a parameter, or what is kept of it, as a tensor that says so where it is pickled; the same memory.
-
-    Args:
-        name: of the state.
-        state: a tensor of any kind; one that is no DTensor comes back as it is.
-    """
+    """Return ``state``, the state ``name`` of ``param``, as a tensor on the same memory that warns when pickled. A
+    state that is no DTensor is returned as it is."""
     if type(state) is not DTensor or not isinstance(param, ShardedParameter) or param.origin is None:
         return state
     found = _of_class(DTensor(state._local_tensor, state._spec, requires_grad=False))
@@ -273,7 +252,7 @@ def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
 
 
 def _tell_of_pickling(tensor: ShardedParameter) -> None:
-    """Say once for a model that a file gets this rank's rows, where it does not hold all of them."""
+    """Warn, once per model, that a pickle holds this rank's rows only."""
     mesh = tensor.device_mesh
     parts = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
     if tensor.origin is None or max(parts, default=1) == 1 or "pickled" in tensor.origin[1]:
@@ -288,7 +267,7 @@ def _tell_of_pickling(tensor: ShardedParameter) -> None:
 
 
 class _Shown(ShardedParameter):
-    """What ``.data`` of one gives, or a view of that, where operators do not come to a subclass."""
+    """The ``.data`` of a parameter, or a view of it, where operators bypass ``__torch_dispatch__``: counts edits."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,7 +283,7 @@ class _Shown(ShardedParameter):
         return tree_map(lambda result: _view_of(result, sources), results)
 
 
-#: whether operators of a DTensor pass by ``__torch_dispatch__`` of a subclass
+#: whether operators of a DTensor bypass ``__torch_dispatch__`` of a subclass
 _UNSEEN = BEFORE_2_13
 _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
@@ -324,12 +303,12 @@ def _view_of(result: Any, sources: dict[int, Any]) -> Any:
 
 
 def sharded_parameter(values: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter of these values, which stay where they are."""
+    """Return a parameter on the memory of ``values``."""
     return _of_class(nn.Parameter(values, requires_grad=requires_grad))
 
 
 def _of_class(tensor: Any) -> Any:
-    # What a subclass of DTensor adds is in its dictionary; PyTorch has no constructor that keeps an existing tensor.
+    # A DTensor subclass keeps its additions in __dict__; PyTorch has no constructor that keeps an existing tensor.
     tensor.__class__ = ShardedParameter
     return tensor
 
@@ -345,14 +324,14 @@ def _as_plain(value: Any) -> Any:
 
 
 def _is_whole(given: Sequence[Any]) -> bool:
-    """Whether no DTensor among these is cut."""
+    """Return whether no DTensor among ``given`` is sharded."""
     return not any(place.is_shard() for value in given if isinstance(value, DTensor) for place in value.placements)
 
 
 def _is_gradient(given: Sequence[Any]) -> bool:
-    """Whether a backward pass has come from a DTensor's part of a loss to that of plain tensors.
+    """Return whether an operator of a backward adds a DTensor's part of a gradient to that of plain tensors.
 
-    In a forward pass the two do not meet: what is plain there may be another on each rank.
+    A forward must not mix them: a plain tensor may differ between ranks there.
     """
     plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in given)
     return plain and current_backward() >= 0 and _is_whole(given)
@@ -363,10 +342,10 @@ def _memory(tensor: DTensor) -> int:
 
 
 def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Note what an operator is about to edit, in the parameters whose memory that is.
+    """Count the edits that an operator is about to make, at the parameters whose memory it writes.
 
     Raises:
-        UnsupportedModelError: it would edit a copy, and not what that is a part of.
+        UnsupportedModelError: the operator would edit a copy, and the parameter would stay as it is.
     """
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
@@ -380,16 +359,13 @@ def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
                         f"and is a copy: nothing of it would change; {_WHOLE}"
                     )
                 param = value if value.shown is None else value.shown()
-                if param is not None and _memory(param) == _memory(value):  # not of a copy of a view
+                if param is not None and _memory(param) == _memory(value):  # a copy of a view has memory of its own
                     param.uncounted_edits += 1
 
 
 def _derived(result: Any, given: Sequence[Any], *, views: bool) -> Any:
-    """A result of an operator on ``given``, as what it is.
-
-    Args:
-        views: of plain tensors it would be a view of one of these.
-    """
+    """Return a result of an operator on ``given`` as the view, copy or computed value that it is. ``views``: the
+    operator on plain tensors returns a view."""
     if type(result) is not DTensor:
         return result
     memory = _memory(result)
@@ -400,7 +376,7 @@ def _derived(result: Any, given: Sequence[Any], *, views: bool) -> Any:
     known = [v for v in given if type(v) is ShardedParameter]
     found.origin = next((v.origin for v in known if v.origin and (v is source or v.shape == found.shape)), None)
     found.averaging = next((v.averaging for v in known if v.averaging), None)
-    # Autograd adds gradients up in what views give it.
+    # In backward, autograd accumulates into views, so a copy must stay writable there, except in a user's hook.
     if views and known and (current_backward() < 0 or _in_hook.get()):
         copied = known[0].copy_of if source is None else source.copy_of
         name = known[0].origin[0] if known[0].origin else "a sharded tensor"

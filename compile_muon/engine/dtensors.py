@@ -1,4 +1,4 @@
-"""DTensors and their shards, one as the other."""
+"""Conversions between DTensors and their shards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
     "user_attributes",
 ]
 
-#: What a DTensor keeps among the attributes of its own, and what a ``ShardedParameter`` does.
+#: attributes of DTensor and ``ShardedParameter`` objects that users did not set
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown", "origin", "averaging", "copy_of"})
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of ``shape``."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -35,21 +35,19 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The shard behind a DTensor; a plain tensor is its own shard."""
+    """Return the shard behind a DTensor; a plain tensor is its own shard."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there is anything behind it: not on the meta device, and not fake, as in plans."""
+    """Return whether ``tensor`` has storage: it is neither on the meta device nor fake, as in plans."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Inside ``torch.inference_mode()``, have this block make tensors that outlive it: they count edits, and train.
-
-    Gradients stay off there, and as they are elsewhere.
-    """
+    """Let a block inside ``torch.inference_mode()`` make ordinary tensors, which count edits and can train. Gradients
+    stay off there; elsewhere nothing changes."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -58,24 +56,19 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def edits_of(tensor: Tensor) -> int:
-    """Grows with every edit in place: what a DTensor does to itself PyTorch does not count on its shard.
-
-    Of what was made inside ``torch.inference_mode()`` nobody counts edits.
-    """
+    """Return a number that grows with every in-place edit; constant for inference tensors, which count none."""
     if tensor.is_inference():
         return 0
     if not isinstance(tensor, DTensor):
         return tensor._version
-    # A ShardedParameter counts the rest; by name, because that module needs this one.
+    # In-place operators of the DTensor count on it alone, writes to the shard on the shard alone. A ShardedParameter
+    # counts the rest; read by name, since its module imports this one.
     return tensor._version + tensor._local_tensor._version + getattr(tensor, "uncounted_edits", 0)
 
 
 def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """``shard`` as the kind of tensor that ``param.grad`` is.
-
-    Args:
-        mesh: of the same ranks, on the shard's device; default: that of ``param``.
-    """
+    """Return ``shard`` as the kind of tensor that ``param.grad`` is.
+    ``mesh``: the same ranks on the shard's device, by default the mesh of ``param``."""
     if not isinstance(param, DTensor):
         return shard
     return DTensor.from_local(
@@ -84,5 +77,5 @@ def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None)
 
 
 def user_attributes(param: Tensor) -> dict[str, Any]:
-    """What was put on a parameter from outside."""
+    """Return the attributes that users set on a parameter."""
     return {key: value for key, value in vars(param).items() if key not in _OF_DTENSORS}

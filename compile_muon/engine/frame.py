@@ -1,7 +1,7 @@
 """One compiled frame: the callables AOTAutograd runs for its forward and backward graphs.
 
-They are plain boxed callables around generated code. Forward notes the visit and keeps resident weights fresh; backward
-asks the ledger of each parameter what to do with its gradient. Each lowering is compiled when it is first asked for.
+They are boxed callables around generated code. A forward notes the visit and keeps resident weights fresh; a backward
+asks the ledger of each parameter what to do with its gradient, and compiles each lowering at its first use.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from compile_muon.passes.torch_private import (
 
 __all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "eager_codegen", "lower", "lower_and_compile"]
 
-#: (graph, example inputs) -> boxed callable
+#: ``(graph, example inputs) -> boxed callable``
 Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-#: boxed callable, and what one run sends
+#: boxed callable, and the traffic of one run
 Lowered = tuple[Callable[[list[Any]], Any], Traffic]
-#: (graph with markers, example inputs, what passes know) -> what they become
+#: ``(graph with markers, example inputs, context of the passes) -> lowered and compiled graph``
 Lowering = Callable[[GraphModule, Sequence[Any], PassContext], Lowered]
 
-#: lowerings of one backward graph that may speculate; a loop that asks for ever new ones gets gradients only
+#: most lowerings of one backward graph that speculate; further requests get gradients only
 _MAX_SPECULATING = 8
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
-    """Run the lowering passes; also count what one run sends."""
+    """Run the lowering passes; return the lowered graph and the traffic of one run."""
     markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     axes = {axis for marker in markers for axis in marker.spec.layout.axes}
     gm = run_passes(gm, LOWERING_PASSES, ctx)
@@ -71,7 +71,8 @@ def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
 
 
 def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen) -> Lowered:
-    """:func:`lower`, and generate code; backward and step graphs are, while another thread may compile its model."""
+    """Run :func:`lower` and generate code."""
+    # Backward and step graphs compile at run time, when another thread may be compiling its model.
     with compiling_alone():
         gm, traffic = lower(gm, ctx)
         appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
@@ -80,11 +81,12 @@ def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, 
 
 
 def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Run the graph as it stands."""
+    """Return a callable that interprets the graph."""
     return make_boxed_func(gm.forward)
 
 
 def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
+    """Return the sharded parameters that the state inputs at ``positions`` identify."""
     sharded_params = []
     for position in positions:
         sharded = sharded_param_of(args[position])
@@ -98,14 +100,14 @@ def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedPar
 
 
 def _note(half: str, frame: str, sharded_params: Sequence[ShardedParam], details: Sequence[str]) -> None:
-    """Leave a visit that met other ranks in the frame log of every optimizer whose parameters it read."""
+    """Note a visit that met other ranks in the frame log of each optimizer whose parameters it read."""
     for ledger in dict.fromkeys([sharded.ledger for sharded in sharded_params]):
         names = [sharded.name for sharded in sharded_params if sharded.ledger is ledger]
         ledger.frame_log.note(half, frame, names, details)
 
 
 def _range(options: PassOptions, name: str) -> AbstractContextManager[None]:
-    """Around a visit: also ends the ranges that a graph has opened when it raises."""
+    """Return the profiler range of a visit, which also closes ranges that a raising graph left open."""
     return ranged(name) if options.nvtx else contextlib.nullcontext()
 
 
@@ -114,11 +116,10 @@ def _buckets(options: PassOptions) -> str:
 
 
 class ForwardGraph:
-    """Boxed callable of a forward or inference graph.
+    """The boxed callable of a forward or inference graph.
 
-    Args:
-        trained: names of the state inputs whose parameters the frame's backward produces gradients for; each visit
-            owes them one backward visit. Empty for inference graphs.
+    ``trained``: names of the state inputs whose parameters get gradients from the frame's backward; each forward visit
+    owes them a backward visit. Empty for inference graphs.
     """
 
     _boxed_call = True
@@ -141,7 +142,7 @@ class ForwardGraph:
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
         self._meets = any(marker.spec.layout.gathered for marker in unshards)
         self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
-        # Of weights that are whole here: where the weight, its state and its resident copy are among the inputs.
+        # Positions of shard, state and resident weight among the inputs, on one rank, where the shard is the whole.
         self._copies = [
             (placeholders[marker.shard], placeholders[marker.state], placeholders[marker.resident])
             for marker in unshards
@@ -158,9 +159,9 @@ class ForwardGraph:
     def __call__(self, args: list[Any]) -> Any:
         if not self._read:
             return self._run(args)
-        found = dict(zip(self._states, _params_at(args, self._states), strict=True))
-        sharded_params = [found[place] for place in self._read]
-        trained = [found[place] for place in self._trained]
+        sharded_at = dict(zip(self._states, _params_at(args, self._states), strict=True))
+        sharded_params = [sharded_at[place] for place in self._read]
+        trained = [sharded_at[place] for place in self._trained]
         if trained and compiled_autograd_active():
             raise MuonZeroError(
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
@@ -180,7 +181,7 @@ class ForwardGraph:
             for sharded in sharded_params:
                 keep_fresh(sharded)
             for weight, state, resident in self._copies:
-                if args[weight] is not found[state].param:  # of torch.func.functional_call
+                if args[weight] is not sharded_at[state].param:  # torch.func.functional_call passed another weight
                     args[resident] = args[weight].detach().to(args[resident].dtype)
             for sharded in trained:
                 sharded.visits.forward()
@@ -197,21 +198,14 @@ class ForwardGraph:
 
 @dataclass
 class BackwardGraph:
-    """Boxed callable of a backward graph: picks a lowering at call time.
+    """The boxed callable of a backward graph: picks a lowering at call time."""
 
-    Args:
-        gm: the backward graph, markers in place; never modified.
-        inputs: its example inputs.
-        ctx: what passes know of it, but for the request.
-        lowering: how to lower and compile it.
-    """
-
-    gm: GraphModule
+    gm: GraphModule  # with markers; never modified
     inputs: Sequence[Any]
-    ctx: PassContext
+    ctx: PassContext  # context of the passes, without the request
     lowering: Lowering
     grads: tuple[ReducedGrad, ...] = ()
-    _variants: dict[BackwardRequest, Lowered] = field(default_factory=dict)
+    _variants: dict[BackwardRequest, Lowered] = field(default_factory=dict)  # compiled lowerings
     _context: SavedContext = field(default_factory=SavedContext)
     _boxed_call: bool = True
 
@@ -233,23 +227,23 @@ class BackwardGraph:
         call = current_backward()
         receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
-            sharded.visits.arrive(delivers)  # inside a graph, which runs below autograd, nobody could ask
+            sharded.visits.arrive(delivers)  # a graph runs below autograd and could not ask
         request = self._request(sharded_params, receives, call)
-        # Who keeps what others have dropped adds to another gradient than they do.
+        # For the frame log: a rank whose ``.grad`` was not dropped as on the others would get another sum.
         details = [
             f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose
             for sharded, purpose in zip(sharded_params, request.purposes, strict=True)
         ]
         run, traffic = self._variants.get(request) or self._compile(request, sharded_params)
-        taken = [sharded_params[i].sums.take(call) for i in request.unreduced_inputs]
-        carried = [sharded_params[i].local_grad.detach() for i in request.carried_inputs]
+        unreduced_sums = [sharded_params[i].sums.take(call) for i in request.unreduced_inputs]
+        carried_grads = [sharded_params[i].local_grad.detach() for i in request.carried_inputs]
         # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
-        args.extend(tensor.contiguous() for tensor in (*taken, *carried))
+        args.extend(tensor.contiguous() for tensor in (*unreduced_sums, *carried_grads))
         results = list(run(args))
         extras = request.split(results[self._outputs :])
         for index, grad in extras.unreduced.items():
             if receives[index]:
-                # A replay between micro-batches writes the next one to its place.
+                # Cloned: a replay for the next micro-batch would overwrite it.
                 sharded_params[index].sums.keep(
                     call, grad.clone() if sharded_params[index].ledger.replays_between else grad
                 )
@@ -258,7 +252,7 @@ class BackwardGraph:
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
             output = self.grads[index].output
-            assert output is not None  # only such gradients have directions
+            assert output is not None  # a direction is made only of a returned gradient
             gradient = memory_of(results[output])
             sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches, gradient))
         for ledger, number in Counter([sharded_params[index].ledger for index in extras.directions]).items():
@@ -270,7 +264,7 @@ class BackwardGraph:
         return results[: self._outputs]
 
     def _request(self, sharded_params: Sequence[ShardedParam], receives: Sequence[bool], call: int) -> BackwardRequest:
-        """Ask the ledger of each parameter."""
+        """Ask the ledger of each parameter for a purpose, and bring the purposes to a lowering."""
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             if delivers:
                 sharded.begin_backward(call)
@@ -281,25 +275,25 @@ class BackwardGraph:
             sharded.ledger.purpose(sharded, call, receives=delivers, speculates=grad.speculates)
             for sharded, delivers, grad in zip(sharded_params, receives, self.grads, strict=True)
         ]
-        if not any(receives):  # autograd.grad() may have asked for some of them: they must be whole
+        if not any(receives):  # autograd.grad() may return some of them: reduce all
             purposes = [Purpose.REDUCE] * len(purposes)
 
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
-            both = list(zip(sharded_params, purposes, strict=True))
+            pairs = list(zip(sharded_params, purposes, strict=True))
             return BackwardRequest(
                 purposes=tuple(purposes),
                 unreduced=tuple(
                     [
                         delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
-                        for (a, p), delivers in zip(both, receives, strict=True)
+                        for (a, p), delivers in zip(pairs, receives, strict=True)
                     ]
                 ),
-                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in both]),
+                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in pairs]),
             )
 
         wanted = request(purposes)
-        speculating = [known for known in self._variants if Purpose.SPECULATE in known.purposes]
-        if len(speculating) < _MAX_SPECULATING or Purpose.SPECULATE not in purposes or wanted in self._variants:
+        speculative = [known for known in self._variants if Purpose.SPECULATE in known.purposes]
+        if len(speculative) < _MAX_SPECULATING or Purpose.SPECULATE not in purposes or wanted in self._variants:
             return wanted
         return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
 

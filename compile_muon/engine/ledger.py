@@ -1,9 +1,21 @@
 """The ledger: one optimizer's policy for the backward graphs that produce gradients of its parameters.
 
-It decides, per gradient and backward visit, what the compiled backward does beside computing it: keep it on the rank
-(stage 1 between a step's micro-batches), reduce it, or also make the Muon direction of it. The last is a speculation,
-which ``step()`` uses or throws away (``engine/speculation.py``): the ledger decides when it pays, and no number hangs
-on it. docs/why/ledger.md draws the picture.
+The life of a gradient, from backward to commit:
+
+1. A forward graph that trains the parameter notes that a backward visit is owed (:class:`.Visits`).
+2. The backward graph asks the ledger for a :class:`~compile_muon.passes.Purpose`. ACCUMULATE (stage 1 between
+   micro-batches) keeps the gradient on the rank, unreduced, and hands zeros to autograd. REDUCE averages it over the
+   ranks, with the sum kept so far. SPECULATE also makes the Muon direction of what ``.grad`` will be.
+3. Autograd adds the gradient to ``.grad``; hooks of :meth:`.ShardedParam.watch` settle the unreduced sum
+   (:class:`.UnreducedSums`) and discard a direction of another gradient.
+4. The loop may clip, edit or drop ``.grad``.
+5. ``step()`` reduces a sum that is left over (:mod:`.facts`), compares gradients with directions, checks that all is
+   finite (:mod:`.step_checks`), decides (:mod:`.decision`), and makes missing directions (:mod:`.directions`).
+6. :mod:`.commit` moves the momentum toward ``.grad`` and the weight along the direction; :meth:`Ledger.close` drops
+   what is left of the backward, and ``zero_grad()`` the gradient.
+
+A speculation (:mod:`.speculation`) can be wasted, but never changes a number, so the policy only costs time.
+docs/why/ledger.md draws the picture.
 """
 
 from __future__ import annotations
@@ -34,37 +46,23 @@ NOTHING = Traffic()
 
 @dataclass
 class Counters:
-    """What has happened since the optimizer was made.
+    """Totals since the optimizer was made."""
 
-    Args:
-        speculated: directions that backward graphs made.
-        used: of them, those a step applied.
-        in_step: directions that ``step()`` made.
-        skipped: steps left out for something that was not finite.
-        skipped_in_a_row: of them, those since the last step that was not.
-        graphs: graphs that were lowered and compiled.
-        traffic: what compiled graphs, steps and refreshes of this process sent.
-    """
-
-    speculated: int = 0
-    used: int = 0
-    in_step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    graphs: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
+    speculated: int = 0  # directions that backward graphs made
+    used: int = 0  # of these, directions that a step applied
+    in_step: int = 0  # directions that ``step()`` made
+    skipped: int = 0  # steps left out because a number was not finite
+    skipped_in_a_row: int = 0  # skipped steps since the last written one
+    graphs: int = 0  # graphs lowered and compiled
+    traffic: Traffic = field(default_factory=Traffic)  # sent by compiled graphs, steps and refreshes of this process
 
     @property
     def discarded(self) -> int:
-        """Directions of backward graphs that no step applied, or not yet."""
+        """Directions of backward graphs that no step has applied."""
         return self.speculated - self.used
 
     def numbers(self, *, by_axis: bool) -> dict[str, int]:
-        """What :meth:`compile_muon.MuonZero.totals` tells of them.
-
-        Args:
-            by_axis: whether bytes are told by axis of the mesh as well.
-        """
+        """Return the entries of :meth:`compile_muon.MuonZero.totals`; ``by_axis`` adds the bytes of each mesh axis."""
         traffic = self.traffic
         return {
             "bytes_sent": traffic.bytes_sent,
@@ -81,97 +79,69 @@ class Counters:
 
 @dataclass(eq=False)
 class Ledger:
-    """Policy of one optimizer.
+    """The policy of one optimizer."""
 
-    Args:
-        accumulation_steps: micro-batches per step, or None when only the loop knows.
-        update: "auto" speculates until directions are thrown away several steps in a row, "backward" always, "step"
-            never.
-        sharded_params: the optimizer's parameters.
-        accumulating: inside :meth:`accumulate`.
-        before_backward: called before a backward graph runs.
-        costs: what the machine costs, as each of its ranks sees it; the same on every rank.
-        options: of the frame compiled last, eager code before one is; the step graph uses them too.
-        status: where this rank is, for the others to read.
-        frame_log: visits since the last step that met other ranks.
-        stepped: whether there is an optimizer, which a copied module does not have.
-        checks_later: whether a step's checks are read in the next; Muon matrices then note how autograd
-            left ``.grad`` (``UnreducedSums.untouched``).
-        hooks: of the optimizer's extensions.
-        gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.resident`.
-        left: bytes that a backward graph has held, and holds no more in ``step()``.
-        forwards: of the model that are under way.
-        whole: names of parameters that are whole and plain for the moment (``full_parameters``).
-    """
-
-    accumulation_steps: int | None
+    accumulation_steps: int | None  # micro-batches per step; None if only the loop knows
+    # "auto" speculates until directions are thrown away several steps in a row, "backward" always, "step" never.
     update: str
-    sharded_params: list[ShardedParam] = field(default_factory=list)
-    accumulating: bool = False
-    before_backward: Callable[[], None] | None = None
-    costs: Costs = Costs()
-    options: FrameOptions = FrameOptions(codegen="eager")
+    sharded_params: list[ShardedParam] = field(default_factory=list)  # all of the model, frozen ones included
+    accumulating: bool = False  # inside :meth:`accumulate`
+    before_backward: Callable[[], None] | None = None  # called ahead of each backward graph
+    costs: Costs = Costs()  # of the machine; equal on all ranks
+    options: FrameOptions = FrameOptions(codegen="eager")  # of the frame that ran last; used by the step graph, too
     counters: Counters = field(default_factory=Counters)
-    status: RankStatus = field(default_factory=RankStatus)
-    frame_log: FrameLog = field(default_factory=FrameLog)
-    stepped: bool = True
-    checks_later: bool = False
+    status: RankStatus = field(default_factory=RankStatus)  # this rank's place, which other ranks read
+    frame_log: FrameLog = field(default_factory=FrameLog)  # visits since the last step that met other ranks
+    stepped: bool = True  # False for a copied module, which no optimizer steps
+    checks_later: bool = False  # ``checks="next_step"``: the host reads a step's checks in the next step
     hooks: Hooks = field(default_factory=Hooks)
-    gathers: tuple[Any, Any] | None = None
-    left: int = 0
-    forwards: Forwards = field(default_factory=Forwards)
-    whole: set[str] = field(default_factory=set)
-    _expected: int | None = None
-    _warned: set[str] = field(default_factory=set)
+    gathers: tuple[Any, Any] | None = None  # key and gathers of the latest refresh, see :mod:`.resident`
+    left: int = 0  # most bytes that a backward graph frees by its end (``PassContext.left``): room for step graphs
+    forwards: Forwards = field(default_factory=Forwards)  # running forwards of the model
+    whole: set[str] = field(default_factory=set)  # parameters that are plain and whole at present (``full_parameters``)
+    _expected: int | None = None  # backward calls of a step, going by the last one or the declared number
+    _warned: set[str] = field(default_factory=set)  # kinds of warnings already given
 
     def __post_init__(self) -> None:
         self._expected = self.accumulation_steps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
-        """No optimizer steps a copied module: its gradients stay gradients."""
-        own: dict[str, Any] = {"options": copy.copy(self.options), "forwards": copy.deepcopy(self.forwards, memo)}
-        copied = Ledger(accumulation_steps=None, update="step", stepped=False, **own)
+        """Return a ledger without an optimizer, under which gradients are only reduced."""
+        fields: dict[str, Any] = {"options": copy.copy(self.options), "forwards": copy.deepcopy(self.forwards, memo)}
+        copied = Ledger(accumulation_steps=None, update="step", stepped=False, **fields)
         memo[id(self)] = copied
         return copied
 
     def phase(self, *, evaluates: bool) -> str:
-        """What a forward gathers weights for.
-
-        Args:
-            evaluates: whether it keeps nothing for a backward. While one is owed it is training all the same:
-                activation checkpointing of old runs blocks without gradients first.
-        """
+        """Return what a forward gathers weights for. ``evaluates``: the forward saves nothing for a backward."""
+        # Reentrant activation checkpointing runs blocks without gradients first, while their backward is owed.
         return EVALUATION if evaluates and not self.balance() else TRAINING
 
-    # ------------------------------------------------------------------ what it is told
+    # ------------------------------------------------------------------ notes from others
 
     def begin(self, sharded_params: Sequence[ShardedParam], hooks: Hooks, *, checks_later: bool) -> None:
-        """The optimizer has its parameters and extensions now."""
+        """Take the parameters and extensions of the new optimizer."""
         self.sharded_params, self.hooks, self.checks_later = list(sharded_params), hooks, checks_later
 
     def join(self, sharded: ShardedParam) -> None:
-        """One parameter more, of a copied module."""
+        """Add a parameter of a copied module."""
         self.sharded_params.append(sharded)
 
     def call_before_backward(self, call: Callable[[], None]) -> None:
-        """Have a call made ahead of each backward graph."""
+        """Set the function that is called ahead of each backward graph."""
         self.before_backward = call
 
     def runs(self, options: FrameOptions) -> None:
-        """A frame with these options runs forward."""
+        """Note that a frame with ``options`` runs forward."""
         self.options = options
 
     def compiled(self, left: int = 0) -> None:
-        """A graph was lowered and compiled.
-
-        Args:
-            left: bytes that a backward graph has held, and holds no more in ``step()``.
-        """
+        """Count a lowered and compiled graph, which in backward frees ``left`` bytes by its end."""
         self.counters.graphs += 1
         self.left = max(self.left, left)
 
     def count(self, traffic: Traffic = NOTHING, *, speculated: int = 0, used: int = 0, in_step: int = 0) -> None:
-        """Add what a graph sent and computed, and directions that backward made, steps applied, and steps made."""
+        """Add what a graph sent and computed, and directions made in backward, applied, and made in ``step()``."""
         counters = self.counters
         counters.speculated += speculated
         counters.used += used
@@ -181,17 +151,17 @@ class Ledger:
             self.status.collectives += sum(number for _, number in traffic.collectives)
 
     def skipped(self) -> int:
-        """A step was left out; returns how many in a row were."""
+        """Count a skipped step; return the number of skipped steps in a row."""
         self.counters.skipped += 1
         self.counters.skipped_in_a_row += 1
         return self.counters.skipped_in_a_row
 
     def written(self) -> None:
-        """A step was not."""
+        """Note that a step was written."""
         self.counters.skipped_in_a_row = 0
 
     def latest_gathers(self, of: Any, make: Callable[[], Any]) -> Any:
-        """What :attr:`gathers` has, made anew where it is of others."""
+        """Return the gathers cached under the key ``of``, made by ``make`` if the cached key is another one."""
         if self.gathers is None or self.gathers[0] != of:
             self.gathers = of, make()
         return self.gathers[1]
@@ -199,13 +169,10 @@ class Ledger:
     # ------------------------------------------------------------------ backward
 
     def purpose(self, sharded: ShardedParam, call: int, *, receives: bool, speculates: bool) -> Purpose:
-        """A backward visit: note it, and say what the graph is to do with this parameter's gradient.
+        """Note a backward visit, and return what the graph is to do with this parameter's gradient.
 
-        Args:
-            sharded: the parameter.
-            call: number of the backward call under way.
-            receives: whether autograd will add the gradient to ``.grad``.
-            speculates: whether the graph could make a direction of it.
+        ``call`` numbers the backward call, ``receives`` says whether autograd will add the gradient to
+        ``.grad``, and ``speculates`` whether the graph is able to make a direction of it.
         """
         alone = sharded.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
@@ -216,12 +183,12 @@ class Ledger:
         return Purpose.SPECULATE if worthwhile and self._speculates(sharded) else Purpose.REDUCE
 
     def keeps(self, sharded: ShardedParam, call: int) -> bool:
-        """Whether a gradient that eager code made stays on the rank, as :meth:`purpose` says of graphs."""
+        """Return whether a gradient of eager code stays unreduced on the rank; :meth:`purpose` decides for graphs."""
         sharded.visits.backward(call, counts=not self.accumulating, compiled=False)
         return not self._may_be_last(sharded, self.accumulation_steps or 1)
 
     def _may_be_last(self, sharded: ShardedParam, expected: int | None) -> bool:
-        """Whether this can be the step's last micro-batch; with an unknown number the first step cannot tell."""
+        """Return whether this can be the step's last micro-batch; False while the number ``expected`` is unknown."""
         return not self.accumulating and expected is not None and sharded.visits.backwards >= expected
 
     def _speculates(self, sharded: ShardedParam) -> bool:
@@ -238,17 +205,17 @@ class Ledger:
         return self.options.cuda_graphs and (self.accumulation_steps != 1 or self.accumulating)
 
     def is_last(self, sharded: ShardedParam) -> bool:
-        """Whether the backward under way can be the step's last of this parameter."""
+        """Return whether the current backward can be the step's last for this parameter."""
         return self._may_be_last(sharded, self.accumulation_steps or self._expected)
 
     @property
     def speculating(self) -> bool:
-        """Whether any backward may still make directions: the same on every rank."""
+        """Whether any backward may still make directions; equal on all ranks."""
         return self.update != "step" and any(map(self._speculates, self.sharded_params))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside are not the step's last: gradients only accumulate."""
+        """Only accumulate gradients in the backwards inside: none of them is the step's last."""
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -258,11 +225,9 @@ class Ledger:
     # ------------------------------------------------------------------ step
 
     def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
-        """A step throws these directions away; several times in a row, and "auto" stops making them.
-
-        Args:
-            reason: "clipped" by ``gradient_clipping``, or "edited" by whatever came after backward.
-        """
+        """Throw away the directions of these parameters: "clipped" by
+        ``gradient_clipping``, or "edited" after backward. ``update="auto"`` stops making them after several steps in a
+        row."""
         stopped = [sharded.name for sharded in sharded_params if sharded.speculations.discarded(reason)]
         if not stopped or self.update != "auto" or reason in self._warned:
             return
@@ -281,15 +246,15 @@ class Ledger:
         )
 
     def close(self, updated: Sequence[ShardedParam]) -> None:
-        """End of a step that updated these parameters: visits left over are closed."""
-        # Of Muon matrices alone: a head whose loss is made in chunks has a backward for each.
+        """End a step that updated these parameters, and learn the number of its backwards."""
+        # Muon matrices only: a head whose loss is computed in chunks has a backward for each chunk.
         muon = [sharded for sharded in self.sharded_params if sharded.spec.muon is not None]
-        came = max((sharded.visits.backwards for sharded in muon), default=0)
-        if came:
+        most_backwards = max((sharded.visits.backwards for sharded in muon), default=0)
+        if most_backwards:
             declared = self.accumulation_steps
-            self._expected = came if declared is None or came > declared else declared
+            self._expected = most_backwards if declared is None or most_backwards > declared else declared
         muon = [sharded for sharded in updated if sharded.spec.muon is not None]
-        eager = next((a.name for a in muon if a.visits.eager), None)  # gradients set by hand come of no backward
+        eager = next((a.name for a in muon if a.visits.eager), None)  # gradients set by hand have neither flag
         if eager and self.update != "step" and "eager" not in self._warned and not any(a.visits.compiled for a in muon):
             self._warned.add("eager")
             warn_user(
@@ -305,14 +270,14 @@ class Ledger:
         self.status.step += 1
 
     def drop_gradients(self) -> None:
-        """``zero_grad()``: nothing that belongs to the old gradients may reach the next step."""
+        """Drop everything that belongs to the old gradients (``zero_grad()``)."""
         for sharded in self.sharded_params:
             sharded.drop_gradient()
 
     def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
-        """``with ledger.range(...):`` as :func:`ranged`, where frames make ranges."""
+        """Return a profiler range as :func:`ranged`, or a null context where frames make no ranges."""
         return ranged(name, category, payload) if self.options.nvtx else contextlib.nullcontext()
 
     def balance(self) -> int:
-        """Backward visits still owed, over all parameters."""
+        """Return the number of backward visits owed, over all parameters."""
         return sum(sharded.visits.owed for sharded in self.sharded_params)

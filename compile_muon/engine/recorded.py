@@ -1,13 +1,13 @@
 """Whole steps as CUDA graphs.
 
-Where the host decides nothing by what the device finds (``checks="next_step"``), a step asks the same of the device
-each time, as long as its tensors are where they were. What differs, rates and what the host knows, is then one tensor
-that a step copies there, so schedules need no new graph. The first step of its kind is launched as graphs will be, the
-second is recorded, all later ones are replayed.
+With ``checks="next_step"`` the host decides nothing by results of the device, so a step launches the same work each
+time, as long as its tensors keep their addresses. Numbers that differ, rates and facts of the host, are in one tensor
+that each step copies to the device, so schedules need no new graph. The first step of a kind is launched outside a
+graph, the second is captured, later ones are replayed.
 
-A graph knows addresses. Loading and edits in place keep them; a state, gradient or direction that is elsewhere, other
-gradients, another phase of a method, and rates that are no tensor of the launches (``betas``, AdamW's decay) are
-another kind of step, which is launched, and recorded when it comes again.
+Loading and in-place edits keep addresses. Another kind of step is one with a state, gradient or direction at another
+address, other gradients, another phase of a method, or another value of a rate that launches take as a number
+(``betas``, AdamW's decay).
 """
 
 from __future__ import annotations
@@ -32,97 +32,70 @@ from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM, STEP
 
 __all__ = ["Given", "Launch", "Launched", "Recorded"]
 
-#: graphs that are kept; the one that was replayed longest ago goes, unless that is fewer than ``_PATIENCE`` steps
+#: most graphs kept; a new one replaces the least recently replayed, if that was more than ``_PATIENCE`` steps ago
 _MOST = 8
-#: kinds of steps that are remembered before they come again, and steps in a row of which none did that are enough
+#: kinds of steps remembered until they recur; after more steps in a row of which none recurs, recording stops
 _PATIENCE = 16
 
 
 @dataclass(frozen=True)
 class Given:
-    """What differs between steps that are alike, on the device.
+    """The numbers in which steps of one kind differ, on the device."""
 
-    Args:
-        numbers: fp64, facts that the host knows and rates behind them.
-        count: of facts.
-        places: of rates, by group and name.
-    """
-
-    numbers: Tensor
-    count: int
-    places: Mapping[str, Mapping[str, int]]
+    numbers: Tensor  # fp64: facts of the host, then rates
+    count: int  # number of facts
+    places: Mapping[str, Mapping[str, int]]  # positions of rates, by group and rate
 
     @property
     def facts(self) -> Tensor:
-        """In fp32."""
+        """The facts, in fp32."""
         return self.numbers[: self.count].float()
 
     def rates(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a parameter group, tensors where they may differ."""
-        own = {name: self.numbers[place] for name, place in self.places[group["name"]].items()}
-        return {**group, **own}
+        """Return ``group`` with 0-dim tensors for the rates that may differ."""
+        device_rates = {name: self.numbers[place] for name, place in self.places[group["name"]].items()}
+        return {**group, **device_rates}
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What launches of a step find.
+    """Results of a step's launches."""
 
-    Args:
-        checks: reduced.
-        norm: of the gradients.
-        traffic: what they send.
-    """
-
-    checks: StepChecks
-    norm: Tensor
-    traffic: Traffic
+    checks: StepChecks  # reduced
+    norm: Tensor  # of all gradients, 0-dim fp32
+    traffic: Traffic  # sent by one step
 
 
-#: of a step, with what it is given
+#: launches a step; with None in place of ``Given`` where steps are never recorded
 Launch = Callable[[Given | None], Launched]
 
 
 @dataclass(eq=False)
 class _Recording:
-    """One graph.
-
-    Args:
-        replay: starts it.
-        given: what it reads; ``values`` are what the host has put there.
-        launched: what it writes.
-        written: what of parameters, gradients and states.
-        resident: parameters whose resident weights it gathers.
-        reads: kept, so that no other tensor comes to their places.
-        release: lets go of its memory.
-        used: number of the step that it was last.
-    """
+    """One CUDA graph."""
 
     replay: Callable[[], None]
-    given: Given
-    values: list[float]
-    launched: Launched
-    written: list[Tensor]
-    resident: list[ShardedParam]
-    reads: list[Tensor]
-    release: Callable[[], None]
-    used: int = 0
+    given: Given  # read by the graph
+    values: list[float]  # the numbers in ``given`` at present
+    launched: Launched  # written by the graph
+    written: list[Tensor]  # parameters, states and resident weights it writes
+    resident: list[ShardedParam]  # parameters whose resident weights it gathers
+    reads: list[Tensor]  # references that keep addresses taken
+    release: Callable[[], None]  # frees the graph's memory
+    used: int = 0  # number of the step that replayed it last
 
 
 @dataclass(eq=False)
 class Recorded:
-    """The steps of one optimizer that are graphs.
+    """The CUDA graphs of one optimizer's steps."""
 
-    Args:
-        gave_up: why none is recorded any more.
-    """
-
-    #: where a tensor is; asked of six tensors a parameter in every step
+    #: address of a tensor; called for about six tensors per parameter in every step; tests replace it
     address: ClassVar[staticmethod[[Tensor], int]] = staticmethod(Tensor.data_ptr)
 
-    gave_up: str | None = None
+    gave_up: str | None = None  # why recording has stopped
     _recordings: dict[tuple[Any, ...], _Recording] = field(default_factory=dict)
-    _seen: dict[tuple[Any, ...], None] = field(default_factory=dict)
-    _missed: int = 0
+    _seen: dict[tuple[Any, ...], None] = field(default_factory=dict)  # kinds of launched steps, the latest last
+    _missed: int = 0  # steps in a row whose kind had no graph
     _steps: int = 0
     _pool: Any = None
 
@@ -130,7 +103,7 @@ class Recorded:
         return len(self._recordings)
 
     def left_out(self, step: Trained) -> str | None:
-        """Why no step of an optimizer is recorded; None where they are."""
+        """Return why no step of this optimizer is recorded; None if steps are."""
         config = step.config
         if step.ledger.hooks.unrecorded is not None:
             return step.ledger.hooks.unrecorded
@@ -148,31 +121,30 @@ class Recorded:
 
     @staticmethod
     def launched(step: Trained) -> str | None:
-        """Which steps of an optimizer are never recorded, where others are; None if all may be."""
+        """Return which phases of methods are never recorded, where other steps are; None if all may be."""
         methods = {method.name: method for group in step.optimizer.param_groups if (method := step.method(group))}
         phases = [(n, m.launched) for n, m in methods.items() if isinstance(m, MatrixMethod) and m.launched]
-        return "; ".join(f"{', '.join(map(repr, own))} of method {name!r}" for name, own in phases) or None
+        return "; ".join(f"{', '.join(map(repr, names))} of method {name!r}" for name, names in phases) or None
 
     def run(
         self, step: Trained, launch: Launch, checks: StepChecks, used: Mapping[str, Speculation] | None
     ) -> Launched:
-        """Launch a step, or replay one that is like it; what it finds is sent to the host.
+        """Launch or replay a step, and send its results to the host.
 
-        Args:
-            checks: with what the host knows.
-            used: directions of backward that it uses; None for a step like which there will be none.
+        ``checks`` holds the facts of the host. ``used`` holds the directions of backward that the step takes; None if
+        no later step will equal it, which is then launched.
         """
-        for sharded in step.ledger.sharded_params:  # a graph waits for nothing that was started outside of it
+        for sharded in step.ledger.sharded_params:  # a captured graph cannot wait for work launched outside it
             if sharded.refresh is not None:
                 sharded.await_refresh()
         facts, groups = checks.facts, step.optimizer.param_groups
         places: dict[str, dict[str, int]] = {}
         values = list(facts)
         for group in groups:
-            places[group["name"]] = own = {}
+            places[group["name"]] = group_places = {}
             for name in _moving(step.method(group)):
                 if name in group:
-                    own[name] = len(values)
+                    group_places[name] = len(values)
                     values.append(float(group[name]))
         self._steps += 1
         kind = None if used is None or _must_be_launched(step) else self._kind(step, used)
@@ -182,15 +154,15 @@ class Recorded:
             self._recordings[kind] = recording
         if recording is None:
             self._miss(kind)
-            found = launch(self._given(step, values, len(facts), places))
+            results = launch(self._given(step, values, len(facts), places))
         else:
             self._missed, recording.used = 0, self._steps
-            found = self._replay(recording, values, checks)
-        found.checks.send()
-        return found
+            results = self._replay(recording, values, checks)
+        results.checks.send()
+        return results
 
     def release(self) -> None:
-        """Let go of all graphs and their memory."""
+        """Free all graphs and their memory."""
         for recording in self._recordings.values():
             recording.release()
         self._recordings.clear()
@@ -202,7 +174,7 @@ class Recorded:
         return Given(numbers, facts, places)
 
     def _has_room(self) -> bool:
-        """Whether one more graph may be kept: where more kinds of steps take turns, those that are stay."""
+        """Return whether one more graph may be kept, after dropping one that has not been replayed lately."""
         if len(self._recordings) < _MOST:
             return True
         oldest = min(self._recordings, key=lambda kind: self._recordings[kind].used)
@@ -212,6 +184,7 @@ class Recorded:
         return True
 
     def _miss(self, kind: tuple[Any, ...] | None) -> None:
+        """Remember a kind without a graph; stop recording when kinds never recur."""
         if kind is None:
             return
         self._seen[kind] = self._seen.pop(kind, None)
@@ -228,7 +201,7 @@ class Recorded:
 
     def _record(self, step: Trained, launch: Launch, given: Given, values: list[float]) -> _Recording:
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-        # NCCL's watchdog asks for events meanwhile, in a thread of its own.
+        # NCCL's watchdog thread queries events during capture, which the default mode, "global", forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             launched = launch(given)
         return self.recording(step, graph.replay, given, values, launched, graph.reset)
@@ -242,7 +215,7 @@ class Recorded:
         launched: Launched,
         release: Callable[[], None],
     ) -> _Recording:
-        """What was recorded, with what of it the host must know."""
+        """Return a recording with the tensors that the host must account for after a replay."""
         sharded_params = [sharded for sharded in (*step.muon, *step.rest) if sharded.grad is not None]
         resident = [sharded for sharded in (*step.muon, *step.rest) if sharded.resident is not None]
         states = [local_tensor(x) for sharded in sharded_params for x in step.optimizer.state[sharded.param].values()]
@@ -257,27 +230,27 @@ class Recorded:
             numbers.copy_(pinned_numbers(values, numbers.dtype, numbers.device), non_blocking=True)
             recording.values = values
         recording.replay()
-        torch.autograd.graph.increment_version(recording.written)  # as every in-place operation does; a graph does not
+        torch.autograd.graph.increment_version(recording.written)  # a replay does not count edits
         for sharded in recording.resident:
             sharded.note_refreshed()
-        found = recording.launched
-        # The next replay writes what this one found; users keep norms.
-        return Launched(found.checks.again(checks.step, checks.refusal), found.norm.clone(), found.traffic)
+        results = recording.launched
+        # The next replay overwrites the norm, which users keep.
+        return Launched(results.checks.again(checks.step, checks.refusal), results.norm.clone(), results.traffic)
 
     def _kind(self, step: Trained, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
-        """What a step has to have alike with another one for one graph to do both."""
+        """Return the key on which two steps must agree to share a graph."""
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
             method, given = step.method(group), _given(step.method(group))
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in given]
         address, states = self.address, step.optimizer.state
         for sharded in (*step.muon, *step.rest):
-            # A momentum is among the states: one that is elsewhere is in no graph.
-            held = [sharded.param, *states[sharded.param].values()]
+            # A resident momentum is among the states; an offloaded one is in no graph.
+            tensors = [sharded.param, *states[sharded.param].values()]
             if (grad := sharded.grad) is not None:
-                own = local_tensor(grad)
-                kind += (address(own), own.dtype, own.stride())
-            kind += (sharded.text, sharded.entered, *[address(local_tensor(tensor)) for tensor in held])
+                local_grad = local_tensor(grad)
+                kind += (address(local_grad), local_grad.dtype, local_grad.stride())
+            kind += (sharded.text, sharded.entered, *[address(local_tensor(tensor)) for tensor in tensors])
             if (made := used.get(sharded.name)) is not None:
                 kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
             if sharded.resident is not None:
@@ -286,7 +259,7 @@ class Recorded:
 
 
 def _must_be_launched(step: Trained) -> bool:
-    """Whether a step is in a phase in which a method waits for the host."""
+    """Return whether the step's phase has a method that waits for the host."""
     for group in step.optimizer.param_groups:
         method = step.method(group)
         if isinstance(method, MatrixMethod) and method.launched and group["params"]:
@@ -297,13 +270,14 @@ def _must_be_launched(step: Trained) -> bool:
 
 
 def _moving(method: Method) -> tuple[str, ...]:
-    """Rates that launches read from the device, since schedules change them."""
+    """Return the rates that launches read from the device, because schedules change them."""
     moving = (LR.name, DECAY[0].name, MOMENTUM.name)
     return tuple(name for name in moving if method.has(name) and name not in method.constants)
 
 
 def _given(method: Method) -> tuple[str, ...]:
-    """All rates of which a launch holds no number: these, and of those that graphs are given what no write reads."""
+    """Return the rates that no launch holds as a number: :func:`_moving`, and tensors in ``hyper`` that no write reads
+    as numbers."""
     if not isinstance(method, MatrixMethod):
         return _moving(method)
     writes = method.after or method.advance or method.finish

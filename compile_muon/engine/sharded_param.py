@@ -1,4 +1,18 @@
-"""One sharded parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient."""
+"""One sharded parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient.
+
+Tensors of a sharded parameter, and who may write each:
+
+local             master shard: ``step()``, and users between steps, whose edits :func:`.edits_of` counts
+resident          weight in compute dtype, whole or a slice: a refresh alone. Where compute and master dtype are the
+                  same, ``local`` is a view of its rows
+momentum          like ``local``, or empty: ``step()``, and ``Trained.own_momenta`` with a state that users loaded
+momentum_buffer   the memory of ``momentum``, as ``optimizer.state`` has it
+hyper             scalars: ``Trained.sync_momentum``
+grad              gradient of the shard: autograd, users, and the engine where it reduces or clips
+sums.delivered    gradient of the whole weight, unreduced (stage 1): backward of a micro-batch
+speculations      direction like ``local``: made by a backward graph, read by ``step()``
+accumulated       the memory of ``grad`` where CUDA graphs replay: ``keep_gradient``
+"""
 
 from __future__ import annotations
 
@@ -30,70 +44,46 @@ __all__ = ["ShardedParam", "receiving", "sharded_param_of"]
 
 
 class Refreshing(Protocol):
-    """A gather of resident weights, under way."""
+    """A running gather of resident weights."""
 
     def finish(self) -> None:
-        """Wait for it, and write what came."""
+        """Wait for the gather, and write the gathered rows to the resident weights."""
 
 
 @dataclass(eq=False)
 class ShardedParam:
-    """Everything the engine knows of one parameter.
+    """The engine's record of one parameter."""
 
-    Args:
-        name: qualified name in the model; ``key`` is its bytes.
-        param: the ``nn.Parameter`` users see (a DTensor where sharded).
-        spec: static facts; ``text`` is their encoding, as markers carry it.
-        momentum: of the shard (Muon), or an empty tensor, for AdamW and where it is not resident. Every
-            marker takes it: it identifies the parameter to the graphs, which get the module's own tensors.
-        momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
-            itself: what users save must not carry the sharded parameter with it.
-        hyper: fp32 ``(1 - momentum, momentum)`` and the rates that its method is given, one tensor for all that share
-            these.
-        resident: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
-            this rank's slice; else None.
-        ledger: the :class:`~compile_muon.engine.ledger.Ledger` of the optimizer that owns the parameter. It knows its
-            parameters, and they are not made of it.
-        group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
-        placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
-        visits, sums, speculations: what happened to it since the last step.
-        rates: what ``hyper`` holds behind its first number.
-        owners: of each share of its matrices, where its method keeps states at them.
-        now: ``spec`` as the step under way has it, where its method has several graphs.
-        fetches: how often graphs asked for the momentum, where it is not resident.
-        refreshed_at: edits of the parameter when its resident weight was last gathered, or is being gathered.
-        refresh: what is gathering the resident weight, until it is waited for.
-        accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
-        entered: which of these graphs it is: the phase, and whether it is one matrix whatever its view.
-        tags: names of attributes that users set on the parameter, as of the latest read outside of frames: those of
-            frames carry them too.
-    """
-
-    name: str
-    param: nn.Parameter
-    spec: ParamSpec
+    name: str  # qualified name in the model
+    param: nn.Parameter  # the parameter users see: a DTensor where sharded
+    spec: ParamSpec  # static facts; ``text`` is their encoding in markers
+    # Identifies the parameter to graphs: every marker takes it. Empty for AdamW, and where the momentum is offloaded.
     momentum: Tensor
+    # fp32 ``(1 - momentum, momentum)`` and the rates the method is given; one tensor for all parameters that share them
     hyper: Tensor
-    resident: Tensor | None
-    ledger: Any
-    group: dist.ProcessGroup | None = None
+    resident: Tensor | None  # ``Layout.resident`` of the weight: all of it (stages 1 and 2), this rank's slice, or None
+    ledger: Any  # the :class:`~compile_muon.engine.ledger.Ledger`, which imports this module
+    group: dist.ProcessGroup | None = None  # all ranks of the optimizer; None for one process
+    # Mesh, placements and shape of the DTensor that the module reads; None where it reads a plain tensor.
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
     text: str = ""
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
-    rates: tuple[float, ...] = ()
-    owners: tuple[int, ...] = ()
-    fetches: int = 0
-    refreshed_at: int = -1
-    refresh: Refreshing | None = None
-    accumulated: Tensor | None = None
-    entered: tuple[Any, bool] | None = None
+    rates: tuple[float, ...] = ()  # values of ``hyper`` behind its first number
+    owners: tuple[int, ...] = ()  # owner of each share of its matrices, where the method keeps states at owners
+    fetches: int = 0  # how often graphs fetched the offloaded momentum
+    refreshed_at: int = -1  # ``edits_of(param)`` at the latest refresh, finished or running
+    refresh: Refreshing | None = None  # the running refresh
+    accumulated: Tensor | None = None  # gradient buffer of micro-batches outside the memory of CUDA graphs
+    entered: tuple[Any, bool] | None = None  # phase and ``joined`` that ``now`` was made for
+    # Names of attributes users set on the parameter, as of the latest read outside frames; frames copy them to reads.
     tags: tuple[str, ...] = ()
+    # A tensor object of its own: users save it, and the holder attached to ``momentum`` must not be saved with it.
     momentum_buffer: Tensor = field(init=False)
-    now: ParamSpec = field(init=False)
+    now: ParamSpec = field(init=False)  # ``spec`` in the current step, for methods with several graphs
     _watched: bool = False
-    _holders: int = 0
+    _holders: int = 0  # references to the storage of ``accumulated`` when it was made
 
     def __post_init__(self) -> None:
         self.text, self.now = self.spec.encode(), self.spec
@@ -101,13 +91,13 @@ class ShardedParam:
         self._hold_momentum()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
-        """The parameter of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
+        """Copy the parameter with a copied module (averaged weights, say): own tensors, under the copied ledger."""
         self.await_refresh()
         names = ("ledger", "param", "resident")
-        own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
-        own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
-        own["accumulated"] = None
-        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, entered=None, **own)
+        copied_fields: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
+        copied_fields |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
+        copied_fields["accumulated"] = None
+        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, entered=None, **copied_fields)
         copied.ledger.join(copied)
         memo[id(self)] = copied
         return copied
@@ -119,23 +109,23 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """The master shard."""
+        """The master shard, a plain tensor."""
         return local_tensor(self.param)
 
     @property
     def grad(self) -> Tensor | None:
-        """``param.grad`` as autograd keeps it: what users read is a tensor that sees their edits, and takes longer."""
+        """``param.grad`` as autograd keeps it, without the Python property of :class:`.ShardedParameter`."""
         return raw_gradient(self.param)
 
     @property
     def local_grad(self) -> Tensor:
-        """The shard of ``param.grad``, of a parameter that has one."""
+        """The shard of ``param.grad``, which must exist."""
         grad = self.grad
         assert grad is not None
         return local_tensor(grad)
 
     def as_read(self, part: Tensor) -> Tensor:
-        """What this rank's model has of the parameter, as the kind of tensor that its module reads."""
+        """Return ``part``, this rank's part of the parameter, as the kind of tensor that the module reads."""
         if self.placed is None:
             return part
         mesh, placements, shape = self.placed
@@ -144,7 +134,7 @@ class ShardedParam:
         )
 
     def take_up(self, spec: ParamSpec, hyper: Tensor, rates: tuple[float, ...]) -> None:
-        """Be trained from now on, as ``spec`` says; it was frozen. Graphs that hold the old spec are compiled anew."""
+        """Train a formerly frozen parameter as ``spec`` says. Graphs that hold the old spec recompile."""
         self.spec, self.text, self.now, self.entered = spec, spec.encode(), spec, None
         self.hyper, self.rates = hyper, rates
         if spec.muon is not None:
@@ -153,52 +143,54 @@ class ShardedParam:
             self._hold_momentum()
 
     def _hold_momentum(self) -> None:
-        """Be found by :attr:`momentum`, and have the tensor that users see of it."""
-        own = self.spec.muon is None or self.spec.muon.resident_momentum
-        seen = part_of(self.param, "momentum_buffer", like_parameter(self.param, self.momentum.detach()))
-        self.momentum_buffer = seen if own else self.momentum
+        """Attach this holder to :attr:`momentum`, and make :attr:`momentum_buffer` of the same memory."""
+        is_resident = self.spec.muon is None or self.spec.muon.resident_momentum
+        buffer = part_of(self.param, "momentum_buffer", like_parameter(self.param, self.momentum.detach()))
+        self.momentum_buffer = buffer if is_resident else self.momentum
         hold(self.momentum, self)
 
     @property
     def factor(self) -> float:
-        """The momentum in :attr:`hyper`."""
+        """The momentum rate in :attr:`hyper`."""
         return self.rates[0] if self.rates else 0.0
 
     def use_rates(self, rates: tuple[float, ...]) -> None:
-        """:attr:`hyper` holds these from now on."""
+        """Note that :attr:`hyper` holds ``rates`` from now on."""
         self.rates = rates
 
     def own(self, owners: tuple[int, ...]) -> None:
-        """Where states at owners are, for good."""
+        """Set the owners of its matrices, for good."""
         self.owners = owners
 
     def enter(self, phase: Any, *, joined: bool) -> None:
-        """The graph that the next step takes, see :class:`~compile_muon.passes.methods.MatrixMethod`."""
+        """Choose the graph of the next step (``phase`` and ``joined`` of :class:`~.passes.methods.MatrixMethod`)."""
         if self.entered != (phase, joined):
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
 
     def begin_refresh(self, refresh: Refreshing) -> None:
-        """The resident weight will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
+        """Note that ``refresh`` is gathering the resident weight."""
         assert self.resident is not None
         self.refresh = refresh
         self.note_refreshed()
+        # Autograd must refuse a backward that saved the weight before this refresh.
         torch.autograd.graph.increment_version(self.resident)
 
     def note_refreshed(self) -> None:
-        """The resident weight is, or will be, that of the shards as they are."""
+        """Note that the resident weight is, or is being, gathered from the shards as they are."""
         self.refreshed_at = edits_of(self.param)
 
     def tag(self, names: tuple[str, ...]) -> None:
-        """Users have set these attributes on the parameter."""
+        """Note the ``names`` of the attributes that users have set on the parameter."""
         self.tags = names
 
     def end_refresh(self) -> None:
-        """It has come."""
+        """Note that the refresh has finished."""
         self.refresh = None
 
     def place_gradient(self) -> None:
-        """``.grad`` as the parameter is placed, which a gradient of eager code may not be; collective then."""
+        """Redistribute ``.grad`` to the placements of the parameter; collective if eager code left it otherwise
+        placed."""
         param, grad = self.param, self.grad
         if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
             return
@@ -213,32 +205,29 @@ class ShardedParam:
             self.param.grad = like_parameter(self.param, shard)
 
     def receives(self) -> bool:
-        """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
+        """Return whether the current backward will add to ``.grad``; ``autograd.grad`` for other tensors does not."""
         return receiving([self])[0]
 
     def await_refresh(self, read: Tensor | None = None) -> None:
-        """Return when the resident weight is that of the shards at the latest :func:`~.resident.start_refresh`.
-
-        Args:
-            read: the resident weight, or a copy, which then is written anew.
-        """
+        """Wait for the latest :func:`~.resident.start_refresh`. ``read``, the resident weight or a copy of it that a
+        graph reads, is then up to date too."""
         if self.refresh is not None:
             self.refresh.finish()
         if read is not None and self.resident is not None and read.data_ptr() != self.resident.data_ptr():
             read.copy_(self.resident)
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
+        """Write the offloaded momentum to ``out`` for the direction of ``grad``; see :class:`~.holder.Holder`."""
         self.fetches += 1
         return self.ledger.hooks.state_provider.fetch(self, grad, out)
 
     def tell(self, what: str, *facts: Any) -> None:
-        """See :class:`~compile_muon.passes.language.holder.Holder`: extensions are told."""
-        for told in self.ledger.hooks.told:
-            told(self, what, *facts)
+        """Pass ``facts`` of kind ``what`` on to the extensions; see :class:`~.passes.language.holder.Holder`."""
+        for hook in self.ledger.hooks.told:
+            hook(self, what, *facts)
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:
-        """See :class:`~.passes.language.holder.Holder`: stage 1 keeps sums until a step's last micro-batch."""
+        """Return the gradient that an eager backward reduces; None where stage 1 keeps it as an unreduced sum."""
         # Where a graph of the gradient is asked for, or it goes elsewhere than to .grad, it must be whole.
         if not self.spec.layout.accumulates or torch.is_grad_enabled() or not self.receives():
             return grad
@@ -251,7 +240,7 @@ class ShardedParam:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around the reduction of a backward that no graph of this backend runs."""
+        """Return the context in which an eager backward reduces: counts the visit, its traffic and status."""
         self.visits.eager = True
         detail = "reduce" if self.grad is None else "reduce and add to .grad"
         with self.ledger.status.at("an eager backward", "", [self.name]):
@@ -262,32 +251,32 @@ class ShardedParam:
             self.ledger.frame_log.note("backward", "", [self.name], [detail])
 
     def begin_backward(self, call: int) -> None:
-        """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
+        """Note that a gradient is arriving. If ``.grad`` is gone, drop what belonged to it."""
         grad = self.grad
         if grad is None and call != self.visits.current:
             self._drop()
         self.sums.begin(call, grad, self.name)
 
     def watch(self) -> None:
-        """Have autograd say when it writes ``.grad``: at stage 1, where a step must know of edits without asking the
-        device, or where a replay would overwrite it. The hooks hold the sharded parameter weakly."""
+        """Register autograd hooks on ``.grad`` where the engine must notice its writes: unreduced sums (stage 1),
+        checks that are read in the next step, or CUDA graphs whose replay would overwrite it."""
         if self._watched or not self.param.requires_grad:
             return
         later = self.ledger.checks_later and self.spec.muon is not None
         if not (self.spec.layout.accumulates or later or self.ledger.replays_between):
             return
         self._watched = True
-        reference = weakref.ref(self)
+        reference = weakref.ref(self)  # hooks live as long as the parameter, which this object holds
 
         def arriving(grad: Tensor) -> None:
             if sharded := reference():
-                if sharded.spec.layout.accumulates:  # of others no sum is kept that an edit would spoil
+                if sharded.spec.layout.accumulates:  # the only layout with a sum that an edit would spoil
                     sharded.begin_backward(current_backward())
                 sharded.compare(grad)
 
         def delivered(_: Tensor) -> None:
             if sharded := reference():
-                if len(sharded.param._backward_hooks or ()) > 1:  # one behind ours may have returned another gradient
+                if len(sharded.param._backward_hooks or ()) > 1:  # a hook behind ours may have replaced it
                     sharded.compare(sharded.grad)
                 sharded.keep_gradient()
                 sharded.sums.deliver(current_backward(), sharded.grad)
@@ -297,20 +286,21 @@ class ShardedParam:
         self.param.register_post_accumulate_grad_hook(delivered)
 
     def compare(self, grad: Tensor | None) -> None:
-        """Discard a direction unless ``grad``, which autograd adds to ``.grad``, is the very gradient that its graph
-        returned: other visits of the backward, a penalty, a hook or another backward make another one."""
-        made = self.speculations.current
-        if made is not None and (grad is None or made.gradient != memory_of(local_tensor(grad))):
+        """Discard the direction unless ``grad``, which autograd adds to ``.grad``, is the very tensor that its graph
+        returned. Several visits of a backward, a penalty, a hook or another backward make another tensor."""
+        speculation = self.speculations.current
+        if speculation is not None and (grad is None or speculation.gradient != memory_of(local_tensor(grad))):
             self.ledger.discarded([self], "edited")
 
     def keep_gradient(self) -> None:
-        """Move a gradient to which more will be added out of a CUDA graph, which writes the next one to its place. It
-        comes to the same memory in each step, unless somebody holds that of the last."""
+        """Copy a gradient that micro-batches still add to out of the memory of a CUDA graph, whose next replay
+        overwrites it."""
         if not self.ledger.replays_between or self.grad is None or self.ledger.is_last(self):
             return
         grad, kept = self.local_grad.detach(), self.accumulated
         if kept is not None and kept.data_ptr() == grad.data_ptr():
             return
+        # The same buffer in each step keeps addresses, unless a user holds the last step's gradient.
         if kept is None or kept.stride() != grad.stride() or storage_holders(kept) > self._holders:
             kept = self.accumulated = torch.empty_like(grad)
             self._holders = storage_holders(kept)
@@ -318,7 +308,7 @@ class ShardedParam:
         self.param.grad = like_parameter(self.param, kept.detach())
 
     def drop_gradient(self) -> None:
-        """``zero_grad()``: what was made from the gradient goes with it; what forward visits are owed stays."""
+        """Drop everything made from the gradient (``zero_grad()``); backward visits still owed stay."""
         self._drop()
         self.sums.close()
         self.speculations.drop()
@@ -329,20 +319,20 @@ class ShardedParam:
             dropped(self)
 
     def close(self) -> None:
-        """End of a step."""
+        """End a step."""
         self.drop_gradient()
         self.visits.close()
 
 
 def receiving(sharded_params: Iterable[ShardedParam]) -> list[bool]:
-    """Of each, whether the backward under way will add to its ``.grad``."""
-    # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
+    """Return for each parameter whether the current backward will add to its ``.grad``."""
+    # Never cached: torch.utils.swap_tensors exchanges the autograd node of a tensor as well.
     return [
         node is not None and will_execute(node) for node in accumulators_of(sharded.param for sharded in sharded_params)
     ]
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
-    """The sharded parameter whose ``momentum`` this very tensor is, or None."""
+    """Return the sharded parameter whose ``momentum`` is this very tensor object, or None."""
     holder: Any = holder_of(tensor)
     return holder
