@@ -1,4 +1,4 @@
-"""The facts of a step: what the host knows when it begins, and the checks that ask the device for the rest."""
+"""The facts of a step: numbers that the host knows when it begins, and checks that the device computes."""
 
 from __future__ import annotations
 
@@ -26,44 +26,34 @@ from compile_muon.passes.norms import not_finite
 
 __all__ = ["Begun", "agreement", "asked", "begin", "measure", "read", "told"]
 
-#: directions of backward, by name
+#: directions from backward, by name of the parameter
 Ready = Mapping[str, Speculation]
 
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """A step of which the host knows what it can know by itself.
+    """A begun step, before the device has answered."""
 
-    Args:
-        mode: how it goes on.
-        facts: of this rank's host.
-        checks: that ask the device for the others.
-        agreement: what the ranks compare; None where none answers.
-        muon, rest: parameters with a gradient.
-        candidates: directions of backward whose momentum is what they were made with.
-        ready: by name, those that the step may use: their gradient is, too, as far as the host knows.
-    """
-
-    mode: Mode
-    facts: Facts
-    checks: StepChecks
-    agreement: Agreement | None
-    muon: Sequence[ShardedParam]
-    rest: Sequence[ShardedParam]
-    candidates: Mapping[ShardedParam, Speculation]
+    mode: Mode  # how the step goes on
+    facts: Facts  # of this rank's host
+    checks: StepChecks  # of the device
+    agreement: Agreement | None  # None where ranks are not compared
+    muon: Sequence[ShardedParam]  # matrices with a gradient
+    rest: Sequence[ShardedParam]  # other parameters with a gradient
+    candidates: Mapping[ShardedParam, Speculation]  # directions whose momentum and rates are those they were made with
+    # Of these, directions the step may use: their gradients are unchanged as well, as far as the host knows.
     ready: Ready
 
     def used(self, decision: Decision) -> dict[str, Speculation]:
-        """The directions of backward that a decision takes, in the order of the model."""
+        """Return the directions of backward that the decision takes, in the order of the model."""
         return {name: made for name, made in self.ready.items() if name in decision.use}
 
 
 def begin(trained: Trained) -> Begun:
-    """Gather what the host knows. Gradients are whole then, and momenta the optimizer's.
+    """Gather the facts of the host, after making gradients whole and taking up users' edits of states and rates.
 
-    Raises:
-        UnsupportedModelError: see :class:`~compile_muon.MuonZero`; of several ranks all raise it when they have met.
-        LedgerError: a gradient was edited between micro-batches.
+    UnsupportedModelError (see :class:`~compile_muon.MuonZero`) is raised on all ranks once they have met; LedgerError
+    if a gradient was edited between micro-batches.
     """
     problem = _model_problem(trained)
     trained.own_momenta()
@@ -72,44 +62,35 @@ def begin(trained: Trained) -> Begun:
     muon = [sharded for sharded in trained.muon if sharded.grad is not None]
     rest = [sharded for sharded in trained.rest if sharded.grad is not None]
     rates = trained.rates()
-    agreed = agreement(trained, rates) if trained.compares else None
-    made = {sharded: found for sharded in muon if (found := sharded.speculations.current) is not None}
-    candidates = {a: m for a, m in made.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))}
-    # Where the host must know of edits, autograd has noted how it left the gradient.
+    own_agreement = agreement(trained, rates) if trained.compares else None
+    speculations = {sharded: found for sharded in muon if (found := sharded.speculations.current) is not None}
+    candidates = {a: m for a, m in speculations.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))}
+    # Without a wait for fingerprints, the host goes by the edit count that autograd's hook noted.
     ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
     facts = Facts(
         frozenset(sharded.name for sharded in muon),
         trained.config.zero.gradient_clipping,
         frozenset(ready),
-        # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
+        # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for those.
         frozenset(sharded.name for sharded in (muon if trained.group is None else trained.muon)),
     )
     together = not ledger.hooks.peers.alone
     mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, together=together)
-    used = {} if mode.at_once else ready
-    checks = told(trained, agreed, rates, used, problem)
-    return Begun(mode, facts, checks, agreed, muon, rest, candidates, used)
+    ready_used = {} if mode.at_once else ready
+    checks = told(trained, own_agreement, rates, ready_used, problem)
+    return Begun(mode, facts, checks, own_agreement, muon, rest, candidates, ready_used)
 
 
 def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tensor:
-    """Have the device find the rest, and sum it over the ranks; nothing is waited for.
-
-    Args:
-        given: what the host knows, on the device; None for it to be copied there.
-    Returns:
-        The norm of all gradients, 0-dim fp32 on the device.
-    """
+    """Launch the device's checks and sum them over the ranks, without waiting; return the norm of all gradients, 0-dim
+    fp32 on the device. ``given``: the host's facts on the device; None copies them there."""
     asked(trained, begun.checks, begun.agreement, begun.ready)
     begun.checks.reduce(None if given is None else given.facts)
     return begun.checks.total("gradient").sqrt().float()
 
 
 def read(trained: Trained, checks: StepChecks, known: Facts) -> Facts:
-    """Wait for the device, once; the facts of all ranks by now.
-
-    Args:
-        known: before.
-    """
+    """Wait for the device, once; return ``known`` with the facts of all ranks."""
     with trained.ledger.range("step wait"):
         checks.wait()
     held = checks.held() if trained.ledger.speculating else frozenset[str]()
@@ -124,12 +105,7 @@ def told(
     ready: Ready,
     problem: Exception | None = None,
 ) -> StepChecks:
-    """The half of a step's checks that the host knows.
-
-    Args:
-        rates: of all groups.
-        problem: why this rank refuses the step, if it does.
-    """
+    """Return checks with the numbers that the host knows. ``problem``: why this rank refuses the step."""
     checks = StepChecks(trained.group, trained.device, trained.ledger.status.step, problem)
     checks.add_facts("missing", {a.name: float(a.grad is None) for a in (*trained.muon, *trained.rest)})
     checks.add_facts("ready", {a.name: float(a.name in ready) for a in trained.muon})
@@ -140,17 +116,17 @@ def told(
 
 
 def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, ready: Ready) -> None:
-    """The other half, which is on the device."""
+    """Add the numbers that the device computes."""
     checks.add_gradients([*trained.muon, *trained.rest], ready)
-    held: dict[str, dict[ShardedParam, Tensor]] = {}  # by kind, for all groups at once: few launches
+    states_of_kind: dict[str, dict[ShardedParam, Tensor]] = {}  # by kind, over all groups, for few launches
     for group in trained.optimizer.param_groups:
         for state in trained.method(group).states:
             if state.each != "parameter":
                 sharded_params = [trained.sharded_params[param] for param in group["params"]]
-                # Copied first: to read one that a GPU still writes to the host is to wait.
-                own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in sharded_params}
-                held.setdefault(state.label, {}).update(own)
-    for label, tensors in held.items():
+                # {**state}: indexing an offloaded state itself waits for the GPU that writes it to the host.
+                shards = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in sharded_params}
+                states_of_kind.setdefault(state.label, {}).update(shards)
+    for label, tensors in states_of_kind.items():
         checks.add(label, [a.name for a in tensors], _not_finite(trained.state_provider, label, tensors))
     for name, rate in trained.rates().items():
         if isinstance(rate, Tensor):
@@ -163,22 +139,18 @@ def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, rea
 
 
 def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
-    """Which of these states are not finite: what is offloaded was looked at when it was written."""
-    known = {} if provider.all_resident else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
-    here = [a for a in states if a not in known]
-    tensors = [states[a] for a in here]
-    if not known:
+    """Return whether each state is not finite; the provider has checked offloaded states when they were written."""
+    flags = {} if provider.all_resident else {a: flag for a in states if (flag := provider.wrong(a, label)) is not None}
+    resident = [a for a in states if a not in flags]
+    tensors = [states[a] for a in resident]
+    if not flags:
         return not_finite(tensors)
-    found = known | dict(zip(here, not_finite(tensors).unbind() if here else (), strict=True))
-    return torch.stack([found[a] for a in states])
+    all_flags = flags | dict(zip(resident, not_finite(tensors).unbind() if resident else (), strict=True))
+    return torch.stack([all_flags[a] for a in states])
 
 
 def agreement(trained: Trained, rates: Mapping[str, Any]) -> Agreement:
-    """What every rank must bring to this step alike.
-
-    Args:
-        rates: of all groups.
-    """
+    """Return this rank's half of the step's agreement."""
     scalars = {name: rate for name, rate in rates.items() if isinstance(rate, Tensor)}
     settings = {name: repr(rate) for name, rate in rates.items() if name not in scalars}
     step, every = trained.ledger.status.step, trained.config.zero.check_replicas
@@ -187,10 +159,8 @@ def agreement(trained: Trained, rates: Mapping[str, Any]) -> Agreement:
 
 
 def _whole_gradients(ledger: Ledger) -> None:
-    """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
-
-    Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
-    """
+    """Make every ``.grad`` the averaged gradient, placed as the parameter is. At stage 1 a step ahead of the last
+    micro-batch reduces the sums kept so far."""
     for sharded in ledger.sharded_params:
         sharded.place_gradient()
         if not sharded.spec.layout.accumulates:
@@ -204,10 +174,8 @@ def _whole_gradients(ledger: Ledger) -> None:
 
 
 def _model_problem(trained: Trained) -> UnsupportedModelError | None:
-    """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
-
-    One process raises at once.
-    """
+    """Return the error of an unsupported model, for all ranks to raise once they have met; a single process raises at
+    once."""
     try:
         trained.check_model()
         for check in trained.ledger.hooks.check:

@@ -1,8 +1,12 @@
-"""Resident weights (stages 1 and 2) and slices of them: gathered anew after each step, or after an edit of a shard.
+"""Refreshes of resident weights (stages 1 and 2) and slices, after each step and after an edit of a shard.
 
-A refresh is started where every rank is, in ``step()``, and waited for where a weight is read: in the forward that
-follows, weight by weight, while those behind it are under way. Who reads a weight alone, as rank 0 that evaluates,
-waits for what all ranks have started.
+A refresh starts in ``step()``, where every rank is, and is waited for at the read of a weight: in the next forward,
+weight by weight, while later ones are arriving. A rank that reads a weight alone (rank 0 evaluates, say) waits for a
+refresh that all ranks have started.
+
+A refresh sends each rank's rows in the compute dtype by an all-gather over the shard axis, or an all-to-all where
+``Layout.pairwise``; with master weights cut over replicas (HFSDP) after a gather of slices over the other axis. Small
+weights share a bucket; a large one goes straight into its resident memory.
 """
 
 from __future__ import annotations
@@ -40,9 +44,9 @@ __all__ = [
 
 _BUCKET_BYTES = PassOptions.bucket_bytes
 
-# From this on a weight is gathered by itself, straight to where it is resident, and no buffer is held until it is read.
-# A mebibyte costs a host no more for being alone (as in ``passes.lowering.buckets``). To share costs a copy,
-# so even what takes less long to send than to start is alone, but not if it takes less than this part of it.
+# A weight of at least this size is gathered alone, straight to its resident memory, with no buffer held until its read.
+# From a mebibyte on, another collective costs the host nothing more (see ``passes.lowering.buckets``). A shared bucket
+# costs a copy, so a weight is alone if sending it takes at least this part of the time to start a gather.
 _ALONE_BYTES = 2**20
 _ALONE_STARTS = 0.25
 
@@ -50,11 +54,8 @@ _ALONE_STARTS = 0.25
 def buckets(
     sharded_params: Sequence[ShardedParam], dtype_of: Callable[[ParamSpec], str]
 ) -> Iterator[list[ShardedParam]]:
-    """Parameters that may share a buffer: one mesh, dtype and way to be sharded.
-
-    Args:
-        dtype_of: the dtype they would have in the buffer.
-    """
+    """Yield the parameters that may share a buffer: one mesh, one dtype in the buffer (``dtype_of``), one way to be
+    sharded."""
     specs = [sharded.spec for sharded in sharded_params]
     for group in group_neighbours(
         specs, dtype_of, sharded_params[0].ledger.costs if sharded_params else Costs(), _BUCKET_BYTES
@@ -64,21 +65,14 @@ def buckets(
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Parameters whose resident weights one collective refreshes.
-
-    Args:
-        alone: whether it goes straight to where the one weight is resident: ranks hold equal parts of it, in order.
-        axis: of ranks that it is over, the latter one where there are two.
-        widths: what each of these ranks sends of each.
-        sent: what this one sends.
-    """
+    """Parameters whose resident weights one collective refreshes."""
 
     sharded_params: tuple[ShardedParam, ...]
     specs: tuple[ParamSpec, ...]
-    alone: bool
-    axis: Axis
-    widths: tuple[int, ...]
-    sent: Traffic
+    alone: bool  # one weight, straight to its resident memory: all ranks have equal parts, in order
+    axis: Axis  # of its ranks; where there are two gathers, of the second
+    widths: tuple[int, ...]  # elements of each parameter that a rank sends
+    sent: Traffic  # traffic of this rank
 
     @classmethod
     def of(cls, sharded_params: Sequence[ShardedParam]) -> Gather:
@@ -90,25 +84,23 @@ class Gather:
 
 
 def gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
-    """What refreshes ``sharded_params``, in the order in which it starts.
-
-    By what all ranks know alike: they meet in this order.
-    """
+    """Return the gathers that refresh ``sharded_params``, in order."""
+    # From facts that are equal on all ranks: the order of collectives must be.
     place = {sharded: number for number, sharded in enumerate(sharded_params) if sharded.resident is not None}
     alone = {sharded for sharded in place if _gathered_alone(sharded)}
     shared = buckets([sharded for sharded in place if sharded not in alone], lambda spec: spec.compute_dtype)
-    found = sorted([*([sharded] for sharded in alone), *shared], key=lambda bucket: place[bucket[0]])
-    return [Gather.of(bucket) for bucket in found]
+    ordered_buckets = sorted([*([sharded] for sharded in alone), *shared], key=lambda bucket: place[bucket[0]])
+    return [Gather.of(bucket) for bucket in ordered_buckets]
 
 
 def _latest_gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
-    """:func:`gathers` of one optimizer's, which are the same in most steps."""
+    """Return :func:`gathers`, cached in the ledger: the same in most steps."""
     if not sharded_params:
         return []
     ledger = sharded_params[0].ledger
-    of = [(sharded, sharded.spec) for sharded in sharded_params]
-    found: list[Gather] = ledger.latest_gathers(of, lambda: gathers(sharded_params))
-    return found
+    key = [(sharded, sharded.spec) for sharded in sharded_params]
+    cached: list[Gather] = ledger.latest_gathers(key, lambda: gathers(sharded_params))
+    return cached
 
 
 def _gathered_alone(sharded: ShardedParam) -> bool:
@@ -121,7 +113,7 @@ def _gathered_alone(sharded: ShardedParam) -> bool:
 
 
 def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
-    """The axis that the gather which ends in the resident weights goes over, and what each rank sends of each."""
+    """Return the axis of the gather that ends in the resident weights, and the elements a rank sends of each."""
     layout = specs[0].layout
     if layout.replicated_weight:
         return layout.shard.serving(Category.REFRESH), shard_widths(specs)
@@ -129,13 +121,8 @@ def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
 
 
 def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
-    """What this rank sends in a gather that ends in resident weights.
-
-    Where that is the second of two gathers, the first is done here, and waited for; collective then.
-
-    Args:
-        pieces: what this rank holds of each.
-    """
+    """Return the bucket that this rank sends in the last gather. ``pieces``: its rows of each parameter. Where that
+    gather is the second of two, do the first here and wait for it; collective then."""
     layout, dtype = gather.specs[0].layout, decode_dtype(gather.specs[0].compute_dtype)
     if layout.cut_twice and layout.replicated_weight:
         pieces = gather_slices(pieces, gather.specs, dtype, Category.REFRESH)
@@ -145,24 +132,17 @@ def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class Refresh:
-    """One gather into what is resident of some weights, under way.
-
-    Args:
-        name: of its range.
-        work: to be waited for.
-        sending: kept until then.
-        received: every rank's bucket, one behind the other, or the resident weight itself.
-    """
+    """A running gather into resident weights."""
 
     gather: Gather
-    name: str
+    name: str  # of its profiler range
     work: dist.Work
-    sending: Tensor
-    received: Tensor
+    sending: Tensor  # kept until the work is done
+    received: Tensor  # buckets of all ranks, concatenated; the resident weight itself if alone
 
     @classmethod
     def start(cls, gather: Gather, name: str) -> Refresh:
-        """Start it; collective."""
+        """Start the gather; collective."""
         sharded_params = gather.sharded_params
         pieces = [sharded.local.detach() for sharded in sharded_params]
         if gather.alone:
@@ -174,14 +154,14 @@ class Refresh:
             received = sending.new_empty(gather.axis.size * sum(gather.widths))
         send = dist.all_to_all_single if gather.specs[0].layout.pairwise else dist.all_gather_into_tensor
         work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
-        found = cls(gather, name, work, sending, received)
+        refresh = cls(gather, name, work, sending, received)
         for sharded in sharded_params:
-            sharded.begin_refresh(found)
-        return found
+            sharded.begin_refresh(refresh)
+        return refresh
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait, and write what came to the resident weights."""
+        """Wait for the gather, and write the received rows to the resident weights."""
         ledger = self.gather.sharded_params[0].ledger
         with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.gather.sent.bytes_sent):
             self.work.wait()
@@ -192,28 +172,29 @@ class Refresh:
 
     def _unpack(self) -> None:
         world = self.gather.axis.size
-        rows, through = [], []
+        rows, copies = [], []
         for sharded, width in zip(self.gather.sharded_params, self.gather.widths, strict=True):
             resident = sharded.resident
             assert resident is not None
-            own = _own_rows(sharded, resident)
-            if own.stop or resident.numel() != world * width or not resident.is_contiguous():
+            shard_rows = _own_rows(sharded, resident)
+            if shard_rows.stop or resident.numel() != world * width or not resident.is_contiguous():
                 rows.append(self.received.new_empty(world, width))
-                through.append((resident, rows[-1].view(-1)[: resident.numel()].view(resident.shape), own))
-            else:  # none of it is the shard's own memory, and no rank's part is padded
+                copies.append((resident, rows[-1].view(-1)[: resident.numel()].view(resident.shape), shard_rows))
+            else:  # received straight: not the shard's memory, and no padding
                 rows.append(resident.detach().view(world, width))
         unpack_into(self.received, rows)
-        for resident, weight, own in through:
-            resident[: own.start].copy_(weight[: own.start])
-            resident[own.stop :].copy_(weight[own.stop :])
+        for resident, weight, shard_rows in copies:
+            resident[: shard_rows.start].copy_(weight[: shard_rows.start])
+            resident[shard_rows.stop :].copy_(weight[shard_rows.stop :])
 
 
 def _own_rows(sharded: ShardedParam, resident: Tensor) -> slice:
-    """The rows of ``resident`` that are the shard's own memory, and may have been edited since it was sent."""
+    """Return the rows of ``resident`` that are the memory of the shard, which may have been edited since it was
+    sent."""
     local, layout = sharded.local, sharded.spec.layout
     if not local.numel() or local.dtype is not resident.dtype:
         return slice(0, 0)
-    if not has_memory(local):  # in plans: where it would be
+    if not has_memory(local):  # in plans: the rows where the shard would be
         first = 0 if layout.replicated_weight else layout.shard_rows(layout.shard.index)[0]
         return slice(layout.local_rows.start - first, layout.local_rows.stop - first)
     row = layout.row_numel * resident.element_size()
@@ -224,11 +205,7 @@ def _own_rows(sharded: ShardedParam, resident: Tensor) -> slice:
 
 @torch.no_grad()
 def start_refresh(sharded_params: Sequence[ShardedParam]) -> Traffic:
-    """Start to gather what is resident of the weights of ``sharded_params``; collective over their group.
-
-    Returns:
-        What this rank sends.
-    """
+    """Start to refresh the resident weights of ``sharded_params``; return the traffic of this rank. Collective."""
     total = Traffic()
     for sharded in sharded_params:
         sharded.await_refresh()
@@ -241,7 +218,7 @@ def start_refresh(sharded_params: Sequence[ShardedParam]) -> Traffic:
 
 
 def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
-    """Of parameters that share a collective."""
+    """Return the traffic of parameters that share a gather."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
     total = Traffic()
     if layout.replicated_weight:
@@ -252,24 +229,22 @@ def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
 
 
 def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Traffic:
-    """Of one gather over ``axis``."""
+    """Return the traffic of one gather over ``axis``."""
     sent = sum(widths) * dtype.itemsize * (axis.size - 1)
     return Traffic(sent, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, sent),))
 
 
 def start_refresh_by_owner(sharded_params: Sequence[ShardedParam]) -> None:
-    """:func:`start_refresh` for parameters of one optimizer or several, each of which counts its traffic."""
+    """Call :func:`start_refresh` for each optimizer that has some of the parameters, and count its traffic."""
     for ledger in {id(sharded.ledger): sharded.ledger for sharded in sharded_params}.values():
         ledger.count(start_refresh([sharded for sharded in sharded_params if sharded.ledger is ledger]))
 
 
 def keep_fresh(sharded: ShardedParam, among: Sequence[ShardedParam] | None = None) -> None:
-    """Gather resident weights anew if this shard was edited since they were gathered (a loaded checkpoint, say).
+    """Refresh resident weights if this shard was edited since the last refresh, by a loaded checkpoint, say.
 
-    Args:
-        among: the parameters to gather then; default: all of the optimizer.
-    Raises:
-        LedgerError: ranks come with different edits: one reads weights that others have edited again since.
+    ``among``: the parameters to refresh then, by default all of the optimizer. LedgerError if ranks have edited the
+    weights a different number of times.
     """
     if sharded.resident is not None and edits_of(sharded.param) != sharded.refreshed_at:
         among = sharded.ledger.sharded_params if among is None else among
@@ -278,7 +253,8 @@ def keep_fresh(sharded: ShardedParam, among: Sequence[ShardedParam] | None = Non
 
 
 def _compare_edits(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | None) -> None:
-    """Who reads alone waits for the others' next read, and must not get their rows of another edit."""
+    """Raise if ranks have edited weights a different number of times: a rank that reads alone would get the rows of a
+    later edit."""
     edits = {a.name: edits_of(a.param) - a.refreshed_at for a in sharded_params if a.resident is not None}
     if found := compare(edits, group):
         first, counts = next(iter(found.items()))

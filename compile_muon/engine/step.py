@@ -1,8 +1,8 @@
-"""What ``optimizer.step()`` does: gather facts, decide, make directions, commit, in this order on the page.
+"""The sequence of ``optimizer.step()``: gather facts, decide, make directions, commit.
 
-Facts are what :mod:`~compile_muon.engine.facts` finds, the decision is a function of them
-(:mod:`~compile_muon.engine.decision`), :mod:`~compile_muon.engine.directions` makes what it asks for,
-:mod:`~compile_muon.engine.refusal` says why nothing is written, and :mod:`~compile_muon.engine.commit` writes.
+:mod:`~compile_muon.engine.facts` gathers, :mod:`~compile_muon.engine.decision` decides as a function of the facts,
+:mod:`~compile_muon.engine.directions` makes directions, :mod:`~compile_muon.engine.refusal` raises or skips, and
+:mod:`~compile_muon.engine.commit` writes.
 """
 
 from __future__ import annotations
@@ -34,46 +34,36 @@ __all__ = ["Step"]
 
 @dataclass(eq=False)
 class Step(Trained):
-    """The steps of one optimizer: what they share, and what the latest has found.
+    """The steps of one optimizer, and results of the latest one."""
 
-    Args:
-        fetches: which of the momenta its directions are made of, where they are not resident.
-        grad_norm: on the device.
-        norm: the same as the host knows it, NaN before.
-        pending: checks and agreement that the host has not read yet, and names of the directions that were used.
-        recorded: steps as CUDA graphs; None where there are none.
-        compiles_writes: at the next backward that has generated code.
-    """
-
+    # The fetch of the offloaded momentum that each direction was made of.
     fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
-    grad_norm: Tensor | None = None
-    norm: float = float("nan")
+    grad_norm: Tensor | None = None  # of all gradients, 0-dim fp32 on the device
+    norm: float = float("nan")  # ``grad_norm`` on the host; NaN until it is read
+    # Checks and agreement that the host has not read yet, and names of the directions in use.
     pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
-    recorded: Recorded | None = None
-    compiles_writes: bool = True
+    recorded: Recorded | None = None  # CUDA graphs of steps; None without a GPU
+    compiles_writes: bool = True  # whether the next backward with generated code compiles the writes
 
     def before_backward(self) -> None:
-        """Ahead of each backward graph; of the first one with generated code, which is compiled then, kernels of the
-        step are, too."""
+        """Bring rates up to date ahead of a backward graph; with the first that has generated code, compile the step's
+        kernels too."""
         self.sync_momentum()
         if self.compiles_writes and self.ledger.options.codegen == "inductor":
             self.compiles_writes = False
             compile_writes(self)
 
     def run(self) -> bool:
-        """One step on what ``.grad`` holds; returns whether it was not left out.
-
-        Raises:
-            NonFiniteError, LedgerError, UnsupportedModelError: nothing was written.
-        """
+        """Run one step on ``.grad``; return False if it was skipped. NonFiniteError, LedgerError and
+        UnsupportedModelError leave everything unwritten."""
         begun = begin(self)
         written = self._launch(begun) if begun.mode.later else self._wait_and_write(begun)
         self.ledger.close([*begun.muon, *begun.rest])
         return written
 
     def _wait_and_write(self, begun: Begun) -> bool:
-        """A step that the host knows to be right before it writes. It waits for the device once, and again only where
-        some directions were made in backward and others must be made here."""
+        """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
+        directions come from backward and others are made here."""
         self.grad_norm = norm = measure(self, begun)
         facts = begun.facts if begun.mode.at_once else self._read(begun, begun.facts)
         peers = self.ledger.hooks.peers
@@ -101,8 +91,8 @@ class Step(Trained):
         return True
 
     def _launch(self, begun: Begun) -> bool:
-        """A step whose checks are read in the next one, and on which nothing here depends: all of it is launched, and
-        nothing waited for. A CUDA graph holds it where there is :attr:`recorded`."""
+        """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
+        :attr:`recorded` has one."""
         decision = decide(begun.facts, begun.mode)
         self.fetches = fetches_of(self, begun, decision)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
@@ -118,11 +108,10 @@ class Step(Trained):
         return True
 
     def launch(self, begun: Begun, decision: Decision, given: Given | None) -> Launched:
-        """All that such a step asks of the device: of the same parameters and tensors the same in every step.
+        """Launch all device work of such a step: the same launches in every step with the same parameters and tensors.
 
-        Args:
-            given: what differs from step to step, on the device; None for it to be copied there, and for the checks to
-                be sent to the host. Then resident weights are still on their way when this returns.
+        ``given``: the numbers that differ between steps, on the device. With None they are copied there, the checks are
+        sent to the host here, and resident weights may still be arriving on return.
         """
         checks = begun.checks
         norm = measure(self, begun, given)
@@ -142,17 +131,17 @@ class Step(Trained):
         return Launched(checks, norm, traffic)
 
     def check(self) -> bool | None:
-        """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
+        """Read the pending checks of the latest step (``checks="next_step"``).
 
         Returns:
-            Whether it was not left out; None if there was nothing to read.
+            False if that step was skipped, None if nothing was pending.
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.
         """
         pending, self.pending = self.pending, None
         if pending is None:
             return None
-        self.count_step(-1)  # until it is known to be written
+        self.count_step(-1)  # counted again below, once it is known to be written
         checks, agreement, directions = pending
         facts = read(self, checks, Facts())
         self.norm = facts.norm
@@ -172,22 +161,22 @@ class Step(Trained):
 
     @property
     def outside(self) -> str | None:
-        """Why no step is in a CUDA graph where forward and backward are; None if they are, or there is no GPU."""
+        """Why steps are in no CUDA graph where forward and backward are; None if they are, or without a GPU."""
         return None if self.recorded is None else self.recorded.left_out(self)
 
     @property
     def launched(self) -> str | None:
-        """Phases of methods in which steps are in no CUDA graph, where others are; None if there are none."""
+        """Phases of methods whose steps are in no CUDA graph, where others are; None if there are none."""
         return None if self.recorded is None else self.recorded.launched(self)
 
     def release(self) -> None:
-        """Let go of what was recorded, and of what the latest step has found."""
+        """Free the recorded graphs, and forget pending checks."""
         if self.recorded is not None:
             self.recorded.release()
         self.pending = None
 
     def _read(self, begun: Begun, known: Facts) -> Facts:
-        """The facts of all ranks by now, which do the same; the host waits for the device."""
+        """Wait for the device; return the facts of all ranks, after checking that ranks agree."""
         facts = read(self, begun.checks, known)
         check_agreement(self, begun.checks, begun.agreement)
         self.norm = facts.norm
@@ -197,8 +186,7 @@ class Step(Trained):
         self.ledger.count(traffic, in_step=len(decision.make & begun.facts.wanted))
 
     def _refreshed(self, begun: Begun) -> list[ShardedParam]:
-        """Whose resident weights follow this step, in the order in which the model has them, which is about that of
-        their use in the next forward."""
-        # Whether all ranks have the same gradients may not be known yet, and they must refresh the same.
+        """Return the parameters to refresh, in the order of the model, which is about that of their use in forward."""
+        # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]

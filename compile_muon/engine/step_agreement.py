@@ -1,8 +1,8 @@
-"""What every rank must bring to a step alike: its hyperparameters, its visits, and what it holds a copy of.
+"""The agreement of ranks in a step: equal hyperparameters, visits, and copies of tensors.
 
-A digest of the first two, and one of the copies every ``check_replicas`` steps, ride on the step's all-reduce in a
-place of each rank's own, so that every rank reads every rank's. Only where they differ do the ranks exchange what is
-behind them, to say what differs and where; nothing has been written then.
+A digest of the first two, and every ``check_replicas`` steps one of the copies, ride on the step's all-reduce, each
+rank's in its own place, so every rank reads all. Only if digests differ do ranks exchange the facts behind them, for an
+error that names the difference; nothing has been written then.
 """
 
 from __future__ import annotations
@@ -27,38 +27,30 @@ from compile_muon.passes.fingerprint import fingerprint
 
 __all__ = ["Agreement", "Copies"]
 
-_WORD = 24  # bits that fp32 holds exactly, signs aside
+_WORD = 24  # bits of an integer that fp32 holds exactly
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What all ranks hold alike, by fingerprint: not experts and tensor slices, of which they have different ones.
+    """Fingerprints of tensors that all ranks must hold alike; experts and tensor-parallel slices are not among them."""
 
-    Args:
-        names: of the tensors.
-        fingerprints: ``[len(names)]`` int64, on the device.
-    """
-
-    names: tuple[str, ...]
-    fingerprints: Tensor
+    names: tuple[str, ...]  # of the tensors
+    fingerprints: Tensor  # ``[len(names)]`` int64, on the device
 
     @classmethod
     @torch.no_grad()
     def of(cls, sharded_params: Sequence[ShardedParam], state: Mapping[Any, Mapping[str, Any]]) -> Copies | None:
-        """Weights at stages 0 to 2, and of what is not sharded gradients and state too; None if there is nothing.
-
-        Args:
-            sharded_params: of all parameters.
-            state: of the optimizer.
-        """
+        """Return the fingerprints of weights at stages 0 to 2, and of gradients and states of unsharded parameters;
+        None if there are none. ``state``: of the optimizer."""
         held: dict[str, Tensor] = {}
         stale = []
         for sharded in sharded_params:
             if sharded.spec.layout.parted:
-                continue  # ranks have different parts
+                continue  # ranks hold different parts
             if sharded.resident is not None:
                 sharded.await_refresh()
-                # Resident weights follow their shards when they are read next; who edited none must not wait for that.
+                # An edit is gathered at the next read, by a collective that ranks without the edit would not join here;
+                # a stale copy has the fingerprint 0.
                 stale += [len(held)] if edits_of(sharded.param) != sharded.refreshed_at else []
                 held[sharded.name] = sharded.resident
             elif not sharded.spec.layout.sharded:
@@ -76,7 +68,7 @@ class Copies:
         return cls(tuple(held), found)
 
     def numbers(self) -> Tensor:
-        """A digest of all of them as fp32 integers, on the device."""
+        """Return a digest of all fingerprints, as integers in fp32 on the device."""
         word = fingerprint([self.fingerprints])
         mask = 2**_WORD - 1
         return torch.cat([(word >> shift) & mask for shift in range(0, 64, _WORD)]).float()
@@ -84,41 +76,29 @@ class Copies:
 
 @dataclass(frozen=True)
 class Agreement:
-    """This rank's half of a step's agreement.
+    """This rank's half of a step's agreement."""
 
-    Args:
-        step: which one, from 1.
-        settings: hyperparameters that the host knows, by name.
-        scalars: those that are tensors.
-        log: visits since the last step.
-        copies: what to compare in this step beside.
-    """
-
-    step: int
-    settings: Mapping[str, str]
-    scalars: Mapping[str, Tensor]
-    log: FrameLog
-    copies: Copies | None
+    step: int  # number of the step, from 1
+    settings: Mapping[str, str]  # hyperparameters on the host, by name
+    scalars: Mapping[str, Tensor]  # hyperparameters that are tensors
+    log: FrameLog  # visits since the last step
+    copies: Copies | None  # None in steps that compare none
 
     def put(self, checks: StepChecks) -> None:
-        """Add what the host knows and is to be compared to the step's numbers."""
+        """Add the digest of facts that the host knows to the step's numbers."""
         text = repr((self.step, sorted(self.settings.items()))).encode()
         digest = hashlib.blake2b(text + self.log.digest(), digest_size=6).digest()
         checks.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
 
     def measure(self, checks: StepChecks) -> None:
-        """Add the rest, which is on the device."""
+        """Add the numbers that are on the device."""
         for name, scalar in self.scalars.items():
             checks.add_each(name, scalar.detach().float().reshape(1))
         if self.copies is not None:
             checks.add_each("copies", self.copies.numbers())
 
     def check(self, checks: StepChecks, group: dist.ProcessGroup) -> None:
-        """Raise on every rank if the ranks differ.
-
-        Raises:
-            LedgerError: naming what differs and on which ranks.
-        """
+        """Raise LedgerError on every rank if the ranks differ, naming the difference and the ranks."""
         rows = zip(*(checks.numbers(name).values() for name in self.scalars), strict=True)
         if found := differing([dict(zip(self.scalars, row, strict=True)) for row in rows]):
             raise self._error(f"on hyperparameters: {worded(found)}", _SETTINGS)
@@ -153,7 +133,7 @@ _COPIES = "go back to the last checkpoint, and do on every rank what is done to 
 
 
 def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
-    """Where the ranks' frame logs part."""
+    """Describe the first visit at which the ranks' frame logs differ."""
     start = max(min(log, default=0) for log in everyone)
     known = [{i: visit._replace(frame="") for i, visit in log.items() if i >= start} for log in everyone]
     found = differing(known)
@@ -164,7 +144,7 @@ def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
 
 
 def _described(visits: Sequence[Visit | None]) -> list[str]:
-    """What each rank did, with the first parameter in which they differ."""
+    """Describe each rank's visit, with the first parameter or detail in which they differ."""
     found = [visit for visit in visits if visit is not None]
     place = next(iter(differing([dict(enumerate(visit.names)) for visit in found])), None)
     detail = next(iter(differing([dict(enumerate(visit.details)) for visit in found])), None)

@@ -1,8 +1,8 @@
-"""What a step must know of its tensors before it writes any: norms, finiteness, which speculations hold.
+"""Numbers that decide over a step before it writes: norms, finiteness, which speculations hold.
 
-Everything goes into one vector, which is summed over the ranks by one all-reduce. So all ranks decide alike, and
-nothing is written before everything that will be is known to be finite: to the host, which waits for the vector once,
-or to the device alone (:meth:`StepChecks.found_inf`), and then the host reads the vector one step later.
+One vector carries all of them, and one all-reduce sums it over the ranks, so all ranks decide alike. Nothing is written
+until all of it is checked: by the host, which waits for the vector once, or by the device alone
+(:meth:`StepChecks.found_inf`), and then the host reads the vector one step later.
 """
 
 from __future__ import annotations
@@ -29,39 +29,34 @@ from compile_muon.passes.norms import squares
 
 __all__ = ["StepChecks"]
 
-# What speaks against a step if it is not zero, beside states of methods, and if it is so for some ranks only; all else
-# must be finite.
+# Kinds that stop a step unless they are zero (so do states of methods), and kinds that must be zero or equal on all
+# ranks; every other number must be finite.
 _WRONG = ("refused", "momentum", "rate", "differs", "direction")
 _OF_ALL = ("missing", "ready")
 
-#: (what, names of its numbers) in the order in which they stand in a vector
+#: ``(kind, names of its numbers)``, in the order of a vector
 _Labels = list[tuple[str, Collection[str]]]
 
 
 @dataclass
 class StepChecks:
-    """Named numbers of this rank, then of all ranks.
+    """Named numbers of this rank, then of all ranks."""
 
-    Args:
-        group: what is summed over, None for a single process.
-        device: of all tensors.
-        step: which one, from 1.
-        refusal: why this rank refuses the step, which all ranks then do.
-    """
-
-    group: dist.ProcessGroup | None
-    device: torch.device
-    step: int = 1
-    refusal: Exception | None = None
-    _labels: _Labels = field(default_factory=list)
+    group: dist.ProcessGroup | None  # of the all-reduce; None for a single process
+    device: torch.device  # of all tensors
+    step: int = 1  # number of the step, from 1
+    refusal: Exception | None = None  # why this rank, and so every rank, refuses the step
+    _labels: _Labels = field(default_factory=list)  # of ``_values``
     _values: list[Tensor] = field(default_factory=list)
+    # Numbers of the host, added since the last ``reduce``.
     _facts: list[tuple[str, Mapping[str, float]]] = field(default_factory=list)
-    _reduced: list[tuple[_Labels, Tensor]] = field(default_factory=list)
-    _own: list[tuple[_Labels, Tensor]] = field(default_factory=list)
-    _each: set[str] = field(default_factory=set)
-    _further: dict[str, None] = field(default_factory=dict)
+    _reduced: list[tuple[_Labels, Tensor]] = field(default_factory=list)  # sums over the ranks
+    _own: list[tuple[_Labels, Tensor]] = field(default_factory=list)  # this rank's summands
+    _each: set[str] = field(default_factory=set)  # kinds of :meth:`add_each`
+    _further: dict[str, None] = field(default_factory=dict)  # kinds of :meth:`add_wrong`
+    # The sums on the host, and the event that ends their copy.
     _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
-    _read: dict[str, dict[str, float]] = field(default_factory=dict)
+    _read: dict[str, dict[str, float]] = field(default_factory=dict)  # numbers by kind and name
     _masks: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,33 +64,25 @@ class StepChecks:
         self.add_facts("refused", {"step": float(self.refusal is not None)})
 
     def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
-        """Put ``values`` (one fp32 number per name) under ``what``."""
+        """Add ``values``, one fp32 number per name, as the kind ``what``."""
         self._labels.append((what, names))
         self._values.append(values)
 
     def add_wrong(self, what: str, names: Sequence[str], flags: Tensor) -> None:
-        """Put under ``what`` which of these are not finite: 0 for those that are. Any other number stops the step.
-
-        Args:
-            what: a kind of the caller's, which an error calls them by.
-        """
+        """Add flags of the kind ``what``, which error messages quote: any number but 0 (finite) stops the step."""
         self._further[what] = None
         self.add(what, names, flags)
 
     def add_facts(self, what: str, facts: Mapping[str, float]) -> None:
-        """Put numbers that the host knows under ``what``."""
+        """Add numbers that the host knows as the kind ``what``."""
         self._facts.append((what, facts))
 
     def add_each(self, what: str, numbers: Tensor | Sequence[float]) -> None:
-        """Put this rank's numbers where :meth:`each` finds them beside every other rank's.
-
-        Args:
-            numbers: fp32; the same number of them on every rank.
-        """
+        """Add this rank's ``numbers`` (fp32, as many on every rank) so that :meth:`each` returns those of all ranks."""
         if self.group is None:
             return
         self._each.add(what)
-        # A place for each rank, empty on the others: no sum rounds.
+        # Each rank has a place of its own and zeros elsewhere, so that the sum is exact.
         rank, world, width = self.group.rank(), self.group.size(), len(numbers)
         names = [f"{r}.{i}" for r in range(world) for i in range(width)]
         if isinstance(numbers, Tensor):
@@ -107,17 +94,16 @@ class StepChecks:
         self.add_facts(what, dict(zip(names, [*before, *numbers, *after], strict=True)))
 
     def each(self, what: str) -> list[tuple[float, ...]]:
-        """Every rank's numbers under ``what``."""
+        """Return every rank's numbers of the kind ``what``."""
         numbers = list(self.numbers(what).values())
         width = len(numbers) // self._world
         return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
     def add_gradients(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
-        """Squared norms of all gradients (0 without one), and which are not what a direction was made from.
+        """Add squared norms of all gradients (0 without one), and whether each differs from the one its direction was
+        made of.
 
-        Args:
-            sharded_params: the same on every rank.
-            ready: this rank's directions from backward, by name of those that have a gradient.
+        ``sharded_params`` is the same on every rank; ``ready`` has this rank's directions from backward, by name.
         """
         present = [sharded for sharded in sharded_params if sharded.grad is not None]
         examined = [sharded for sharded in present if sharded.name in ready]
@@ -134,7 +120,7 @@ class StepChecks:
             found.update(zip((sharded.name for sharded in others), own.unbind(), strict=True))
         values = None
         if present:
-            # What several ranks hold would be counted once for each.
+            # The sum over ranks would count a shard once for each rank that holds a copy.
             shares = [1.0 / sharded.spec.layout.copies for sharded in present]
             values = torch.stack([found[sharded.name] for sharded in present])
             if len(set(shares)) == 1:
@@ -146,7 +132,7 @@ class StepChecks:
         self._spread("differs", matrices, examined, differs)
 
     def add_rates(self, rates: Mapping[str, Any]) -> None:
-        """Which hyperparameters (numbers and tuples of numbers) are not finite."""
+        """Add whether each hyperparameter, a number or a tuple of numbers, is finite."""
         wrong = {
             name: float(not (math.isfinite(rate) if isinstance(rate, (int, float)) else all(map(math.isfinite, rate))))
             for name, rate in rates.items()
@@ -154,34 +140,31 @@ class StepChecks:
         self.add_facts("rate", wrong)
 
     def add_rate(self, name: str, rate: Tensor) -> None:
-        """Whether a hyperparameter that is a one-element tensor is finite."""
+        """Add whether a hyperparameter that is a one-element tensor is finite."""
         flag = (~torch.isfinite(rate.reshape(()))).float().to(self.device, non_blocking=True)
         self.add("rate", [name], flag[None])
 
     def add_speculations(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
-        """Which directions of backward are not finite.
-
-        Args:
-            sharded_params: the same on every rank.
-            ready: this rank's directions, by name.
-        """
+        """Add whether this rank's directions from backward, ``ready``, are finite; ``sharded_params`` is the same on
+        every rank."""
         present = [sharded for sharded in sharded_params if sharded.name in ready]
         directions = [ready[sharded.name].direction for sharded in present]
         wrong = directions_not_finite([sharded.spec for sharded in present], directions) if present else None
         self._spread("direction", sharded_params, present, wrong)
 
     def held(self) -> frozenset[str]:
-        """Names whose direction every rank has, made from the gradient it has."""
+        """Return the names whose direction every rank has, made from the gradient that it has."""
         ready = self.numbers("ready").items()
         return frozenset(name for name, count in ready if count == self._world) - self.names("differs")
 
     def _spread(
         self, what: str, sharded_params: Sequence[ShardedParam], present: Sequence[ShardedParam], values: Tensor | None
     ) -> None:
-        """``values`` of some parameters, and 0 for the others: every rank adds as many numbers."""
+        """Add ``values`` of the parameters ``present``, and 0 for the others, so that every rank adds as many
+        numbers."""
         if not sharded_params:
             return
-        if values is not None and len(present) == len(sharded_params):  # the same ones, in the same order
+        if values is not None and len(present) == len(sharded_params):  # ``present`` keeps their order
             self.add(what, [sharded.name for sharded in sharded_params], values)
             return
         zero = torch.zeros((), device=self.device)
@@ -193,21 +176,18 @@ class StepChecks:
 
     @property
     def facts(self) -> list[float]:
-        """What :meth:`add_facts` was given since the last time, in its order."""
+        """The numbers of :meth:`add_facts` since the last :meth:`reduce`, in order."""
         return [number for _, facts in self._facts for number in facts.values()]
 
     def again(self, step: int, refusal: Exception | None) -> StepChecks:
-        """The same numbers of a later step, which a graph has written anew; none is read yet."""
+        """Return these checks for a later step, whose numbers a replayed graph has written in place."""
         later = copy.copy(self)
         later.step, later.refusal, later._copy, later._read = step, refusal, None, {}
         return later
 
     def reduce(self, facts: Tensor | None = None) -> None:
-        """Sum what was added since the last time over the ranks; nothing is waited for.
-
-        Args:
-            facts: fp32, :attr:`facts` on the device; None for them to be copied there.
-        """
+        """Sum the numbers added since the last call over the ranks, without waiting. ``facts``: :attr:`facts` in fp32
+        on the device; None copies them there."""
         if self._facts:
             self._labels += self._facts
             if facts is None:
@@ -225,10 +205,8 @@ class StepChecks:
         self._labels, self._values = [], []
 
     def total(self, what: str) -> Tensor:
-        """Sum of the numbers under ``what``, reduced but not read yet; 0-dim fp64, on the device.
-
-        Squares of gradients that are finite each may be inf together in fp32.
-        """
+        """Return the sum of the reduced numbers of a kind, 0-dim fp64 on the device."""
+        # In fp32, squares that are finite each may sum to inf.
         sums = []
         for labels, vector in self._reduced:
             start = 0
@@ -241,24 +219,21 @@ class StepChecks:
         return functools.reduce(torch.add, sums)
 
     def found_inf(self) -> Tensor:
-        """1.0 if anything that was reduced speaks against the step, else 0.0: 0-dim fp32, on the device.
-
-        Nothing is waited for. The same on every rank.
-        """
+        """Return 1.0 if any reduced number stops the step, else 0.0: 0-dim fp32 on the device, equal on all ranks."""
         against = torch.zeros((), device=self.device)
         speaking, each = frozenset((*_WRONG, *state_labels(), *self._further)), frozenset(self._each)
         for labels, vector in self._reduced:
             spans = tuple((what, len(names)) for what, names in labels)
             wrong, of_all, first = masks = _masks(spans, speaking, each, self._world, self.device)
-            self._masks.append(masks)  # a graph reads them for as long as these checks are kept
-            # inf and NaN stay what they are when multiplied by zero.
+            self._masks.append(masks)  # kept alive: a recorded graph reads them
+            # inf and NaN times zero are NaN, so that numbers without a rule still stop the step.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
             if self._each:
                 against = against + (vector - vector[first]).abs_().sum()
         return (~(against == 0)).float()
 
     def send(self) -> None:
-        """Reduce what is left, and have all of it copied to the host; nothing is waited for."""
+        """Reduce the remaining numbers, and start to copy all sums to the host, without waiting."""
         self.reduce()
         if not self._reduced:
             return
@@ -274,7 +249,7 @@ class StepChecks:
             self._copy = vector, None
 
     def wait(self) -> None:
-        """Read what was reduced since the last time: a wait for the device, unless it was sent long ago."""
+        """Read the sums on the host: waits for the device, unless they were sent long ago."""
         earlier = self._copy is not None
         if not earlier:
             self.send()
@@ -290,11 +265,8 @@ class StepChecks:
         self._copy, self._reduced = None, []
 
     def ranks(self, wrong: Mapping[str, Collection[str]]) -> str:
-        """`` on rank 1``: who contributed to these numbers, for an error; collective, and waits for the device.
-
-        Args:
-            wrong: names by what they stand under.
-        """
+        """Return `` on rank 1``, the ranks that contributed to ``wrong`` (names by kind), for an error; collective, and
+        waits for the device."""
         if self.group is None:
             return ""
         mine = any(
@@ -309,16 +281,16 @@ class StepChecks:
         return " on every rank" if len(ranks) in (0, len(found)) else f" on {ranks_named(ranks)}"
 
     def numbers(self, what: str) -> Mapping[str, float]:
-        """What :meth:`wait` has read under ``what``, by name."""
+        """Return the numbers of a kind that :meth:`wait` has read, by name."""
         return self._read.get(what, {})
 
     def spoiled(self) -> dict[str, list[str]]:
-        """Names of what the optimizer has, and that is not finite, by kind."""
+        """Return the names of momenta, states, rates and numbers of extensions that are not finite, by kind."""
         kinds = ("momentum", *state_labels(), "rate", *self._further)
         return {what: sorted(self.names(what)) for what in kinds if what in self._read}
 
     def names(self, what: str) -> set[str]:
-        """Names under ``what`` whose number is not zero."""
+        """Return the names of a kind whose number is not zero."""
         numbers = self.numbers(what)
         return {name for name, number in numbers.items() if number != 0} if any(numbers.values()) else set()
 
@@ -327,8 +299,8 @@ class StepChecks:
 def _masks(
     spans: tuple[tuple[str, int], ...], against: Set[str], each: Set[str], world: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
-    rank 0's number where all ranks' must be the same, which else is its own."""
+    """Return three masks over a vector: 1.0 where a number must be zero; 1.0 where it must be zero or ``world``; and
+    the position of rank 0's number where all ranks' must be equal, elsewhere its own position."""
     wrong: list[float] = []
     of_all: list[float] = []
     first: list[int] = []

@@ -1,7 +1,14 @@
-"""The step graph: the matrices without a direction at ``optimizer.step()``, orthogonalized all at once.
+"""The step graph: orthogonalizes at once all matrices that have no direction at ``optimizer.step()``.
 
-It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled
-once per set of parameters.
+It is built from the ``orthogonalize`` markers of a backward graph, lowered by the same passes, and compiled once per
+set of parameters.
+
+What an exchange sends, there and in backward (``passes/exchange/``): each rank mixes momentum into its piece of the
+gradient, and sends the update, in the wire dtype (compute dtype; bfloat16 for float16), to the owner of each matrix by
+one all-to-all over the owner group. The owner joins the pieces, runs Newton-Schulz, and returns each rank's piece of
+the direction, in the compute dtype, by a second all-to-all. Ranks that hold the same piece (HSDP) then hand directions
+round their replica group. Momenta, and states at owners, never travel. Stacks of matrices that are cut between
+matrices send nothing.
 """
 
 from __future__ import annotations
@@ -28,23 +35,23 @@ from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 
 __all__ = ["StepGraphs"]
 
-#: sets of parameters that get generated code; later ones (a new set every step) run the rewritten graph as it is
+#: sets of parameters that get generated code; later sets (a new one every step, say) interpret the lowered graph
 _MAX_COMPILED = 8
-#: sets that are remembered at all
+#: sets of parameters that are cached
 _MAX_KEPT = 64
 
 
 def _build(
     sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
 ) -> tuple[GraphModule, list[Any]]:
-    """Placeholders (gradients, momenta, hyper tensors, states), one marker each, directions and new states as
-    outputs."""
+    """Return a graph with one marker per parameter, and its example inputs: gradients, momenta, hyper tensors, states
+    at owners. Outputs: directions, then new states."""
     graph = Graph()
     inputs: list[Any] = []
 
     def placeholder(name: str, like: Tensor) -> torch.fx.Node:
         node = graph.placeholder(name)
-        if isinstance(like, FakeTensor):  # in plans; PyTorch would leave a view of one in the mode that it is of
+        if isinstance(like, FakeTensor):  # in plans; from_tensor would leave a view of it in its own mode
             with fake:
                 like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         node.meta["val"] = fake.from_tensor(like, static_shapes=True)
@@ -69,26 +76,22 @@ def _build(
 
 
 def _like_gradient(sharded: ShardedParam) -> Tensor:
-    """A gradient that is projected has the dtype of states."""
+    """Return an example of the gradient; one that the method projects has the dtype of states."""
     local = sharded.local.detach()
     projected = matrix_method(sharded.spec.muon_settings.method).project is not None
     return local.to(decode_dtype(sharded.spec.state_dtype)) if projected else local
 
 
 def _hypers(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:
-    """What these share, each once."""
+    """Return the hyper tensors of these parameters, each once."""
     return list({id(sharded.hyper): sharded.hyper for sharded in sharded_params}.values())
 
 
 @dataclass
 class StepGraphs:
-    """Compiled step graphs by set of parameters.
+    """Compiled step graphs by set of parameters."""
 
-    Args:
-        lowering: how they are lowered and compiled; None for as the options say.
-    """
-
-    lowering: Lowering | None = None
+    lowering: Lowering | None = None  # tests and plans replace it; None for the one that the options name
     _compiled: dict[tuple[object, ...], Lowered] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -101,15 +104,12 @@ class StepGraphs:
         states: Mapping[int, Sequence[Tensor]],
         options: FrameOptions,
     ) -> tuple[list[Tensor], dict[int, list[Tensor]], Traffic]:
-        """Muon directions of ``grads`` (local shards).
+        """Return ``(directions, new states, traffic)`` for ``grads``, one local shard a parameter; nothing is modified.
 
-        Args:
-            states: at owners, by place among the parameters; what this rank has of them.
-        Returns:
-            ``(directions, new states, traffic)``; nothing is modified.
+        ``states``: this rank's states at owners, by position among the parameters.
         """
         key = (options.codegen, options.nvtx, *(sharded.name for sharded in sharded_params))
-        # Methods with several graphs have a spec of their own for each.
+        # A method with several graphs has another spec in each.
         key += tuple((i, a.now) for i, a in enumerate(sharded_params) if a.now is not a.spec)
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
@@ -118,7 +118,7 @@ class StepGraphs:
                 self._compiled.popitem()
             self._compiled[key] = self._compile(sharded_params, states, options)
         run, traffic = self._compiled[key]
-        # Backward graphs may return gradients in another layout than the shard's (convolutions).
+        # Backward graphs may return gradients with other strides than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
         kept = [state for own in states.values() for state in own]
         results = list(

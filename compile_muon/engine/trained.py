@@ -1,4 +1,4 @@
-"""What the steps of one optimizer share: its settings, its parameters by group, and the states that methods keep."""
+"""The settings, parameters and method states that the steps of one optimizer share."""
 
 from __future__ import annotations
 
@@ -28,137 +28,112 @@ __all__ = ["Trained"]
 
 @dataclass(eq=False)
 class Trained:
-    """What one optimizer trains.
+    """The trained parameters of one optimizer, by group, and their settings."""
 
-    Args:
-        optimizer: whose ``param_groups`` and ``state`` are read anew each time: loading replaces them.
-        config: of it.
-        methods: of its groups, by name.
-        ledger: with all sharded parameters.
-        group: all its ranks, None for one process.
-        device: of all tensors.
-        compares: whether ranks answer.
-        check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
-        scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
-    Attributes:
-        state_provider: of the states that are not resident.
-        sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
-        summed: matrices of methods that need sums over whole ones.
-    """
-
-    optimizer: Optimizer
+    optimizer: Optimizer  # ``param_groups`` and ``state`` are read at each use, since loading replaces them
     config: Config
     methods: Mapping[str, Method]
-    ledger: Ledger
-    group: dist.ProcessGroup | None
-    device: torch.device
-    compares: bool
-    check_model: Callable[[], None]
+    ledger: Ledger  # with all sharded parameters
+    group: dist.ProcessGroup | None  # all ranks of the optimizer; None for one process
+    device: torch.device  # of all tensors
+    compares: bool  # whether other ranks answer
+    check_model: Callable[[], None]  # raises UnsupportedModelError if the model no longer holds the sharded parameters
+    # ``(adjust_lr, rows, cols)`` -> factor on the learning rate of a matrix.
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
-    state_provider: StateProvider = field(init=False)
+    state_provider: StateProvider = field(init=False)  # of states that are not resident
 
     def __post_init__(self) -> None:
         self.state_provider = self.ledger.hooks.state_provider
         self.sharded_params: dict[Tensor, ShardedParam] = {}
-        self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
-        self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # of extensions
+        self._states: dict[Tensor, set[str]] = {}  # names of each parameter's states, without the momentum
+        self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # states of extensions
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Their states, to be read and written; all at once where they are resident."""
+        """Yield the states of these parameters, to be read and written; all at once where they are resident."""
         if not self.state_provider.all_resident:
             yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step)
         elif sharded_params:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
     def take_up(self, sharded_params: Sequence[ShardedParam], methods: Mapping[str, Method]) -> None:
-        """Update these as well, which groups hold from now on.
-
-        Args:
-            methods: of their groups, by name.
-        """
+        """Train these parameters as well, which the optimizer's groups hold from now on. ``methods``: by name of the
+        group."""
         self.methods = {**self.methods, **methods}
         self._know(sharded_params)
         self.create_state()
 
     def _know(self, sharded_params: Sequence[ShardedParam]) -> None:
+        """Add parameters; set ``sharded_params``, ``muon`` (matrices), ``rest`` and ``summed`` (matrices whose methods
+        sum facts)."""
         known = {*self.sharded_params.values(), *sharded_params}
-        # in the same order on every rank
+        # In the order of the model, equal on all ranks, with a gradient or without: collectives run over these lists.
         trained = [sharded for sharded in self.ledger.sharded_params if sharded in known]
         self.sharded_params = {sharded.param: sharded for sharded in trained}
         self.muon = [sharded for sharded in trained if sharded.spec.muon is not None]
         self.rest = [sharded for sharded in trained if sharded.spec.muon is None]
-        # with a gradient or without, the same on every rank
         methods = [matrix_method(sharded.spec.muon_settings.method) for sharded in self.muon]
         self.summed = [a for a, m in zip(self.muon, methods, strict=True) if m.facts]
 
     def method(self, group: Mapping[str, Any]) -> Method:
-        """Of a parameter group."""
+        """Return the method of a parameter group."""
         return self.methods[group["name"]]
 
     def rates(self) -> dict[str, Any]:
-        """Of all groups, by name of the group and of the rate."""
+        """Return the rates of all groups, by name of the group and of the rate."""
         groups = self.optimizer.param_groups
         return {
             f"{group['name']} {rate.name}": group[rate.name] for group in groups for rate in self.method(group).rates
         }
 
     def with_gradient(self, group: Mapping[str, Any]) -> list[ShardedParam]:
-        """Those of a parameter group that have one."""
+        """Return the parameters of a group that have a gradient."""
         return [self.sharded_params[param] for param in group["params"] if param.grad is not None]
 
     def create_state(self) -> None:
-        """All state exists from the start, so checkpoints and sharding see it before the first step."""
+        """Create all states that are missing: checkpoints and sharding need them before the first step."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                kept = self.state_provider.places.get(sharded.name, {})
+                offloaded = self.state_provider.places.get(sharded.name, {})
                 if sharded.spec.muon is not None and sharded.spec.muon.resident_momentum:
                     slots["momentum_buffer"] = sharded.momentum_buffer
-                own = [state for state in self.method(group).states if state.name not in kept]
-                for state in own:
+                resident_states = [state for state in self.method(group).states if state.name not in offloaded]
+                for state in resident_states:
                     if state.name not in slots:
                         slots[state.name] = new_state(sharded, state)
-                self._states[param] = {state.name for state in own}
+                self._states[param] = {state.name for state in resident_states}
                 if self.ledger.hooks.state:
-                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *kept, *self._states[param]})
+                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *offloaded, *self._states[param]})
 
     def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
-        """What extensions keep of a parameter is there; returns its names.
-
-        Raises:
-            ConfigError: one is the name of another state.
-        """
-        slots, own, found = self.optimizer.state[sharded.param], self._further.setdefault(sharded, {}), set[str]()
+        """Create the states of extensions for a parameter; return their names. ConfigError if a name is ``taken``."""
+        slots, states, names = self.optimizer.state[sharded.param], self._further.setdefault(sharded, {}), set[str]()
         for state in self.ledger.hooks.state:
             for name, value in state(sharded).items():
-                if name in taken | found:
+                if name in taken | names:
                     raise config_error("extensions", name, f"is another state of {sharded.name}", "use another name")
-                found.add(name)
+                names.add(name)
                 if name not in slots:
-                    cut = value.shape == sharded.local.shape
-                    slots[name] = own[name] = like_parameter(sharded.param, value) if cut else value
-        return found
+                    like_shard = value.shape == sharded.local.shape
+                    slots[name] = states[name] = like_parameter(sharded.param, value) if like_shard else value
+        return names
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
-        """What graphs read of the rates of ``groups``, which stand for ``param_groups``, and those that share a
-        tensor of each.
-
-        Raises:
-            ConfigError: groups that share one differ.
-        """
+        """Return the values of each hyper tensor as ``groups`` (in place of ``param_groups``) have them, with the
+        parameters that share it. ConfigError if sharing groups differ."""
         shared: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
         methods: dict[int, MatrixMethod] = {}
-        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            method = self.method(own)
-            if isinstance(method, MatrixMethod) and own["params"] and method.keeps_momentum <= ("momentum" in group):
-                sharded_params = [self.sharded_params[param] for param in own["params"]]
+        for actual, group in zip(self.optimizer.param_groups, groups, strict=True):
+            method = self.method(actual)
+            if isinstance(method, MatrixMethod) and actual["params"] and method.keeps_momentum <= ("momentum" in group):
+                sharded_params = [self.sharded_params[param] for param in actual["params"]]
                 shared.setdefault(id(sharded_params[0].hyper), []).append((group, sharded_params))
                 methods[id(sharded_params[0].hyper)] = method
-        found = []
+        pairs = []
         for hyper, sharing in shared.items():
             rates = []
             for name in ("momentum", *methods[hyper].given):
@@ -167,14 +142,15 @@ class Trained:
                     names = listed([group["name"] for group, _ in sharing])
                     raise config_error(name, values, f"differs between {names}", "give all of them the same")
                 rates.append(values.pop())
-            found.append((tuple(rates), [sharded for _, sharded_params in sharing for sharded in sharded_params]))
-        return found
+            pairs.append((tuple(rates), [sharded for _, sharded_params in sharing for sharded in sharded_params]))
+        return pairs
 
     def sync_momentum(self) -> None:
-        """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
+        """Write the rates of ``param_groups``, which schedulers change, to the hyper tensors, and choose the graphs of
+        this step."""
         for rates, sharded_params in self.check_momentum(self.optimizer.param_groups):
             if rates != sharded_params[0].rates:
-                # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
+                # .data: a counted edit would make autograd refuse the backward of graphs that saved this tensor.
                 numbers = pinned_numbers([1 - rates[0], *rates], torch.float32, self.device)
                 sharded_params[0].hyper.data.copy_(numbers, non_blocking=True)
                 for sharded in sharded_params:
@@ -190,33 +166,34 @@ class Trained:
                     self.sharded_params[param].enter(phase, joined=joined)
 
     def count_step(self, steps: int = 1) -> None:
-        """A step has been written, or was not after all (-1): groups whose methods ask for its number count it."""
+        """Add ``steps`` to the step number of groups whose methods ask for it; -1 takes a step back until it is known
+        to be written."""
         for group in self.optimizer.param_groups:
             if self.method(group).has(STEP.name):
                 group[STEP.name] += steps
 
     @torch.no_grad()
     def own_momenta(self) -> None:
-        """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
-        begins anew, as in torch.optim."""
+        """Copy states that users put into ``optimizer.state`` to the tensors that graphs read; a removed state begins
+        anew, as in torch.optim."""
         self.state_provider.own()
         for sharded in self.muon:
             if not sharded.spec.muon_settings.resident_momentum:
                 continue
             slots = self.optimizer.state[sharded.param]
-            held = slots.get("momentum_buffer")
-            if held is sharded.momentum_buffer:
+            user_state = slots.get("momentum_buffer")
+            if user_state is sharded.momentum_buffer:
                 continue
-            if held is None:
+            if user_state is None:
                 sharded.momentum.zero_()
             else:
-                sharded.momentum.copy_(local_tensor(held))
+                sharded.momentum.copy_(local_tensor(user_state))
             slots["momentum_buffer"] = sharded.momentum_buffer
-        for sharded, own in self._further.items():
+        for sharded, tensors in self._further.items():
             slots = self.optimizer.state[sharded.param]
-            for name, held in {**slots}.items():
-                if name in own and held is not own[name]:
-                    local_tensor(own[name]).copy_(local_tensor(held))
-                    slots[name] = own[name]
+            for name, user_state in {**slots}.items():
+                if name in tensors and user_state is not tensors[name]:
+                    local_tensor(tensors[name]).copy_(local_tensor(user_state))
+                    slots[name] = tensors[name]
         if any(not names <= self.optimizer.state[param].keys() for param, names in self._states.items()):
             self.create_state()
