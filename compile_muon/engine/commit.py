@@ -1,4 +1,4 @@
-"""The writes of a step: momenta, states of methods, matrices and all else; what is read here was checked before."""
+"""The writes of a step: momenta, states, matrices and all other parameters. The checks have passed before."""
 
 from __future__ import annotations
 
@@ -40,31 +40,30 @@ def commit(
     found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write momenta, moments and parameters; and whatever extensions write behind them.
+    """Write momenta, states and parameters, then call the ``after_commit`` hooks.
 
-    Args:
-        made: each direction is let go once it is written.
-        fetches: which fetch of the momentum each of them is made of, where they were fetched.
-        found_inf: 1.0 on the device for nothing to be written; None if the host knows that all may be.
-        rates: of a group; None for those that it holds.
+    ``made`` is emptied, to free each direction once it is written. ``fetches``: the fetch of the momentum that each
+    direction was made of. ``found_inf``: 1.0 on the device for nothing to be written, None if the host has decided to
+    write. ``rates``: returns the rates of a group as tensors (CUDA graphs); None for the numbers it holds.
     """
     matrices, rest = [], []
     for group in trained.optimizer.param_groups:
         method, own = trained.method(group), trained.with_gradient(group)
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            found = {sharded: made.found.pop(sharded.name) for sharded in own}
-            new = {sharded: made.states.pop(sharded.name) for sharded in own if sharded.name in made.states}
+            directions = {sharded: made.found.pop(sharded.name) for sharded in own}
+            new_states = {sharded: made.states.pop(sharded.name) for sharded in own if sharded.name in made.states}
             if method.has(STEP.name) and own:
                 own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
             projected = {a: made.projected.pop(a.name) for a in own if a.name in made.projected}
-            matrices.append(Matrices(method, own_rates, found, scale, new, projected))
+            matrices.append(Matrices(method, own_rates, directions, scale, new_states, projected))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     provider, ledger = trained.state_provider, trained.ledger
-    # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
+    # Master weights on a disk are written with the states. Without any, weights move only after the states are safe,
+    # so that a failing disk leaves them as they were.
     masters = any(sharded.spec.master for sharded in trained.muon)
     with provider.writing(fetches, found_inf) as confirm:
         with ledger.range("step commit muon"):
@@ -90,31 +89,20 @@ def _unscaled(rows: int, cols: int) -> float:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is left to be written of matrices once their states are: weights alone.
-
-    Args:
-        averaged: whether momenta are still to be moved, together with the weights.
-        parts: of methods with more to say than a direction.
-    """
+    """Matrices whose states are written, and whose weights are not."""
 
     groups: Sequence[Matrices]
-    averaged: bool
-    parts: Sequence[tuple[Part, Piece, After]]
+    averaged: bool  # one launch is still to move momenta together with the weights
+    parts: Sequence[tuple[Part, Piece, After]]  # of methods that are not ``plain``
 
 
 def commit_states(
     groups: Sequence[Matrices], provide: ProvideStates, found_inf: Tensor | None, *, all_resident: bool
 ) -> Prepared:
-    """Move momenta toward the gradients, and write further states.
-
-    Args:
-        provide: gives the states.
-        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
-        all_resident: whether all momenta are resident: :func:`commit_weights` then moves those that one launch can
-            move together with the weights.
-    """
-    found: list[tuple[Part, Piece, After]] = []
-    parts = [
+    """Move momenta toward the gradients, and write all other states. With ``all_resident``, :func:`commit_weights`
+    moves the momenta that one launch can move together with weights."""
+    pieces: list[tuple[Part, Piece, After]] = []
+    all_parts = [
         Part(group, sharded, part, place)
         for group in groups
         if not group.plain
@@ -122,7 +110,7 @@ def commit_states(
         for place, part in enumerate(sharded.now.parts)
     ]
     summed: dict[ShardedParam, list[tuple[Part, Tensor | None]]] = {}
-    for part, sums in zip(parts, sums_of_rows(parts, provide), strict=True):
+    for part, sums in zip(all_parts, sums_of_rows(all_parts, provide), strict=True):
         summed.setdefault(part.sharded, []).append((part, sums))
     for group in groups:
         if group.joint and all_resident:
@@ -130,24 +118,24 @@ def commit_states(
         for sharded_params, states in provide(
             list(group.directions), StateRequest.STATES if group.plain else StateRequest.STATES_MASTERS_READ
         ):
-            of = dict(zip(sharded_params, states, strict=True))
-            # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
-            begun = {a: {} if ROWS in row else row for a, row in of.items() if are_first(a, row)}
-            found += make_pieces([pair for sharded in begun for pair in summed.get(sharded, ())], begun, found_inf)
+            rows = dict(zip(sharded_params, states, strict=True))
+            # States larger than a buffer arrive by rows; such a method has only a momentum, so pieces are made once.
+            first = {a: {} if ROWS in row else row for a, row in rows.items() if are_first(a, row)}
+            pieces += make_pieces([pair for sharded in first for pair in summed.get(sharded, ())], first, found_inf)
             for sharded, new in group.states.items():
-                held = states_at_owner(sharded, of[sharded]) if sharded in of else []
-                for old, own in zip(held, new, strict=False):
+                old_states = states_at_owner(sharded, rows[sharded]) if sharded in rows else []
+                for old, own in zip(old_states, new, strict=False):
                     with unless(found_inf, [old]):
                         old.copy_(own)
-            momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
+            momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in rows.items() if "momentum_buffer" in row}
             if not momenta:
                 continue
             with unless(found_inf, list(momenta.values())):
-                given = {sharded: projected.gradient for sharded, projected in group.projected.items()}
-                grads = [given[a] if a in given else gradient_of(a, of[a]) for a in momenta]
+                projected_grads = {sharded: projected.gradient for sharded, projected in group.projected.items()}
+                grads = [projected_grads[a] if a in projected_grads else gradient_of(a, rows[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
-    return Prepared(groups, all_resident, found)
+    return Prepared(groups, all_resident, pieces)
 
 
 def commit_weights(
@@ -159,20 +147,17 @@ def commit_weights(
 ) -> None:
     """Move matrices along their directions.
 
-    Args:
-        summed: matrices of methods with facts, with a gradient or without: on every rank the same.
-        everyone: all ranks of the optimizer.
-        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
-        provide: gives the master weights of those that are rounded copies; None where none is.
+    ``summed``: matrices of methods with facts, with a gradient or without, equal on all ranks (``everyone``).
+    ``provide`` yields master weights; None where no parameter is a rounded copy.
     """
     totals = totals_of([(part, after) for part, _, after in prepared.parts], summed, everyone)
     parts_of: dict[ShardedParam, list[tuple[Part, Piece, After]]] = {}
-    for made in prepared.parts:
-        parts_of.setdefault(made[0].sharded, []).append(made)
+    for prepared_part in prepared.parts:
+        parts_of.setdefault(prepared_part[0].sharded, []).append(prepared_part)
     for group in prepared.groups:
-        moved = list(group.directions)
+        matrices = list(group.directions)
         for sharded_params, states in (
-            [(moved, [{} for _ in moved])] if provide is None else provide(moved, StateRequest.MASTERS)
+            [(matrices, [{} for _ in matrices])] if provide is None else provide(matrices, StateRequest.MASTERS)
         ):
             weights = {sharded: weight_of(sharded, own) for sharded, own in zip(sharded_params, states, strict=True)}
             if group.plain:
@@ -186,21 +171,22 @@ def commit_weights(
 def _commit_plain(
     group: Matrices, weights: Mapping[ShardedParam, Tensor], *, averaged: bool, found_inf: Tensor | None
 ) -> None:
+    """Move weights by decay and direction, and momenta with them if ``averaged``, in one launch."""
     averaged = averaged and group.joint
-    # What is moved, along what, and momentum and gradient, a row each.
+    # (weight, direction), or (weight, direction, momentum, gradient), for each matrix or stack of equal ones.
     rows: list[tuple[Tensor, ...]] = []
     scales: list[float] = []
     for sharded, weight in weights.items():
         direction = group.directions[sharded]
         tensors = (weight, direction, *((sharded.momentum, sharded.local_grad) if averaged else ()))
         parts = sharded.now.parts
-        own = [group.scale(part.rows, part.cols) for part in parts]
-        if len(set(own)) > 1:  # unequal matrices of a view
+        part_scales = [group.scale(part.rows, part.cols) for part in parts]
+        if len(set(part_scales)) > 1:  # unequal matrices of a view
             rows += [tuple(part.of(tensor) for tensor in tensors) for part in parts]
-            scales += own
-        elif own:
+            scales += part_scales
+        elif part_scales:
             rows.append(tensors)
-            scales.append(own[0])
+            scales.append(part_scales[0])
     if rows:
         params, directions, *moving = (list(column) for column in zip(*rows, strict=True))
         muon_apply(
@@ -222,7 +208,7 @@ def advance(
     directions: Sequence[Tensor],
     rates: Mapping[str, Any],
 ) -> None:
-    """Move momenta toward the gradients, as the method does."""
+    """Move momenta toward the gradients by the method's rule."""
     if method.advance is not None:
         method.advance(momenta, grads, directions, rates)
     else:

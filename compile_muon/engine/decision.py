@@ -1,4 +1,4 @@
-"""What a step does, decided from what the ranks have found: functions of facts alone, the same on every rank."""
+"""The decision of a step: functions of the facts that the ranks share, so equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Decision", "Facts", "Mode", "decide", "mode_of", "over"]
 
 
 class Mode(Enum):
-    """Whose directions a step takes, and when the host reads what the device finds."""
+    """The source of a step's directions, and when the host reads the device's checks."""
 
     IN_STEP = "read, take the directions of backward that hold, and make the others"
     TOGETHER = "the same by the norm of several optimizers, which is known once they have met"
@@ -21,42 +21,34 @@ class Mode(Enum):
 
     @property
     def at_once(self) -> bool:
-        """Whether all directions are made in the step, before the host knows anything of the device."""
+        """Whether all directions are made in the step, before the host reads anything from the device."""
         return self in (Mode.AT_ONCE, Mode.AT_ONCE_LATER)
 
     @property
     def later(self) -> bool:
-        """Whether the host reads in the next step."""
+        """Whether the host reads the checks in the next step."""
         return self in (Mode.LATER, Mode.AT_ONCE_LATER)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides over a step: at first what the host of one rank knows, then what its checks read of all ranks.
+    """The facts that decide over a step: of one rank's host at first, of all ranks once the checks are read."""
 
-    Args:
-        wanted: names of the matrices with a gradient.
-        limit: ``gradient_clipping``.
-        held: names of the directions of backward that every rank has, made from the gradient it has.
-        anywhere: names of the matrices of which some rank may have a gradient.
-        gradients: squared norm of each gradient, by name; empty until it is read, as is all below.
-        spoiled: names of what else is not finite, by kind: momenta, states, rates.
-        directions: names of the directions that are not finite.
-        total: norm of the gradients of all optimizers that decide together; None for those of this one.
-    """
-
-    wanted: frozenset[str] = frozenset()
-    limit: float | None = None
+    wanted: frozenset[str] = frozenset()  # matrices with a gradient
+    limit: float | None = None  # ``gradient_clipping``
+    # Matrices whose direction every rank has from backward, made from the gradient that it has.
     held: frozenset[str] = frozenset()
-    anywhere: frozenset[str] = frozenset()
+    anywhere: frozenset[str] = frozenset()  # matrices of which some rank may have a gradient
+    # Squared norm of each gradient; empty, as all below, until the checks are read.
     gradients: Mapping[str, float] = field(default_factory=dict)
+    # Names of momenta, states and rates that are not finite, by kind.
     spoiled: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    directions: frozenset[str] = frozenset()
-    total: float | None = None
+    directions: frozenset[str] = frozenset()  # matrices whose direction is not finite
+    total: float | None = None  # norm over all optimizers that decide together; None without others
 
     @property
     def norm(self) -> float:
-        """Of all gradients."""
+        """The norm of all gradients."""
         return math.sqrt(sum(self.gradients.values())) if self.total is None else self.total
 
     @property
@@ -65,64 +57,48 @@ class Facts:
         return bool(self.gradients or self.total is not None) and over(self.limit, self.norm)
 
     def wrong(self, used: Collection[str]) -> dict[str, list[str]]:
-        """What is not finite of all that a step would use, names by kind; what follows from other things is not named.
-
-        Args:
-            used: names of the directions; what has become of others does not matter.
-        """
-        found = {"gradient": [name for name, square in self.gradients.items() if not math.isfinite(square)]}
-        found |= {what: list(names) for what, names in self.spoiled.items()}
-        if not any(found.values()):
-            found["direction"] = sorted(self.directions.intersection(used))
-        return {what: names for what, names in found.items() if names}
+        """Return the non-finite inputs of a step that uses these directions: names by kind, causes without their
+        consequences."""
+        not_finite = {"gradient": [name for name, square in self.gradients.items() if not math.isfinite(square)]}
+        not_finite |= {what: list(names) for what, names in self.spoiled.items()}
+        if not any(not_finite.values()):
+            not_finite["direction"] = sorted(self.directions.intersection(used))
+        return {what: names for what, names in not_finite.items() if names}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step does.
+    """The course of a step."""
 
-    Args:
-        clip: whether the device scales gradients whose norm is over the limit.
-        use: names of the directions of backward that it takes.
-        make: names of those that it makes itself.
-        wait: whether the host reads what the device finds, once these are made and before anything is written.
-        wrong: what is not finite, names by kind: then nothing is made or written.
-    """
-
-    clip: bool
-    use: frozenset[str]
-    make: frozenset[str]
-    wait: bool
-    wrong: dict[str, list[str]]
+    clip: bool  # the device scales gradients whose norm is over the limit
+    use: frozenset[str]  # matrices that take the direction of backward
+    make: frozenset[str]  # matrices whose direction the step makes
+    wait: bool  # the host reads the new directions' checks before anything is written
+    wrong: dict[str, list[str]]  # non-finite inputs, names by kind; if any, nothing is made or written
 
 
 def over(limit: float | None, norm: float) -> bool:
-    """Whether gradients of this norm are scaled: torch's ``limit / (norm + 1e-6) < 1``."""
+    """Return whether gradients of this norm are scaled: torch's ``limit / (norm + 1e-6) < 1``."""
     return limit is not None and limit / (norm + 1e-6) < 1
 
 
 def mode_of(facts: Facts, *, speculating: bool, later: bool, together: bool) -> Mode:
-    """How a step goes on.
-
-    Args:
-        facts: of the host.
-        speculating: whether any backward may make directions.
-        later: whether checks are read in the next step; never so with other optimizers.
-        together: whether there are others that decide with this one.
-    """
+    """Return the mode of a step with these facts of the host. ``speculating``: backwards may make directions.
+    ``later``: checks are read in the next step; never with ``together``, other optimizers that decide with this one."""
     if together:
         return Mode.TOGETHER
     if not speculating:
         return Mode.AT_ONCE_LATER if later else Mode.AT_ONCE
-    # What a step must know for its own course it waits for.
+    # A limit, or a direction to be made, needs the checks before the step goes on.
     return Mode.LATER if later and facts.limit is None and facts.wanted <= facts.held else Mode.IN_STEP
 
 
 def decide(facts: Facts, mode: Mode) -> Decision:
-    """What a step does with these facts: of the host where ``mode`` reads nothing before, else of all ranks."""
+    """Return the decision: by facts of the host in modes that read nothing before it, else by facts of all ranks."""
     if mode.at_once:
         return Decision(facts.limit is not None, frozenset(), facts.anywhere, not mode.later, facts.wrong(()))
-    # A direction of an unscaled gradient is right up to Newton-Schulz's eps, but its momentum is not.
+    # Newton-Schulz ignores scale up to its eps, but momentum mixes gradients: once the gradient is clipped, the
+    # direction made of the unscaled one is wrong.
     use = frozenset[str]() if facts.clipped else facts.held & facts.wanted
     make = facts.wanted - use
     return Decision(facts.clipped, use, make, bool(make), facts.wrong(use))

@@ -1,4 +1,4 @@
-"""The directions that a decision asks for: taken from backward, or made here of gradients scaled to the limit."""
+"""The directions of a step: taken from backward, or made here of gradients scaled to the limit."""
 
 from __future__ import annotations
 
@@ -22,40 +22,31 @@ __all__ = ["Directions", "fetches_of", "make", "note"]
 
 @dataclass(frozen=True)
 class Directions:
-    """What a step moves matrices along.
+    """The directions of all matrices with a gradient, and results of making them."""
 
-    Args:
-        found: by name, each of its shard's shape in the dtype of Newton-Schulz.
-        states: at owners, the new ones of each that has some here.
-        projected: what stands for the gradients of those whose methods project them.
-        traffic: what was sent for those made here.
-    """
-
-    found: dict[str, Tensor]
-    states: dict[str, Sequence[Tensor]] = field(default_factory=dict)
-    projected: dict[str, Projected] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
+    found: dict[str, Tensor]  # by name, each of its shard's shape in the dtype of Newton-Schulz
+    states: dict[str, Sequence[Tensor]] = field(default_factory=dict)  # new states at owners, by name
+    projected: dict[str, Projected] = field(default_factory=dict)  # of matrices whose methods project gradients
+    traffic: Traffic = field(default_factory=Traffic)  # sent for the directions made here
 
 
 def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Directions:
-    """Make what is to be made, all at once. Gradients whose norm is over the limit are scaled in place before, as
-    ``clip_grad_norm_`` does. Nothing is waited for.
+    """Make the directions that the decision asks for, all in one step graph, without waiting. Their finiteness joins
+    the checks.
 
-    Args:
-        norm: of all gradients, 0-dim fp32 on the device.
-    Returns:
-        Of all matrices with a gradient; the checks are given which of those made here are not finite.
+    Gradients are first scaled in place where ``norm``, of all gradients, 0-dim fp32, is over the limit (as
+    ``clip_grad_norm_`` does).
     """
     if decision.clip:
         _clip(trained, norm)
-    found = {name: speculation.direction for name, speculation in begun.used(decision).items()}
+    directions = {name: speculation.direction for name, speculation in begun.used(decision).items()}
     sharded_params = [sharded for sharded in trained.muon if sharded.name in decision.make]
     if not sharded_params:
-        return Directions(found)
+        return Directions(directions)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in sharded_params]
     with trained.ledger.range("step directions", payload=len(sharded_params)):
-        # Those that are offloaded come here for as long as directions are made.
-        kept = {
+        # Copies of offloaded states live on the device only while directions are made.
+        owner_states = {
             place: [state.to(trained.device, non_blocking=True) for state in _states(trained, sharded)]
             for place, sharded in enumerate(sharded_params)
             if sharded.owners
@@ -66,24 +57,25 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             for sharded, grad in zip(sharded_params, grads, strict=True)
         ]
         results, states, traffic = trained.step_graphs.orthogonalize(
-            sharded_params, grads, kept, trained.ledger.options
+            sharded_params, grads, owner_states, trained.ledger.options
         )
-    wrong = directions_not_finite([sharded.now for sharded in sharded_params], results)
-    begun.checks.add("direction", [sharded.name for sharded in sharded_params], wrong)
-    graded = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
-    found |= {sharded_params[place].name: results[place] for place in graded}
-    new: dict[str, Sequence[Tensor]] = {
-        sharded_params[place].name: states[place] for place in graded if place in states
+    flags = directions_not_finite([sharded.now for sharded in sharded_params], results)
+    begun.checks.add("direction", [sharded.name for sharded in sharded_params], flags)
+    with_gradient = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
+    directions |= {sharded_params[place].name: results[place] for place in with_gradient}
+    new_states: dict[str, Sequence[Tensor]] = {
+        sharded_params[place].name: states[place] for place in with_gradient if place in states
     }
-    return Directions(found, new, projected, traffic)
+    return Directions(directions, new_states, projected, traffic)
 
 
 def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:
+    """Return this rank's states at owners."""
     return states_at_owner(sharded, trained.optimizer.state[sharded.param])
 
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[ShardedParam, int]:
-    """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
+    """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
     if trained.state_provider.all_resident:
         return {}
     used = begun.used(decision)
@@ -91,11 +83,8 @@ def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Sh
 
 
 def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -> None:
-    """Note in the parameters what has become of the directions of backward.
-
-    Args:
-        clipped: whether the norm was over the limit, as far as it is known.
-    """
+    """Record which directions of backward were used or discarded. ``clipped``: the norm is known to be over the
+    limit."""
     for sharded in begun.candidates:
         if sharded.name in decision.use:
             sharded.speculations.used()
@@ -107,11 +96,11 @@ def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -
 
 
 def _clip(trained: Trained, norm: Tensor) -> None:
-    """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
+    """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1, without waiting."""
     limit = trained.config.zero.gradient_clipping
     gradients = [a.local_grad for a in (*trained.muon, *trained.rest) if a.grad is not None]
     if limit is None or not gradients:
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    # A step that will be refused leaves gradients as they are.
+    # A non-finite norm: the step will be refused, and leaves gradients as they are.
     torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))

@@ -67,8 +67,8 @@ def edits_of(tensor: Tensor) -> int:
 
 
 def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """Return ``shard`` as the kind of tensor that ``param.grad`` is.
-    ``mesh``: the same ranks on the shard's device, by default the mesh of ``param``."""
+    """Return ``shard`` as the kind of tensor that ``param.grad`` is. ``mesh``: the same ranks on the shard's device, by
+    default the mesh of ``param``."""
     if not isinstance(param, DTensor):
         return shard
     return DTensor.from_local(

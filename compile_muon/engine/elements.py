@@ -1,4 +1,4 @@
-"""The writes of a step to all that is no matrix, element by element of the shards."""
+"""The writes of a step to parameters that are no matrices, element by element of the shards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ def commit_elements(
     slots: Sequence[MutableMapping[str, Tensor]],
     found_inf: Tensor | None,
 ) -> None:
-    """One step of a method for all that is no matrix, on the shards.
+    """Run one step of an elementwise method on the shards of parameters with a gradient.
 
-    Args:
-        sharded_params: parameters with a gradient.
-        slots: the optimizer's states of each; of all, or of none, with what :class:`~.StateProvider` adds for the host:
-            then whoever provided it brings the weights back.
-        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
+    ``slots``: the optimizer's states of each. A state provider adds tensors to all of them or none: ``GRADIENT``
+    without ``ROWS`` means that the host computes the step and the provider copies the weights back.
     """
     if not sharded_params:
         return
@@ -40,7 +37,7 @@ def commit_elements(
         step, found_inf = method.on_host, None
         rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
     for sharded, row in zip(sharded_params, slots, strict=True):
-        for state in method.states:  # kernels count steps themselves; a checkpoint may have brought them to the host
+        for state in method.states:  # kernels count steps on the GPU; a loaded count may be on the host
             count = row[state.name]
             if state.each == "parameter" and sharded.local.is_cuda and not (on_host or count.is_cuda):
                 row[state.name] = count.to(sharded.local.device, non_blocking=True)
@@ -48,17 +45,18 @@ def commit_elements(
     states: list[MutableMapping[str, Tensor]] = [
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
-    written = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
+    # Tensors to restore; a method that withholds its writes on CUDA by itself needs none.
+    restored = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
     decay = rates.get("weight_decay", 0.0) if rates.get("cautious_decay", False) else 0.0
-    cautious = isinstance(decay, Tensor) or decay != 0  # a graph holds a decay that may become another one
-    with unless(found_inf if written else None, written):
-        before = [param.clone() for param in params] if cautious else []
-        given = {**rates, "weight_decay": 0.0} if cautious else rates
+    cautious = isinstance(decay, Tensor) or decay != 0  # a CUDA graph may get another decay
+    with unless(found_inf if restored else None, restored):
+        old_params = [param.clone() for param in params] if cautious else []
+        step_rates = {**rates, "weight_decay": 0.0} if cautious else rates
         grads = [gradient_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
-        step(params, grads, states, given, found_inf)
-        for param, old in zip(params, before, strict=False):
-            # Decay where the step went toward zero; a weight of zero has nothing to lose.
-            lost = (rates["lr"] * decay) * old.to(torch.promote_types(old.dtype, torch.float32))
-            param.sub_(lost * ((old - param) * old >= 0))
+        step(params, grads, states, step_rates, found_inf)
+        for param, old in zip(params, old_params, strict=False):
+            # Cautious weight decay: only where the step moves toward zero.
+            decayed = (rates["lr"] * decay) * old.to(torch.promote_types(old.dtype, torch.float32))
+            param.sub_(decayed * ((old - param) * old >= 0))
     if not on_host:
         round_masters(sharded_params, slots)

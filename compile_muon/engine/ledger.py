@@ -171,8 +171,8 @@ class Ledger:
     def purpose(self, sharded: ShardedParam, call: int, *, receives: bool, speculates: bool) -> Purpose:
         """Note a backward visit, and return what the graph is to do with this parameter's gradient.
 
-        ``call`` numbers the backward call, ``receives`` says whether autograd will add the gradient to
-        ``.grad``, and ``speculates`` whether the graph is able to make a direction of it.
+        ``call`` numbers the backward call, ``receives`` says whether autograd will add the gradient to ``.grad``, and
+        ``speculates`` whether the graph is able to make a direction of it.
         """
         alone = sharded.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
@@ -225,9 +225,8 @@ class Ledger:
     # ------------------------------------------------------------------ step
 
     def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
-        """Throw away the directions of these parameters: "clipped" by
-        ``gradient_clipping``, or "edited" after backward. ``update="auto"`` stops making them after several steps in a
-        row."""
+        """Throw away the directions of these parameters: "clipped" by ``gradient_clipping``, or "edited" after
+        backward. ``update="auto"`` stops making them after several steps in a row."""
         stopped = [sharded.name for sharded in sharded_params if sharded.speculations.discarded(reason)]
         if not stopped or self.update != "auto" or reason in self._warned:
             return

@@ -1,7 +1,7 @@
-"""Pieces: what a step writes where a method has more to say than a direction.
+"""Pieces: this rank's parts of equal matrices of one parameter, for methods whose step is not one decay and one
+addition.
 
-A piece is this rank's part of equal matrices of one parameter. Methods see pieces alone; facts are sums over whole
-matrices, and are made here, of all pieces and ranks.
+Methods see pieces only. Their facts are sums over whole matrices, over all pieces and ranks.
 """
 
 from __future__ import annotations
@@ -36,27 +36,19 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """What a step writes of one group of matrices.
+    """The matrices of one parameter group, as a step writes them."""
 
-    Args:
-        method: of the group.
-        rates: of the group.
-        directions: of the shards of those with a gradient, in any floating dtype.
-        scale: factor on the learning rate, of the rows and columns of a matrix.
-        states: new ones at owners, of those that have some here.
-        projected: what stands for gradients, of methods that project them.
-    """
-
-    method: MatrixMethod
-    rates: Mapping[str, Any]
-    directions: Mapping[ShardedParam, Tensor]
-    scale: Callable[[int, int], float]
-    states: Mapping[ShardedParam, Sequence[Tensor]] = field(default_factory=dict)
+    method: MatrixMethod  # of the group
+    rates: Mapping[str, Any]  # of the group
+    directions: Mapping[ShardedParam, Tensor]  # of the shards with a gradient, in any floating dtype
+    scale: Callable[[int, int], float]  # ``(rows, cols)`` -> factor on the learning rate
+    states: Mapping[ShardedParam, Sequence[Tensor]] = field(default_factory=dict)  # new states at owners
+    # In place of gradients, where the method projects them.
     projected: Mapping[ShardedParam, Projected] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
-        """Whether all of it is one decay and one addition."""
+        """Whether the write is one decay and one addition."""
         method = self.method
         return method.after is None and method.finish is None and not self.rates.get("cautious_decay", False)
 
@@ -68,7 +60,7 @@ class Matrices:
 
 
 class Part(NamedTuple):
-    """Equal matrices of one parameter."""
+    """Equal matrices of one parameter: part ``place`` of ``sharded.now.parts``."""
 
     group: Matrices
     sharded: ShardedParam
@@ -76,13 +68,13 @@ class Part(NamedTuple):
     place: int
 
     def state(self, state: State, states: Mapping[str, Tensor]) -> Tensor:
-        """As :class:`~compile_muon.passes.methods.Piece` has it, the same memory."""
+        """Return the piece's part of a state, on the same memory."""
         tensor = local_tensor(states[state.name])
         return self.part.of_rows(tensor) if state.each == "row" else self.part.of(tensor)
 
     @property
     def numbers(self) -> slice:
-        """Of its matrices in the whole parameter."""
+        """The numbers of these matrices in the whole parameter."""
         part, local = self.part, self.sharded.spec.layout.local_shape
         count = part.segment.count if part.segment is not None else local[0] if part.stack else 1
         return slice(part.first, part.first + count)
@@ -93,13 +85,14 @@ class Part(NamedTuple):
         return self.part.of(self.group.directions[self.sharded]).to(wide)
 
     def row_sums(self, weight: Tensor) -> Tensor | None:
-        """Of this rank's columns, where the method asks for some."""
+        """Return the method's sums over this rank's columns, ``[n, r, k]``; None if it has none."""
         if self.group.method.row_sums is None:
             return None
         direction = self.direction
         return self.group.method.row_sums(direction, self.part.of(weight).to(direction.dtype))
 
     def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
+        """Return the piece that the method's functions receive."""
         direction, weight = self.direction, weight_of(self.sharded, states)
         if sums is None:
             sums = self.row_sums(weight)
@@ -119,16 +112,16 @@ class Part(NamedTuple):
 
 
 def sums_of_rows(parts: Sequence[Part], provide: ProvideStates) -> list[Tensor | None]:
-    """The sums over rows that methods ask for where ranks have parts of the same rows, summed over these ranks; None
-    where a rank has whole ones."""
-    cut: dict[ShardedParam, list[Part]] = {}
+    """Return for each part the method's sums over whole rows, where ranks hold columns of the same rows; None where a
+    rank holds whole rows. Collective in the former case."""
+    cut_parts: dict[ShardedParam, list[Part]] = {}
     for part in parts:
         if part.sharded.spec.cut_in_columns and part.group.method.row_sums is not None:
-            cut.setdefault(part.sharded, []).append(part)
-    found: dict[tuple[ShardedParam, int], Tensor | None] = {}
-    for sharded, weight in exact_weights(provide, list(cut)):
-        found |= {(sharded, part.place): part.row_sums(weight) for part in cut[sharded]}
-    sums = [found.get((part.sharded, part.place)) for part in parts]
+            cut_parts.setdefault(part.sharded, []).append(part)
+    row_sums: dict[tuple[ShardedParam, int], Tensor | None] = {}
+    for sharded, weight in exact_weights(provide, list(cut_parts)):
+        row_sums |= {(sharded, part.place): part.row_sums(weight) for part in cut_parts[sharded]}
+    sums = [row_sums.get((part.sharded, part.place)) for part in parts]
     over_whole_rows([(part.sharded, part.place, own) for part, own in zip(parts, sums, strict=True)])
     return sums
 
@@ -138,54 +131,46 @@ def make_pieces(
     states: Mapping[ShardedParam, Mapping[str, Tensor]],
     found_inf: Tensor | None,
 ) -> list[tuple[Part, Piece, After]]:
-    """What methods make of directions, their new states written."""
-    found = []
+    """Call the methods' ``after`` on each part and write the new states; return pieces and results without states."""
+    pieces = []
     for part, sums in parts:
         piece = part.piece(states[part.sharded], sums)
         after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
-        found.append((part, replace(piece, states={}), replace(after, states={})))
-        named = {state.name: state for state in part.group.method.states}
-        written = {name: part.state(named[name], states[part.sharded]) for name in after.states}
-        with unless(found_inf, list(written.values())):
+        pieces.append((part, replace(piece, states={}), replace(after, states={})))
+        states_named = {state.name: state for state in part.group.method.states}
+        state_tensors = {name: part.state(states_named[name], states[part.sharded]) for name in after.states}
+        with unless(found_inf, list(state_tensors.values())):
             for name, new in after.states.items():
-                written[name].copy_(new)
-    return found
+                state_tensors[name].copy_(new)
+    return pieces
 
 
 def totals_of(
     own: Sequence[tuple[Part, After]], summed: Sequence[ShardedParam], everyone: dist.ProcessGroup | None
 ) -> dict[ShardedParam, Tensor]:
-    """Facts of the whole matrices of each parameter, ``[matrices, k]``.
-
-    Args:
-        own: of this rank's rows.
-        summed: parameters whose methods have facts.
-    """
+    """Return the facts of all matrices, ``[matrices, k]`` for each parameter of ``summed``; ``own``: results of this
+    rank's rows. Collective."""
     if not summed:
         return {}
     shapes = [(sharded.now.matrix_count, matrix_method(sharded.spec.muon_settings.method).facts) for sharded in summed]
     sizes = [math.prod(shape) for shape in shapes]
     wide = any(after.facts is not None and after.facts.dtype is torch.float64 for _, after in own)
-    # A rank without rows of a matrix, or without a gradient, brings zeros: every rank as many numbers.
+    # Every rank reduces as many numbers: zeros for matrices of which it has no rows or no gradient.
     vector = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=summed[0].local.device)
     views = [own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)]
-    found = dict(zip(summed, views, strict=True))
+    totals = dict(zip(summed, views, strict=True))
     for part, after in own:
         if after.facts is not None:
-            # Several ranks may hold the same rows, which would be counted once for each.
+            # The sum over ranks would count rows once for each rank that holds a copy.
             copies = 1 if everyone is None else part.sharded.spec.layout.copies
-            found[part.sharded][part.numbers].add_(after.facts / copies)
+            totals[part.sharded][part.numbers].add_(after.facts / copies)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
-    return found
+    return totals
 
 
 def _factors(group: Matrices, piece: Piece, facts: Tensor | None) -> tuple[Any, Any]:
-    """The factors of a weight and of its direction.
-
-    Args:
-        facts: of the matrices of the piece.
-    """
+    """Return the factors of a weight and of its direction; ``facts`` are of the piece's matrices."""
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
     move: Any = -(lr * group.scale(piece.rows, piece.cols))
@@ -197,6 +182,7 @@ def _factors(group: Matrices, piece: Piece, facts: Tensor | None) -> tuple[Any, 
 def write_piece(
     part: Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, found_inf: Tensor | None
 ) -> None:
+    """Write ``keep * weight + move * direction`` to the piece's rows of ``weight``."""
     group = part.group
     with in_rows(weight) as rows, unless(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
