@@ -1,4 +1,4 @@
-"""One optimizer at work, and what features add to it. The files, in an order to read them:
+"""The engine: one optimizer at work, and the hooks of its features. The files, in reading order:
 
 a parameter      sharded_param: visits, sums, speculation; dtensor_parameter, dtensors, local
 a frame          frame, which asks the ledger; forwards, inside which weights are whole

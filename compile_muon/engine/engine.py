@@ -1,4 +1,4 @@
-"""One optimizer at work: what checkpoints, plans and integrations may name of it."""
+"""The engine: the parts of an optimizer that checkpoints, plans and integrations may name."""
 
 from __future__ import annotations
 
@@ -28,47 +28,37 @@ E = TypeVar("E")
 
 @dataclass(eq=False)
 class Engine:
-    """The parts of a :class:`~compile_muon.MuonZero` at work; ``optimizer.engine``.
+    """The working parts of a :class:`~compile_muon.MuonZero`; ``optimizer.engine``.
 
-    An optimizer has parameter groups, state and what users call; the engine has what a step is made by. It lives as
-    long as its optimizer, and its parts stay the same objects.
-
-    Args:
-        ledger: what happened to each parameter since the last step, and what frames are asked for.
-        step: facts, directions and writes of ``optimizer.step()``.
-        model: the module that was sharded.
-        assignments: by name, which method trains a parameter, and why: each a
-            :class:`~compile_muon.model.assignment.Assignment`. What is unfrozen is added.
-        mesh: of ranks, and ``group`` all of them; None for one process.
-        extensions: the features that it has, each a :class:`~compile_muon.Extension`.
-        hyper: ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group.
-        compares: whether there are other ranks to compare anything with.
-        meeting: of all checkpointers, once there was one: a process group has threads, and stays.
+    The optimizer has parameter groups, state and the calls of users; the engine has the parts that run a step. It lives
+    as long as its optimizer, and its parts stay the same objects.
     """
 
-    ledger: Ledger
-    step: Step
-    model: nn.Module
+    ledger: Ledger  # visits since the last step, and the policy that frames ask
+    step: Step  # runs ``optimizer.step()``
+    model: nn.Module  # the sharded module
+    # By parameter name, the method and its reason, :class:`~compile_muon.model.assignment.Assignment`; grows when
+    # parameters are unfrozen.
     assignments: dict[str, Any]
-    mesh: Mesh | None
-    group: dist.ProcessGroup | None
-    extensions: Sequence[object]
-    hyper: Tensor
-    compares: bool
-    meeting: Ranks | None = None
+    mesh: Mesh | None  # None for one process
+    group: dist.ProcessGroup | None  # all ranks of ``mesh``
+    extensions: Sequence[object]  # each a :class:`~compile_muon.Extension`
+    hyper: Tensor  # ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group
+    compares: bool  # whether there are other ranks to compare with
+    meeting: Ranks | None = None  # shared by all checkpointers: a process group has threads and is never freed
 
     @property
     def hooks(self) -> Hooks:
-        """What the extensions do, by occasion."""
+        """The overridden hooks of the extensions."""
         return self.ledger.hooks
 
     def extension(self, kind: type[E]) -> E | None:
-        """The first of this class, or of one derived from it; None if there is none."""
+        """Return the first extension of this class or a subclass, or None."""
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     @property
     def params(self) -> list[ShardedParam]:
-        """The sharded parameters, in the order of the model, frozen ones included."""
+        """The sharded parameters in the order of the model, frozen ones included."""
         return self.ledger.sharded_params
 
     @property
@@ -78,10 +68,10 @@ class Engine:
 
     @property
     def status(self) -> RankStatus:
-        """What this rank is doing, for the others to read."""
+        """This rank's status, which other ranks read."""
         return self.ledger.status
 
     @property
     def state_provider(self) -> StateProvider:
-        """Of the states that are not resident."""
+        """The provider of states that are not resident."""
         return self.step.state_provider

@@ -1,8 +1,8 @@
-"""A feature is an object: what it adds to an optimizer stands in one place, and the core only loops over hooks.
+"""Extensions: a feature is one object, whose hooks the core calls without knowing the feature.
 
     optimizer = MuonZero(model, extensions=[Averages()])
 
-Where no extension overrides a hook, the core loops over ``()``: :func:`hooks_of` asks for that once.
+:func:`hooks_of` collects overridden hooks once, so a hook that none overrides costs nothing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ __all__ = ["Extension", "check_extensions", "hooks_of"]
 class Extension:
     """A feature of one optimizer. Each hook does nothing until it is overridden.
 
-    Hooks run on every rank; of several extensions in the order in which the optimizer has them. A rank that has no
-    rows of a parameter has an empty shard of it, so that all ranks make the same calls, and meet in the same
-    collectives.
+    Hooks run on every rank, in the order in which the optimizer has its extensions. A rank without rows of a parameter
+    has an empty shard of it, so that all ranks make the same calls and meet in the same collectives.
 
     Attributes:
-        engine: the optimizer at work; from :meth:`attach` on.
-        dynamo_passes: for Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
+        engine: the optimizer's engine; set by :meth:`attach`.
+        dynamo_passes: passes over Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
         state_provider: keeps states that are not resident, see
-            :class:`~compile_muon.engine.state_provider.StateProvider`. One extension at most has one, and one has
-            ``peers``.
-        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.Peers`.
-        unrecorded: why a step is in no CUDA graph; None where :meth:`facts` and :meth:`after_commit` do nothing but
-            launch, on tensors that stay where they are: a graph that is replayed calls no Python.
+            :class:`~compile_muon.engine.state_provider.StateProvider`. At most one extension has one.
+        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.Peers`. At most one
+            extension has them.
+        unrecorded: why a step is in no CUDA graph. Set it to None if :meth:`facts` and :meth:`after_commit` only launch
+            kernels, on tensors that keep their addresses: a replayed graph calls no Python.
     """
 
     engine: Engine
@@ -54,90 +53,93 @@ class Extension:
     unrecorded: str | None = "an extension may ask the host"
 
     def attach(self, engine: Engine) -> None:
-        """Belong to an optimizer, which has all its parts but state; called once."""
+        """Take the engine of the optimizer, which has all its parts but state. Called once."""
         self.engine = engine
 
     # ------------------------------------------------------------------ frames
 
     def before_forward(self, groups: frozenset[str], integers: Sequence[Tensor]) -> None:
-        """A compiled forward is about to run.
+        """Run ahead of a compiled forward.
 
         Args:
-            groups: names of the process groups that its collectives meet in.
-            integers: those of its inputs that are no floating-point tensors, as ids of tokens.
+            groups: names of the process groups of its collectives.
+            integers: its tensor inputs that are not floating point, such as token ids.
         """
 
     def told(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
-        """An op that a pass has put into a graph has something to say of a parameter.
+        """Receive ``facts`` that an op in a graph has found about a parameter.
 
         Args:
-            what: that the op and its extension agree on, see :meth:`~compile_muon.passes.language.holder.Holder.tell`.
+            what: kind of the facts, on which the op and its extension agree, see
+                :meth:`~compile_muon.passes.language.holder.Holder.tell`.
         """
 
     def dropped(self, sharded: ShardedParam) -> None:
-        """A parameter has no gradient (any more), so what was noted of it goes, too: behind a step, and ahead of a
-        backward that finds none."""
+        """Drop what was noted of a parameter whose gradient is gone: after a step, and ahead of a backward that finds
+        no ``.grad``."""
 
     # ------------------------------------------------------------------ a step, in this order
 
     def before_step(self) -> None:
-        """A step begins, and has looked at nothing yet."""
+        """Run at the beginning of a step, before it reads anything."""
 
     def check(self) -> None:
-        """Raise what forbids a step; nothing is sent here.
+        """Raise if the step is forbidden. No collectives here.
 
         Raises:
             UnsupportedModelError: all ranks then raise it, once they have met.
         """
 
     def facts(self, checks: StepChecks) -> None:
-        """Put into the checks what decides over the step, with :meth:`~.StepChecks.add_wrong`: the same names on all
-        ranks. They are summed over the ranks with all else."""
+        """Add numbers that decide over the step to the checks, with :meth:`~.StepChecks.add_wrong`, under the same
+        names on all ranks. They are summed over the ranks with the other checks."""
 
     def why_not_finite(self) -> tuple[str, str] | None:
-        """Why what a step would write is not finite, and the remedy; None if this feature has no part in it.
+        """Return the cause of a non-finite step and the remedy; None if this feature is not the cause.
 
-        Collective: a step that is refused asks all its ranks."""
+        Collective: all ranks of a refused step call it.
+        """
 
     def after_commit(self, found_inf: Tensor | None) -> None:
-        """Weights and states are written, and resident weights not gathered yet.
+        """Run after weights and states are written, before resident weights are gathered.
 
         Args:
-            found_inf: 1.0 on the device for a step that has written nothing; None where the host knows that it has.
+            found_inf: 1.0 on the device if the step has written nothing; None if the host knows that it has written.
         """
 
     # ------------------------------------------------------------------ state
 
     def kept(self, sharded: ShardedParam, name: str) -> Tensor:
-        """This rank's part of what :meth:`state` has begun."""
+        """Return this rank's part of the state ``name`` that :meth:`state` began."""
         return local_tensor({**self.engine.step.optimizer.state[sharded.param]}[name])
 
     def state(self, sharded: ShardedParam) -> Mapping[str, Tensor]:
-        """What is kept of a trained parameter, as it begins, by name in the optimizer's state: saved, loaded and
-        resharded with it.
+        """Return the initial states that this feature keeps of a trained parameter, by name in the optimizer's state.
+
+        They are saved, loaded and resharded with the parameter. Names have no slash.
 
         Returns:
-            Tensors of the shape of ``sharded.local``, of any dtype, in memory of their own; or 0-dim, then the same on
-            all ranks. In ``optimizer.state`` they are DTensors where the parameter is one. A name has no slash.
+            Tensors of the shape of ``sharded.local``, of any dtype, in memory of their own; or 0-dim tensors, equal on
+            all ranks. In ``optimizer.state`` they are DTensors where the parameter is one.
         """
         return {}
 
     def loaded(self) -> None:
-        """Weights or states were written from outside."""
+        """Run after weights or states were written from outside."""
 
     # ------------------------------------------------------------------ what users read
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the latest step, for :meth:`MuonZero.metrics`; NaN for what is not known."""
+        """Return numbers of the latest step for :meth:`MuonZero.metrics`; NaN where unknown."""
         return {}
 
     def totals(self) -> Mapping[str, int]:
-        """Since the start, for :meth:`MuonZero.totals`."""
+        """Return numbers since the start for :meth:`MuonZero.totals`."""
         return {}
 
 
 def hooks_of(extensions: Sequence[Extension]) -> Hooks:
-    """What these extensions do, by occasion."""
+    """Return the overridden hooks of these extensions."""
 
     def own(hook: str) -> list[Any]:
         return [getattr(each, hook) for each in extensions if getattr(type(each), hook) is not getattr(Extension, hook)]
@@ -146,7 +148,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
         f.name: tuple(own(f.name)) for f in fields(Hooks) if callable(getattr(Extension, f.name, None))
     }
     providers = [each.state_provider for each in extensions]
-    asked = [
+    in_steps = [
         each
         for each, kept in zip(extensions, providers, strict=True)
         if kept or each.peers or {*own("facts"), *own("after_commit")}
@@ -155,17 +157,13 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
         dynamo_passes=tuple(each for extension in extensions for each in extension.dynamo_passes),
         state_provider=next((kept for kept in providers if kept is not None), StateProvider()),
         peers=next((each.peers for each in extensions if each.peers is not None), Peers()),
-        unrecorded=next((each.unrecorded for each in asked if each.unrecorded is not None), None),
+        unrecorded=next((each.unrecorded for each in in_steps if each.unrecorded is not None), None),
         **calls,
     )
 
 
 def check_extensions(extensions: Sequence[Extension]) -> None:
-    """Raise what a user gave that is no extension, or belongs to another optimizer.
-
-    Raises:
-        ConfigError: about the first.
-    """
+    """Raise ConfigError for the first user input that is no extension, or belongs to another optimizer."""
     for each in extensions:
         if not isinstance(each, Extension):
             remedy = "give objects of subclasses of it, extensions=[Average()]"

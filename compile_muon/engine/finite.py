@@ -1,4 +1,4 @@
-"""Which directions of a step are not finite, by as little of them as tells."""
+"""A cheap test for non-finite directions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ __all__ = ["directions_not_finite"]
 
 
 def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tensor]) -> Tensor:
-    """1.0 for each direction with an inf or NaN, else 0.0; ``[len(directions)]`` fp32. Nothing waits for the device.
+    """Return 1.0 for each direction with an inf or NaN, else 0.0, ``[len(directions)]`` fp32, without waiting.
 
-    What Newton-Schulz alone makes of a matrix is finite in all entries or in none, on every rank that has some of them:
-    one entry of each matrix tells. All is read where a method has more around it, or coefficients may diverge.
-
-    Args:
-        specs: of the parameters.
-        directions: at least one, each of its spec's ``layout.local_shape``.
+    Newton-Schulz makes a matrix finite in all entries or in none, on every rank that holds some, so one entry of each
+    matrix suffices. All entries are read where a method computes more, or coefficients may diverge. ``directions``: at
+    least one, each of its spec's ``layout.local_shape``.
     """
     corners = [_corners(spec, direction) for spec, direction in zip(specs, directions, strict=True)]
     sizes = [0 if parts is None else sum(part.numel() for part in parts) for parts in corners]
@@ -35,7 +32,7 @@ def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tenso
 
 
 def _corners(spec: ParamSpec, direction: Tensor) -> list[Tensor] | None:
-    """One entry of each matrix, None where that does not tell."""
+    """Return one entry of each matrix, or None if one entry does not suffice."""
     muon = spec.muon_settings
     if matrix_method(muon.method).whole is not None or not muon.all_or_nothing:
         return None

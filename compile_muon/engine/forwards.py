@@ -1,7 +1,7 @@
-"""Whether a thread is inside a forward of a model: there the attribute of a module is the whole weight.
+"""Running forwards of a model, by thread: inside one, a module's attribute is the whole weight, outside the parameter.
 
-Outside it is the parameter. The model's own calls enter and leave, the outermost and those within it, and so do the
-methods that a user names (:func:`compile_muon.forward_methods`). Compiled code is always inside.
+Inside are the model's calls, and the methods that a user names (:func:`compile_muon.forward_methods`). Compiled code is
+always inside.
 """
 
 from __future__ import annotations
@@ -20,34 +20,30 @@ __all__ = ["Forwards", "written_in_forward"]
 
 
 class Forwards(threading.local):
-    """The forwards of one model that are under way, of each thread.
-
-    Attributes:
-        depth: how many calls are under way, one within the other.
-        read: of each gathered weight that these calls have read, its name, a tensor that counts its edits and has none
-            of its memory, and their number then.
-    """
+    """The running forwards of one model in this thread."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = 0  # nested calls
+        # Of each gathered weight that these calls read: name, a tensor without memory that shares its edit count, and
+        # the count at the read.
         self.read: list[tuple[str, Tensor, int]] = []
 
     def __reduce__(self) -> Any:
-        """Copies, too, begin outside."""
+        """Copy as a new object: no forward is running there."""
         return Forwards, ()
 
     @property
     def inside(self) -> bool:
-        """Whether a forward is under way. A checkpoint runs it again in backward, on a thread of autograd's, with
-        gradients on."""
+        """Whether a forward is running. Activation checkpointing runs one again in backward, on an autograd thread,
+        with gradients on."""
         return self.depth > 0 or (current_backward() >= 0 and torch.is_grad_enabled())
 
     def note(self, name: str, whole: Tensor) -> None:
-        """A gathered copy of the weight ``name`` is read."""
+        """Note the read of a gathered copy of the weight ``name``."""
         if not self.depth or whole.is_inference() or not has_memory(whole):
             return
-        with unobserved():  # selective checkpoints count what a region computes
-            counter = whole.detach()  # counts with it from here on
+        with unobserved():  # selective checkpointing would count these operators
+            counter = whole.detach()  # shares the edit count
             counter.data = whole.new_empty(0)
         self.read.append((name, counter, counter._version))
 
@@ -65,13 +61,13 @@ class Forwards(threading.local):
                 raise written_in_forward(list(written))
 
 
-# They run beside code that Dynamo compiles.
+# Dynamo must not compile them as frames of their own.
 never_a_frame(Forwards.__enter__)
 never_a_frame(Forwards.__exit__)
 
 
 def written_in_forward(names: list[str]) -> UnsupportedModelError:
-    """For weights that a module writes to while it runs."""
+    """Return the error for weights that their module writes inside forward."""
     return UnsupportedModelError(
         f"{listed(names)}: its module writes to the weight inside forward (max_norm, a clamp, a quantizer), which is a "
         "gathered copy there and loses the edit; compute with a new tensor (w = f(self.weight)), or write to the "

@@ -1,4 +1,4 @@
-"""What the features of one optimizer do, by occasion: what the core loops over."""
+"""The overridden hooks of one optimizer's extensions, over which the core loops."""
 
 from __future__ import annotations
 
@@ -21,16 +21,9 @@ __all__ = ["Hooks"]
 
 @dataclass(frozen=True, eq=False)
 class Hooks:
-    """Of each hook of :class:`~compile_muon.engine.extension.Extension`, those that are overridden.
+    """The overridden hooks, by name of the method of :class:`~compile_muon.engine.extension.Extension`."""
 
-    Args:
-        dynamo_passes: of all extensions.
-        state_provider: of states; by default all are resident.
-        peers: that decide with this optimizer; by default there are none.
-        unrecorded: why no step is in a CUDA graph; None if it may be.
-    """
-
-    dynamo_passes: tuple[GraphPass, ...] = ()
+    dynamo_passes: tuple[GraphPass, ...] = ()  # of all extensions
     before_forward: tuple[Callable[[frozenset[str], Sequence[Tensor]], None], ...] = ()
     told: tuple[Callable[..., None], ...] = ()
     dropped: tuple[Callable[[ShardedParam], None], ...] = ()
@@ -43,6 +36,6 @@ class Hooks:
     loaded: tuple[Callable[[], None], ...] = ()
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
-    state_provider: StateProvider = field(default_factory=StateProvider)
-    peers: Peers = field(default_factory=Peers)
-    unrecorded: str | None = None
+    state_provider: StateProvider = field(default_factory=StateProvider)  # the default one keeps all states resident
+    peers: Peers = field(default_factory=Peers)  # the default ones are none
+    unrecorded: str | None = None  # why no step is in a CUDA graph; None if steps may be

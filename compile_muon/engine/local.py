@@ -1,7 +1,7 @@
-"""From a sharded parameter to its shard and back, through as many derivatives as a loss takes.
+"""Differentiable conversion of a sharded parameter to its shard, for derivatives of any order.
 
-``DTensor.to_local()`` makes a new DTensor of a gradient, outside of autograd: what is computed of that gradient, a
-penalty on its norm or an inner loop's step, would have none.
+``DTensor.to_local()`` wraps the gradient in a new DTensor outside autograd, so a loss made of that gradient (a gradient
+penalty, an inner loop's step) would get no gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["local_of", "locals_of"]
 
 
 def local_of(param: DTensor) -> Tensor:
-    """The shard behind a parameter; its gradient becomes one of the parameter."""
+    """Return the shard of a parameter; its gradient becomes a gradient of the parameter."""
     return locals_of([param])[0]
 
 
 def locals_of(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
-    """The same of several, for one node of autograd."""
+    """Return the shards of several parameters from one autograd node."""
     return cast("tuple[Tensor, ...]", _Locals.apply(*params))
 
 
@@ -35,7 +35,7 @@ class _Locals(torch.autograd.Function):
         ctx.params = params
         ctx.set_materialize_grads(False)
         shards = [param._local_tensor.detach() for param in params]
-        # Autograd takes all results of a function for trained where one input is.
+        # Autograd would mark every output as requiring grad if one input does.
         ctx.mark_non_differentiable(*[a for a, param in zip(shards, params, strict=True) if not param.requires_grad])
         return tuple(shards)
 
@@ -47,26 +47,27 @@ class _Locals(torch.autograd.Function):
 
 
 def _placed(shard: Tensor, param: DTensor) -> Tensor:
-    """A gradient of the parameter, in whose strides autograd keeps it."""
-    own = param._local_tensor
-    if shard.dtype is not own.dtype:
+    """Return ``shard`` as a gradient of the parameter, in the strides in which autograd keeps it."""
+    local = param._local_tensor
+    if shard.dtype is not local.dtype:
         return like_parameter(param, shard)
-    if shard.stride() != own.stride():
-        shard = torch.empty_like(own).copy_(shard)
-    # With the very spec of the parameter: PyTorch has its hash, and knows what operators make of it. Past an __init__
-    # that does nothing, for which PyTorch would leave and enter Dynamo.
+    if shard.stride() != local.stride():
+        shard = torch.empty_like(local).copy_(shard)
+    # The spec object of the parameter has a cached hash and sharding rules. __new__ skips DTensor.__init__, which does
+    # nothing but leave and re-enter Dynamo.
     return DTensor.__new__(DTensor, shard, param._spec, requires_grad=False)
 
 
 class _Placed(torch.autograd.Function):
-    """The inverse, of which losses will be made: those meet plain ones, as penalties on parameters do."""
+    """The inverse of :class:`_Locals`, as a :class:`ShardedParameter`: losses made of the gradient meet plain
+    tensors."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, param: DTensor) -> Tensor:
         ctx.param = param
-        found: Any = like_parameter(param, shard)
-        found.__class__ = ShardedParameter
-        return cast("Tensor", found)
+        gradient: Any = like_parameter(param, shard)
+        gradient.__class__ = ShardedParameter
+        return cast("Tensor", gradient)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:

@@ -1,8 +1,7 @@
-"""Who else holds a parameter: lists and closures that have it as it was before it was sharded, and other optimizers.
+"""Other holders of a parameter: references from before sharding, and other optimizers.
 
-What held a parameter when ``MuonZero`` replaced it holds it still: a list that is clipped, an average of weights, an
-optimizer, a module that keeps a second reference. Nothing trains that tensor any more: its memory is freed, and each
-use is refused by name.
+A list that is clipped, an average of weights, an optimizer or a module may still hold the parameter that ``MuonZero``
+replaced. That tensor trains no longer: its memory is freed, and each use is refused by name.
 """
 
 from __future__ import annotations
@@ -29,48 +28,41 @@ _REMEDY = (
 )
 
 
-#: what may be asked of a stale parameter: nothing of its values, and what optimizers and hooks ask of all they hold
+#: allowed reads of a stale parameter: no values, only attributes that optimizers and hooks read of all they hold
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__ for name in ("requires_grad", "device", "dtype", "layout", "is_leaf", "is_sparse")
 )
 
 
 class StaleParameter(nn.Parameter):
-    """A parameter as it was before it was sharded, without its memory: whatever is asked of it is an error by name.
-
-    Attributes:
-        stale: its name.
-    """
+    """A parameter from before sharding, without its memory; any use raises with its name, ``stale``."""
 
     stale: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Of a frame that is compiled, Dynamo looks at the inputs.
+        # Dynamo inspects the inputs of a frame it compiles; :func:`refuse_stale` refuses them at run time.
         if func in _HARMLESS or torch.compiler.is_compiling() or being_compiled():
             with _C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        held = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
+        stale = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
         name = getattr(func, "__name__", "")
         owner = getattr(func, "__self__", None)  # of a property's function
-        raise _stale(held.stale, f"is asked for ({getattr(owner, '__name__', name)})")
+        raise _stale(stale.stale, f"is asked for ({getattr(owner, '__name__', name)})")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StaleParameter({self.stale})"
 
 
 def _stale(name: str, what: str) -> UnsupportedModelError:
+    """Return the error for a use (``what``) of a stale parameter."""
     return UnsupportedModelError(
         f"{name}: {what}, as it was before MuonZero sharded it, which nothing trains; {_REMEDY}"
     )
 
 
 def make_stale(replaced: Mapping[str, nn.Parameter]) -> None:
-    """Free these, and have them say so wherever something still holds them.
-
-    Args:
-        replaced: by name, parameters in whose place the model has others.
-    """
+    """Free the ``replaced`` parameters (by name), and make every later use of them raise."""
     for name, param in replaced.items():
         param.grad = None
 
@@ -79,20 +71,14 @@ def make_stale(replaced: Mapping[str, nn.Parameter]) -> None:
 
         if param.requires_grad:
             param.register_hook(refuse)
-        if not isinstance(param, DTensor):  # whose class has another layout
+        if not isinstance(param, DTensor):  # __class__ assignment needs equal object layouts
             param.data = param.data.new_empty(0)
             param.__class__ = StaleParameter
             param.stale = name  # type: ignore[attr-defined]
 
 
 def refuse_stale(inputs: Sequence[Any]) -> None:
-    """Raise for a frame that reads a parameter as it was before it was sharded.
-
-    Args:
-        inputs: of the frame.
-    Raises:
-        UnsupportedModelError: naming it.
-    """
+    """Raise UnsupportedModelError if a frame's inputs include a parameter from before sharding."""
     for value in inputs:
         if isinstance(value, StaleParameter):
             raise _stale(value.stale, "is read by a compiled frame")
@@ -102,35 +88,33 @@ def refuse_stale(inputs: Sequence[Any]) -> None:
 
 
 def refuse_shared(ours: Optimizer) -> None:
-    """Refuse the steps of every other optimizer that has a parameter of ``ours``, for as long as that lives.
-
-    The gradient would be applied twice.
-    """
+    """Refuse every other optimizer's step on a parameter of ``ours`` as long as ``ours`` lives: it would apply the
+    gradient twice."""
     watched().add(ours)
 
 
 @cache
 def watched() -> WeakSet[Optimizer]:
-    """The optimizers whose parameters no other may step, those that live.
+    """Return the living optimizers whose parameters no other optimizer may step.
 
-    PyTorch is given one hook for all of them and keeps it: hooks that come and go, with a garbage collection or on
-    another thread, would do so while it runs through them.
+    PyTorch gets one hook for all of them, which stays registered: hooks removed by a garbage collection, or on another
+    thread, would change the dictionary while PyTorch iterates over it.
     """
-    found: WeakSet[Optimizer] = WeakSet()
+    optimizers: WeakSet[Optimizer] = WeakSet()
 
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (others := [own for own in tuple(found) if own is not other]):
+        if not (others := [own for own in tuple(optimizers) if own is not other]):
             return
         held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
         for own in others:
             _check_apart(other, own, held)
 
     register_optimizer_step_pre_hook(before_step)
-    return found
+    return optimizers
 
 
 def _check_apart(other: Optimizer, own: Optimizer, held: set[int]) -> None:
-    """Raise if ``own`` trains one of the parameters ``held``, by ``id``, that ``other`` steps."""
+    """Raise if ``own`` trains one of the parameters ``held`` (by ``id``) that ``other`` steps."""
     names = [
         name
         for group in own.param_groups
@@ -146,7 +130,7 @@ def _check_apart(other: Optimizer, own: Optimizer, held: set[int]) -> None:
 
 
 def _wraps(other: Optimizer, own: Optimizer) -> bool:
-    """Whether ``other`` hands its step on to ``own``: a wrapper, or a container of optimizers."""
+    """Return whether ``other`` delegates its step to ``own``: a wrapper, or a container of optimizers."""
     groups = {id(group) for group in own.param_groups}
     if any(id(group) in groups for group in other.param_groups):
         return True

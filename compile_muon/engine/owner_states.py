@@ -1,6 +1,6 @@
-"""States that are whole at the owners of matrices: who owns which, and what graphs and checkpoints see of them.
+"""States that owners keep for whole matrices: the owners, and the states as graphs and checkpoints see them.
 
-The owners of a parameter are dealt once, when it is sharded, and stay: nothing of these states travels.
+Owners are assigned once, when a parameter is sharded, so these states never travel.
 """
 
 from __future__ import annotations
@@ -30,30 +30,27 @@ __all__ = [
 
 
 def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
-    """The method of a matrix; None of all else."""
+    """Return the method of a matrix, or None for other parameters."""
     return None if sharded.spec.muon is None else matrix_method(sharded.spec.muon.method)
 
 
 def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
-    """Who owns the matrices of those whose methods keep states at owners, by name; the same on every rank."""
-    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
-    dealt = by_parameter(list(keeping.values()), assign_owners(list(keeping.values()), costs))
-    return {name: tuple(own) for name, own in zip(keeping, dealt, strict=True)}
+    """Return by name the owners of matrices whose methods keep states at owners; equal on all ranks."""
+    specs_at_owners = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
+    owners = by_parameter(list(specs_at_owners.values()), assign_owners(list(specs_at_owners.values()), costs))
+    return {name: tuple(own) for name, own in zip(specs_at_owners, owners, strict=True)}
 
 
 def deal_owners(sharded_params: Sequence[ShardedParam]) -> None:
-    """Tell the parameters of what is trained from now on."""
-    dealt = owners_of({sharded.name: sharded.spec for sharded in sharded_params}, sharded_params[0].ledger.costs)
+    """Assign the owners of parameters that are trained from now on."""
+    owners = owners_of({sharded.name: sharded.spec for sharded in sharded_params}, sharded_params[0].ledger.costs)
     for sharded in sharded_params:
-        sharded.own(dealt.get(sharded.name, ()))
+        sharded.own(owners.get(sharded.name, ()))
 
 
 def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[Tensor]:
-    """What this rank owns of a parameter's, ``[count, a, b]``, part by part: the same memory.
-
-    Args:
-        slots: of the optimizer's state.
-    """
+    """Return the states that this rank owns of a parameter, ``[count, a, b]``, part by part: views of ``slots``, its
+    entry in the optimizer's state."""
     if not sharded.owners:
         return []
     method = matrix_method(sharded.spec.muon_settings.method)
@@ -63,22 +60,22 @@ def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[
 
 
 def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
-    """The states of a parameter that are at owners."""
+    """Return the parameter's states that are at owners."""
     return matrix_method(sharded.spec.muon_settings.method).owned if sharded.owners else ()
 
 
 def each_matrix(sharded: ShardedParam, state: State, held: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Number and state of each matrix that this rank owns, ``[a, b]``: the same memory."""
+    """Yield the number of each matrix that this rank owns, and its part ``[a, b]`` of the state, a view."""
     parts = owned(sharded.spec, sharded.owners)
     for part, own in zip(parts, parts_of_state(held, state, parts), strict=True):
         yield from enumerate(own, part.first)
 
 
 def matrices_here(sharded: ShardedParam) -> list[int]:
-    """Numbers of the matrices of a parameter that this rank owns."""
+    """Return the numbers of the parameter's matrices that this rank owns."""
     return [part.first + place for part in owned(sharded.spec, sharded.owners) for place in range(part.count)]
 
 
 def every_shape(sharded: ShardedParam, state: State) -> dict[int, tuple[int, int]]:
-    """The shape of a state of each matrix of a whole parameter, by number."""
+    """Return the shape of a state for each matrix of the whole parameter, by number."""
     return {number: state.shape(*shape) for number, shape in enumerate(matrix_shapes(sharded.spec))}

@@ -1,4 +1,4 @@
-"""What a step asks of other optimizers that decide with it, as those of a model's other parts."""
+"""Other optimizers that decide over a step together with this one, such as those of other pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,48 +10,31 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """There are none. A subclass says what all of them find, the same on every one.
+    """The peers of an optimizer: none. A subclass overrides the methods, whose results are equal on all peers."""
 
-    Attributes:
-        alone: whether there are none, so that nobody is asked.
-    """
-
-    alone = True
+    alone = True  # no peers: ``confer`` need not be called
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """Around a step: if it raises, the others learn of it where they wait for this one.
-
-        Args:
-            number: of the step, from 1.
-        """
+        """Return the context of step ``number`` (from 1). If the step raises, waiting peers learn of it."""
         return nullcontext()
 
     def confer(self, facts: Facts) -> Facts:
-        """Meet ahead of a decision.
+        """Meet ahead of a decision; return ``facts`` with the gradient norm over all peers.
 
-        Args:
-            facts: of this optimizer.
-        Returns:
-            The same, with the norm of the gradients of all.
         Raises:
-            LedgerError: another one refuses the step, or is in another one.
-            PeerError: another one does not come.
+            LedgerError: a peer refuses the step, or is in another one.
+            PeerError: a peer does not come.
         """
         return facts
 
     def confirm(self, *, wrong: bool) -> None:
-        """Meet once more where one of them has made directions, ahead of the first write.
-
-        Args:
-            wrong: whether this one has made some that are not finite.
-        Raises:
-            LedgerError, PeerError: as :meth:`confer`.
-        """
+        """Meet ahead of the first write, after directions were made; ``wrong``: some of this optimizer's are not
+        finite. Raises as :meth:`confer`."""
 
     def here(self) -> str:
-        """Which one this is, for an error; with a space in front."""
+        """Return this optimizer's place among the peers, for an error; with a leading space."""
         return ""
 
     def elsewhere(self) -> str:
-        """Those others that have found something that is not finite, for an error; empty if there are none."""
+        """Return the peers that found a non-finite number, for an error; empty if there are none."""
         return ""

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a GPU."""
+"""Numbers in pinned host memory."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["pinned_numbers"]
 
 
 def pinned_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In host memory, from which a GPU copies them without a wait of the host."""
+    """Return the numbers in host memory, pinned for CUDA so that copying them to ``device`` does not block the host."""
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")

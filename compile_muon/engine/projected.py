@@ -1,4 +1,4 @@
-"""Gradients as their methods average them: seen beside the weight and what is kept of rows, ahead of Newton-Schulz."""
+"""Projected gradients: combined with the weight and row states by their method, ahead of Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -22,36 +22,27 @@ __all__ = ["Projected", "exact_weights", "over_whole_rows", "project"]
 
 @dataclass(frozen=True)
 class Projected:
-    """What stands for the gradient of a shard.
+    """The projected gradient of a shard."""
 
-    Args:
-        gradient: like the shard, in the dtype of states.
-        sums: of each part of the shard, over whole rows; None where the method asks for none.
-    """
-
-    gradient: Tensor
-    sums: Sequence[Tensor | None]
+    gradient: Tensor  # like the shard, in the dtype of states
+    sums: Sequence[Tensor | None]  # of each part, over whole rows; None without ``project_sums``
 
 
 def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> None:
-    """Have sums over this rank's columns be sums over whole rows, in place: one all-reduce for all that share a group,
-    where ranks have parts of the same rows.
-
-    Args:
-        own: parameter, which of its parts, and the sums, ``[n, r, k]``.
-    """
+    """Turn sums over this rank's columns into sums over whole rows, in place: one all-reduce per group where ranks hold
+    columns of the same rows. ``own``: parameter, number of the part, and its sums ``[n, r, k]``."""
     by_param: dict[ShardedParam, list[tuple[int, Tensor]]] = {}
     for sharded, place, sums in own:
         if sums is not None and sharded.spec.cut_in_columns:
             by_param.setdefault(sharded, []).append((place, sums))
-    shared: dict[str, list[Tensor]] = {}  # what is summed over the ranks of each group
+    shared: dict[str, list[Tensor]] = {}  # tensors to sum, by group
     copies: list[tuple[Tensor, Tensor]] = []
     for sharded, several in by_param.items():
         view, summed = sharded.now.muon_settings.view, shared.setdefault(sharded.spec.layout.tensor.group, [])
         if view is None or view.dim == 0:
             summed += [sums for _, sums in several]
             continue
-        # Each rank has other matrices where a view cuts columns, and a part of some.
+        # A view that cuts columns gives each rank other matrices, or parts of them: sum over a tensor of all matrices.
         whole = several[0][1].new_zeros(sharded.now.matrix_count, *several[0][1].shape[1:])
         for place, sums in several:
             first = sharded.now.parts[place].first
@@ -69,8 +60,8 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> N
 def exact_weights(
     provide: ProvideStates, sharded_params: Sequence[ShardedParam]
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
-    """What a step writes of each parameter, to be read until the next is asked for: the shard, or the master weight
-    that it is rounded from."""
+    """Yield each parameter with the weight that a step will write, valid until the next is drawn: the shard, or the
+    master weight that it is rounded from."""
     yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
     rounded = [sharded for sharded in sharded_params if sharded.spec.master]
     for own, states in provide(rounded, StateRequest.MASTERS_READ) if rounded else ():
@@ -78,36 +69,32 @@ def exact_weights(
 
 
 def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> dict[str, Projected]:
-    """Of those whose methods ask for it, by name; nothing is modified. The weight is the one that the step will write.
-
-    Args:
-        sharded_params: of matrices, the same on every rank.
-        grads: of their shards, zeros where there is none.
-    """
+    """Return by name the projected gradients of those matrices whose methods project, computed with the weights the
+    step will write. ``sharded_params`` is equal on all ranks; ``grads`` are zeros where a shard has none."""
     pairs = zip(sharded_params, grads, strict=True)
-    asked = {a: grad.contiguous() for a, grad in pairs if _method(a).project is not None}
-    found = {
-        a: Projected(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), []) for a, grad in asked.items()
+    grad_of = {a: grad.contiguous() for a, grad in pairs if _method(a).project is not None}
+    projected_of = {
+        a: Projected(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), []) for a, grad in grad_of.items()
     }
-    cut = [sharded for sharded in asked if sharded.spec.cut_in_columns]
+    cut = [sharded for sharded in grad_of if sharded.spec.cut_in_columns]
 
     def write(sharded: ShardedParam, pieces: Sequence[Piece]) -> None:
-        hook, made = _method(sharded).project, found[sharded]
+        hook, projected = _method(sharded).project, projected_of[sharded]
         assert hook is not None
-        for part, piece, sums in zip(sharded.now.parts, pieces, made.sums, strict=True):
-            part.of(made.gradient).copy_(hook(replace(piece, sums=sums)))
+        for part, piece, sums in zip(sharded.now.parts, pieces, projected.sums, strict=True):
+            part.of(projected.gradient).copy_(hook(replace(piece, sums=sums)))
 
-    # Masters that are offloaded take turns in buffers: no piece outlives its own.
-    for sharded, weight in exact_weights(trained.provide, list(asked)):
-        pieces, sums_of = _pieces(trained, sharded, asked[sharded], weight), _method(sharded).project_sums
+    # Offloaded master weights share buffers, so a piece is used before the next weight is drawn.
+    for sharded, weight in exact_weights(trained.provide, list(grad_of)):
+        pieces, sums_of = _pieces(trained, sharded, grad_of[sharded], weight), _method(sharded).project_sums
         sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]
-        found[sharded] = replace(found[sharded], sums=sums)
+        projected_of[sharded] = replace(projected_of[sharded], sums=sums)
         if sharded not in cut:
             write(sharded, pieces)
-    over_whole_rows([(sharded, *numbered) for sharded in cut for numbered in enumerate(found[sharded].sums)])
+    over_whole_rows([(sharded, *numbered) for sharded in cut for numbered in enumerate(projected_of[sharded].sums)])
     for sharded, weight in exact_weights(trained.provide, cut):
-        write(sharded, _pieces(trained, sharded, asked[sharded], weight))
-    return {sharded.name: made for sharded, made in found.items()}
+        write(sharded, _pieces(trained, sharded, grad_of[sharded], weight))
+    return {sharded.name: projected for sharded, projected in projected_of.items()}
 
 
 def _method(sharded: ShardedParam) -> MatrixMethod:
@@ -115,13 +102,13 @@ def _method(sharded: ShardedParam) -> MatrixMethod:
 
 
 def _pieces(trained: Trained, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
-    """As ``project`` sees them, without sums."""
+    """Return the pieces for ``project``, without sums."""
     slots, device = trained.optimizer.state[sharded.param], grad.device
     wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
     grad, weight = (x.to(device, wide).contiguous() for x in (grad, weight))
     rows = {s.name: local_tensor(slots[s.name]).to(device) for s in _method(sharded).states if s.each == "row"}
-    found = []
+    pieces = []
     for part in sharded.now.parts:
         gradient, kept = part.of(grad), {name: part.of_rows(state) for name, state in rows.items()}
-        found.append(Piece(gradient, part.of(weight), gradient, kept, None, {}, part.rows, part.cols))
-    return found
+        pieces.append(Piece(gradient, part.of(weight), gradient, kept, None, {}, part.rows, part.cols))
+    return pieces

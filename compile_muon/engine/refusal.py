@@ -1,4 +1,4 @@
-"""Why a step writes nothing: its ranks do not do the same, or something that it would use is not finite."""
+"""Reasons to write nothing in a step: ranks that disagree, or a non-finite number."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from compile_muon.progress import is_first_rank
 
 __all__ = ["SHOWN", "check_agreement", "refused"]
 
-#: how many skipped steps have a line each
+#: skipped steps that are logged one by one
 SHOWN = 5
 _log = logging.getLogger("compile_muon")
-#: of a gradient's norm, whose square is finite in fp32
+#: largest norm of a gradient whose square is finite in fp32
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 
 
 def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement | None) -> None:
-    """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
+    """Raise on every rank if one rank refuses the step or differs from the others; nothing has been written."""
     if trained.group is None:
         return
     if checks.names("refused"):
@@ -47,7 +47,7 @@ def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement |
     if agreement is not None:
         agreement.check(checks, trained.group)
     if trained.ledger.checks_later:
-        # A rank on which all directions hold does not wait to hear that they do not on another.
+        # A rank whose own directions all hold goes on without waiting for the other ranks' numbers.
         some = [name for name, count in checks.numbers("ready").items() if 0 < count < trained.group.size()]
         if some:
             raise LedgerError(
@@ -57,12 +57,8 @@ def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement |
 
 
 def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
-    """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
-
-    Args:
-        wrong: names by kind.
-        later: whether its gradients may be gone.
-    """
+    """Raise for, or skip, a step that would write ``wrong`` (names by kind) non-finite numbers; nothing has been
+    written. ``later``: its gradients may be gone."""
     others = trained.ledger.hooks.peers.elsewhere()
     if not wrong and not others:
         return False
@@ -91,7 +87,7 @@ def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *
 
 
 def _tell(ledger: Ledger, problem: str) -> None:
-    """A line for each of the first skipped steps; the number of all when the optimizer goes, or the interpreter."""
+    """Log the first skipped steps, and the number of all at the end of the optimizer or the interpreter."""
     skipped = ledger.counters.skipped
     if skipped == 1:
         weakref.finalize(ledger, _tell_number, ledger.counters)
@@ -105,7 +101,7 @@ def _tell_number(counters: Counters) -> None:
 
 
 def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool) -> str:
-    """What is not finite, and where; collective."""
+    """Return the non-finite tensors and their ranks in words; collective."""
     value, large = "inf or nan", frozenset[str]()
     squares = checks.numbers("gradient")
     together = trained.compares and (not later or trained.config.zero.nonfinite == "error")
@@ -119,8 +115,8 @@ def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *,
             value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
         else:
             large = _finite(trained, infinite)
-    found = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
-    parts = ["; ".join(f"{what} of {listed(names)}" for what, names in found.items() if names)]
+    kinds = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
+    parts = ["; ".join(f"{what} of {listed(names)}" for what, names in kinds.items() if names)]
     parts[0] += f" = {value}" if parts[0] else ""
     if large:
         named = listed([name for name in infinite if name in large])
@@ -133,11 +129,8 @@ def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *,
 
 
 def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set[str]]:
-    """Of each rank, of which of these the momentum is not finite, whence the direction is not.
-
-    Args:
-        together: collective; else of this rank alone.
-    """
+    """Return for each rank the names, of these, whose momentum is not finite, which explains the direction. Collective
+    if ``together``; else of this rank alone."""
     resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
     wrong = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
     mine = {sharded.name for sharded, flag in zip(resident, wrong, strict=True) if flag}
@@ -145,7 +138,7 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
 
 
 def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
-    """Those of these gradients that hold no inf on any rank; collective."""
+    """Return the names of these gradients that hold no inf on any rank; collective."""
     named = {sharded.name: sharded for sharded in (*trained.muon, *trained.rest)}
     held = [name for name in names if named[name].grad is not None]
     infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
@@ -153,5 +146,5 @@ def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
 
 
 def _of_ranks(trained: Trained, mine: set[str], *, together: bool) -> list[set[str]]:
-    """These names of every rank, which is collective; of this one alone unless ``together``."""
+    """Return the names of every rank, collectively, or of this rank alone unless ``together``."""
     return gather_objects(mine, trained.group) if together and trained.group is not None else [mine]

@@ -1,9 +1,9 @@
 """Speculations: Muon directions that a backward made beside the gradients it returned.
 
 ``.grad`` is always the gradient. A direction made from it in backward is right in ``step()`` exactly if gradient and
-momentum are still, bit for bit, what it was made from: the gradient's fingerprint tells, and of the momentum, which
-nobody but ``step()`` has reason to write, PyTorch's count of edits. Whatever a loop does in between
-(clipping, hooks, another backward, a penalty outside the model) can therefore waste a direction, never spoil a step.
+momentum are still, bit for bit, what it was made from. The gradient's fingerprint decides that, and for the momentum,
+which only ``step()`` has reason to write, PyTorch's count of edits. A loop's clipping, hooks, further backwards or
+penalties can therefore waste a direction, never spoil a step.
 """
 
 from __future__ import annotations
@@ -17,66 +17,50 @@ from compile_muon.engine.dtensors import edits_of, has_memory
 
 __all__ = ["Speculation", "Speculations", "memory_of"]
 
-#: steps in a row that threw a matrix's direction away until ``update="auto"`` makes none for it any more
+#: steps in a row that throw a matrix's direction away before ``update="auto"`` stops making it
 PATIENCE = 3
 
 
 class Speculation(NamedTuple):
-    """One direction.
+    """One direction, with everything it was made of."""
 
-    Args:
-        direction: of the shard, in the dtype of Newton-Schulz.
-        fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
-        edits: of the momentum until then.
-        rates: momentum and all else that it was made with (:attr:`.ShardedParam.rates`).
-        fetches: of the momentum until then, where it is not resident.
-        gradient: :func:`memory_of` the gradient that the graph returned.
-    """
-
-    direction: Tensor
-    fingerprint: Tensor
-    edits: int
-    rates: tuple[float, ...]
-    fetches: int = 0
-    gradient: tuple[int, int] | None = None
+    direction: Tensor  # like the shard, in the dtype of Newton-Schulz
+    fingerprint: Tensor  # int64, of the gradient (``compile_muon.passes.fingerprint``)
+    edits: int  # of the momentum
+    rates: tuple[float, ...]  # :attr:`.ShardedParam.rates`
+    fetches: int = 0  # of an offloaded momentum
+    gradient: tuple[int, int] | None = None  # :func:`memory_of` the gradient that the graph returned
 
 
 def memory_of(gradient: Tensor) -> tuple[int, int]:
-    """Where a plain tensor is, and how often it has been edited: autograd adds gradients up elsewhere, or in place."""
+    """Return the address of a plain tensor and its edits: autograd adds gradients up elsewhere, or in place."""
     return gradient.data_ptr() if has_memory(gradient) else 0, edits_of(gradient)
 
 
 @dataclass
 class Speculations:
-    """What has become of one matrix's directions.
+    """The direction of one matrix, and its record of used and discarded ones."""
 
-    Args:
-        current: the direction that waits for ``step()``.
-        discarded_in_a_row: steps in a row that threw one away.
-        kept_in_a_row: steps in a row that would have used one, counted while there is none.
-        stopped: why ``update="auto"`` has stopped making them, if it has.
-    """
-
-    current: Speculation | None = None
-    discarded_in_a_row: int = 0
-    kept_in_a_row: int = 0
-    stopped: str | None = None
+    current: Speculation | None = None  # waits for ``step()``
+    discarded_in_a_row: int = 0  # steps in a row that threw one away
+    kept_in_a_row: int = 0  # steps in a row under the clipping limit
+    stopped: str | None = None  # why ``update="auto"`` has stopped making directions
 
     def make(self, speculation: Speculation) -> None:
-        """A backward made a direction; an earlier one is of no use any more."""
+        """Take a direction from backward; it replaces an earlier one."""
         self.current = speculation
 
     def drop(self) -> None:
-        """The gradient is gone, or not what it was."""
+        """Drop the direction, whose gradient is gone or has changed."""
         self.current = None
 
     def used(self) -> None:
-        """A step used the direction."""
+        """Note that a step used the direction."""
         self.current = None
         self.discarded_in_a_row = 0
 
     def discarded(self, reason: str) -> bool:
-        """A step threw the direction away; returns whether that was once too often."""
+        """Note that a step threw the direction away; return True when that stops speculation."""
         self.current = None
         self.discarded_in_a_row += 1
         if self.discarded_in_a_row < PATIENCE or self.stopped:
@@ -85,7 +69,8 @@ class Speculations:
         return True
 
     def note_norm(self, *, under_limit: bool) -> None:
-        """A step's gradient norm is known. Where clipping was why directions stopped, they resume once it is over."""
+        """Note whether a step's gradient norm was under the limit. Speculation stopped by clipping resumes after some
+        that were."""
         self.kept_in_a_row = self.kept_in_a_row + 1 if under_limit else 0
         if self.stopped == "clipped" and self.kept_in_a_row >= PATIENCE:
             self.stopped, self.discarded_in_a_row = None, 0

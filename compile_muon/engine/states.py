@@ -1,4 +1,4 @@
-"""States of a method beside the momentum: their shapes, and how they are cut as the parameter is."""
+"""States of a method beside the momentum: their shapes and placements."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ __all__ = ["as_state", "new_hyper", "new_state", "row_state_shape"]
 
 
 def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
-    """Of ``width`` numbers for each row of the matrices in ``shape``, the parameter's or its shard's."""
+    """Return the shape of ``width`` numbers for each row of the matrices in ``shape``, of the parameter or its
+    shard."""
     return torch.Size([*shape[: 2 if spec.stacked else 1], width])
 
 
 def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's part of a state as the kind of tensor that the parameter is.
-
-    Args:
-        each: of :class:`~compile_muon.passes.methods.State`, "element" or "row".
-        mesh: of the same ranks, on the device of ``own``; None for that of the parameter.
-    """
+    """Return this rank's part ``own`` of a state as the kind of tensor that the parameter is. ``each``: see
+    :class:`~compile_muon.passes.methods.State`. ``mesh``: the same ranks on the device of ``own``, by default the
+    parameter's mesh."""
     param = sharded.param
     if not isinstance(param, DTensor):
         return own
@@ -38,28 +36,28 @@ def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | N
     if each == "row":
         shape = row_state_shape(sharded.spec, shape, own.shape[-1])
         last = len(shape) - 1
-    # Ranks that have other columns of the same rows have the same number of each row.
-    whole = [Replicate() if isinstance(p, Shard) and p.dim >= last else p for p in param.placements]
+    # Ranks that hold other columns of the same rows hold the same row states.
+    placements = [Replicate() if isinstance(p, Shard) and p.dim >= last else p for p in param.placements]
     return DTensor.from_local(
-        own, mesh or param.device_mesh, whole, run_check=False, shape=shape, stride=contiguous_stride(tuple(shape))
+        own, mesh or param.device_mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(tuple(shape))
     )
 
 
 def new_hyper(method: Method, device: torch.device) -> Tensor:
-    """What graphs read of the rates of a method: fp32 ``(1 - momentum, momentum)``, and those that it is given."""
+    """Return an empty hyper tensor for a method: fp32 ``(1 - momentum, momentum)`` and the rates its graphs read."""
     width = 2 + (len(method.given) if isinstance(method, MatrixMethod) else 0)
     return torch.empty(width, dtype=torch.float32, device=device)
 
 
 def new_state(sharded: ShardedParam, state: State) -> Tensor:
-    """Zeros: as the kind of tensor that the parameter is, plain where it is not cut as that."""
+    """Return zeros for a state: a DTensor where the parameter is one and the state has its cut, else a plain tensor."""
     local = sharded.local.detach()
     wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
     if state.at_owner:
         shape = state_shape(sharded.spec, state, owned(sharded.spec, sharded.owners))
         return local.new_zeros(shape, dtype=wide)
     if state.each == "parameter":
-        # Where torch's fused AdamW counts: on the GPU itself.
+        # torch's fused AdamW counts steps on the GPU.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")
     own = local.shape
     if state.each == "row":

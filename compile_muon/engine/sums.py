@@ -1,4 +1,4 @@
-"""Stage 1 of several ranks: gradients that stay on the rank, unreduced, until a step's last micro-batch."""
+"""Unreduced sums: gradients that stage 1 on several ranks keeps on the rank until a step's last micro-batch."""
 
 from __future__ import annotations
 
@@ -14,48 +14,33 @@ __all__ = ["UnreducedSums"]
 
 @dataclass
 class UnreducedSums:
-    """This rank's share of one parameter's gradient, of the whole weight's shape, in master dtype.
+    """This rank's summand of one parameter's gradient, of the whole weight's shape, in master dtype.
 
-    What a backward keeps counts once autograd has written ``.grad``, and what it reduces is gone only then: a backward
-    that raises before has delivered nothing and taken nothing. All of it goes when ``.grad`` goes.
-
-    Args:
-        delivered: the sum that belongs to ``.grad``.
-        kept: by backward call, what is not delivered yet.
-        taken_by: the backward call whose graph reduced ``delivered``.
-        current: the latest backward call.
-        grad: ``.grad`` as it was delivered: its id and how often it had been edited.
+    A backward that raises delivers nothing and takes nothing: its gradient joins the sum, and a reduced sum is dropped,
+    only after autograd has written ``.grad``. Everything is dropped with ``.grad``.
     """
 
-    delivered: Tensor | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    taken_by: int | None = None
-    current: int = -1
-    grad: tuple[int, int] = (0, 0)
+    delivered: Tensor | None = None  # the sum that belongs to ``.grad``
+    kept: dict[int, Tensor] = field(default_factory=dict)  # gradients not delivered yet, by backward call
+    taken_by: int | None = None  # the backward call whose graph reduced ``delivered``
+    current: int = -1  # the latest backward call
+    grad: tuple[int, int] = (0, 0)  # id and edits of ``.grad`` when autograd wrote it
 
     def begin(self, call: int, grad: Tensor | None, name: str) -> None:
-        """A gradient is on its way in backward call ``call``.
-
-        Only the first visit of a call looks at ``grad``: autograd writes it after the last one.
-
-        Raises:
-            LedgerError: ``.grad``, which is zero between micro-batches, was edited.
-        """
-        if self.current == call:
+        """Note that a gradient arrives in backward call ``call``; LedgerError if ``.grad``, zero between micro-batches,
+        was edited."""
+        if self.current == call:  # autograd writes .grad after the last visit of a call, so look at the first only
             return
         self.current = call
         self.check(grad, name)
 
     def untouched(self, grad: Tensor | None) -> bool:
-        """Whether ``.grad`` is what autograd wrote, as far as PyTorch counts edits."""
+        """Return whether ``.grad`` is as autograd wrote it, as far as PyTorch counts edits."""
         return grad is not None and self.grad == (id(grad), edits_of(grad))
 
     def check(self, grad: Tensor | None, name: str) -> None:
-        """Without ``.grad`` whoever dropped it dropped the sum; an edit of it says that somebody took it for the whole.
-
-        Raises:
-            LedgerError: ``.grad`` was edited.
-        """
+        """Drop the sum if ``.grad`` was dropped; LedgerError if it was edited, as a loop does that takes it for the
+        gradient."""
         if grad is None:
             self.delivered = self.taken_by = None
         elif self.delivered is not None and not self.untouched(grad):
@@ -66,21 +51,22 @@ class UnreducedSums:
             )
 
     def keep(self, call: int, grad: Tensor) -> None:
-        """Keep what a backward graph handed out."""
+        """Keep a gradient that a backward graph returned unreduced."""
         self.kept[call] = self.kept[call].add_(grad) if call in self.kept else grad
 
     def available(self, call: int) -> bool:
-        """Whether a graph of this backward call can take the sum in."""
+        """Return whether a graph of this backward call can reduce the sum."""
         return self.delivered is not None and self.taken_by != call
 
     def take(self, call: int) -> Tensor:
-        """The sum, for a graph that reduces it. Still here, should that or anything behind it raise."""
+        """Return the sum for a graph that reduces it. The sum stays until :meth:`deliver`, in case the backward
+        raises."""
         assert self.delivered is not None
         self.taken_by = call
         return self.delivered
 
     def deliver(self, call: int, grad: Tensor | None) -> None:
-        """Autograd has written ``.grad`` in backward call ``call``."""
+        """Note that autograd has written ``.grad`` in backward call ``call``."""
         if self.taken_by == call:
             self.delivered = self.taken_by = None
         kept = self.kept.pop(call, None)
@@ -90,6 +76,6 @@ class UnreducedSums:
         self.grad = (0, 0) if grad is None else (id(grad), edits_of(grad))
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self.delivered = self.taken_by = None
         self.kept.clear()

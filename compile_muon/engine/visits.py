@@ -1,4 +1,4 @@
-"""Visits of one parameter: which backwards are owed to it, and how many have come since the last step."""
+"""Visits of one parameter: backwards that are owed, and backwards since the last step."""
 
 from __future__ import annotations
 
@@ -9,44 +9,31 @@ __all__ = ["Visits"]
 
 @dataclass
 class Visits:
-    """Forward and backward visits of the frames that read one parameter.
+    """Counts of forward and backward visits of the frames that read one parameter.
 
-    A frame has a backward exactly if AOTAutograd partitioned its joint graph; each of its forward visits is owed one
-    backward visit. Only policy hangs on the counts (when a speculation pays), never a number.
-
-    Args:
-        owed: backward visits still owed.
-        backwards: backward calls that delivered a gradient since the last step, those of ``accumulate()`` left out.
-        current: number of the backward call of the latest visit.
-        in_call: visits of that call so far.
-        usual: visits of the call before it; 0 before there was one.
-        compiled: whether any was that of a graph, since the start.
-        eager: whether anything else has reduced a gradient, since the start.
-        delivers: whether the latest visit is of a backward that adds to ``.grad``.
+    A frame has a backward exactly if AOTAutograd partitioned its joint graph; each of its forwards then owes a
+    backward. Only policy (when a speculation pays) depends on the counts, never a number.
     """
 
-    owed: int = 0
+    owed: int = 0  # backward visits owed
+    # Backward calls that delivered a gradient since the last step, without those in ``accumulate()``.
     backwards: int = 0
-    current: int = -1
-    in_call: int = 0
-    usual: int = 0
-    compiled: bool = False
-    eager: bool = False
-    delivers: bool = False
+    current: int = -1  # backward call of the latest visit
+    in_call: int = 0  # visits of that call so far
+    usual: int = 0  # visits of the call before; 0 at first
+    compiled: bool = False  # whether a graph has ever reduced a gradient
+    eager: bool = False  # whether eager code has ever reduced one
+    delivers: bool = False  # whether the backward of the latest visit adds to ``.grad``
 
     def forward(self) -> None:
-        """A partitioned frame that trains the parameter ran forward."""
+        """Note that a partitioned frame that trains the parameter ran forward."""
         self.owed += 1
 
     def backward(self, call: int, *, counts: bool, compiled: bool = True) -> bool:
-        """A partitioned frame is about to run backward, or eager code.
+        """Note a backward visit of a graph (``compiled``) or of eager code, in backward call ``call``.
 
-        Args:
-            call: number of the backward call under way.
-            counts: whether this call delivers a gradient and is one of the step's micro-batches.
-        Returns:
-            Whether this visit is likely to be the only one of its backward call, going by the call before. Autograd
-            sums the contributions of several visits before it writes ``.grad``.
+        ``counts``: the call delivers a gradient as one of the step's micro-batches. Return whether the visit is likely
+        to be the only one of its call, going by the call before: autograd sums several before it writes ``.grad``.
         """
         if call != self.current:
             self.current, self.usual, self.in_call = call, self.in_call, 0
@@ -54,17 +41,17 @@ class Visits:
         self.in_call += 1
         self.compiled |= compiled
         self.owed = max(0, self.owed - compiled)
-        # Not by what is owed: a forward of one rank alone, to count operations, say, must not set it apart.
+        # ``owed`` must not decide: one rank may run a forward alone (to count operations, say), and all must agree.
         return self.in_call == 1 and self.usual <= 1
 
     def arrive(self, delivers: bool) -> None:
-        """A backward visit begins; whether its backward adds to ``.grad``."""
+        """Note that a backward visit begins."""
         self.delivers = delivers
 
     def drop(self) -> None:
-        """The gradients so far were dropped; what is owed stays owed (``zero_grad()`` may come between the two)."""
+        """Note that the gradients so far were dropped; owed visits stay, since ``zero_grad()`` may follow forward."""
         self.backwards = 0
 
     def close(self) -> None:
-        """End of a step: forwards whose backward never came are forgotten."""
+        """End a step: forget forwards whose backward never came."""
         self.owed = self.backwards = 0

@@ -1,4 +1,4 @@
-"""The kernels that write weights in ``step()`` compile in Inductor's worker processes while it compiles backward."""
+"""Ahead-of-time compilation of the kernels that write weights, in Inductor's workers while it compiles backward."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ __all__ = ["compile_writes", "launches_of_writes"]
 
 
 def compile_writes(trained: Trained) -> None:
-    """Begin to compile the kernels of :func:`launches_of_writes`; without workers the first launch does."""
+    """Start to compile the kernels of :func:`launches_of_writes`; without workers, the first launch compiles."""
     if trained.device.type == "cuda":
         compile_launches(trained.device, lambda: list(launches_of_writes(trained, trained.device)))
 
 
 def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launch]:
-    """A launch of each kernel that ``commit_weights`` may start, in ``launch.noting``.
+    """Yield a launch on ``device`` of each kernel that ``commit_weights`` may start.
 
-    Where a direction begins in memory depends on what exchanged it, so aligned shards have both kernels.
-
-    Args:
-        device: of the launches.
+    Each has an aligned and an unaligned variant, since the address of a direction depends on its exchange.
     """
     from compile_muon.kernels.gpu.launch import noting
 
@@ -47,7 +44,8 @@ def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launc
             continue
         moved = matrices.joint and trained.state_provider.all_resident
         on_device: tuple[float | Tensor, ...] = torch.empty(3, dtype=torch.float64, device="meta").unbind()
-        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:  # CUDA graphs'
+        # CUDA graphs read rates from tensors.
+        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:
             with noting(device) as launches:
                 _write(own, *rates, moved=moved, later=trained.ledger.checks_later)
             for launch in launches:
@@ -64,7 +62,7 @@ def _write(
     moved: bool,
     later: bool,
 ) -> None:
-    """As ``commit_weights`` does on CUDA, on "meta"."""
+    """Write as ``commit_weights`` does on CUDA, with meta tensors."""
 
     def like(sharded: ShardedParam, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(sharded.local, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What a step writes of one parameter, and how: rows of a shard, master weights, and what is put back."""
+"""Tensors that a step writes of one parameter: rows of a shard, master weights, and their restoration."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ __all__ = ["are_first", "gradient_of", "in_rows", "provided_rows", "round_master
 
 
 def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
-    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy; some
-    rows of it where states are provided by rows."""
+    """Return the tensor that a step writes: the shard, the master weight that it is rounded from, or the host's copy;
+    some rows of it where states are provided by rows."""
     if WEIGHT in states:
         return states[WEIGHT]
     return local_tensor(states[MASTER]) if sharded.spec.master else provided_rows(sharded, states)
 
 
 def are_first(sharded: ShardedParam, states: Mapping[str, Tensor]) -> bool:
+    """Return whether these are the parameter's first rows, or all of them."""
     return ROWS not in states or states[ROWS].storage_offset() == sharded.local.storage_offset()
 
 
 def provided_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
+    """Return the rows of the shard that the states belong to."""
     return states[ROWS] if ROWS in states else sharded.local.detach()
 
 
 def gradient_of(sharded: ShardedParam, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-    """The shard of ``.grad`` in the dtype of the states, or what was provided of it, or a copy."""
+    """Return the gradient of the shard, or of provided rows, in the dtype of states; a copy if that differs."""
     return states.get(GRADIENT, sharded.local_grad).to(decode_dtype(sharded.spec.state_dtype))
 
 
 def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Parameters that are rounded copies follow their master weights, which a step has written."""
+    """Round the written master weights to their parameters."""
     for sharded, own in zip(sharded_params, states, strict=True):
         if sharded.spec.master:
             provided_rows(sharded, own).copy_(local_tensor(own[MASTER]))
@@ -47,7 +49,7 @@ def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mappi
 
 @contextmanager
 def unless(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What the block writes to these is put back where ``found_inf`` is 1."""
+    """Restore these tensors after the block where ``found_inf`` is 1."""
     before = [] if found_inf is None else [tensor.clone() for tensor in tensors]
     yield
     if found_inf is not None:
@@ -57,7 +59,7 @@ def unless(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None
 
 @contextmanager
 def in_rows(tensor: Tensor) -> Iterator[Tensor]:
-    """Memory in rows, which ends up in ``tensor``: a convolution may lie channels last."""
+    """Yield contiguous memory that is copied back to ``tensor``, which may be channels last."""
     rows = tensor.contiguous()
     yield rows
     if rows is not tensor:
