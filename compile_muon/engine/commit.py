@@ -48,19 +48,19 @@ def commit(
     """
     matrices, rest = [], []
     for group in trained.optimizer.param_groups:
-        method, own = trained.method(group), trained.with_gradient(group)
+        method, params = trained.method(group), trained.with_gradient(group)
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            directions = {sharded: made.found.pop(sharded.name) for sharded in own}
-            new_states = {sharded: made.states.pop(sharded.name) for sharded in own if sharded.name in made.states}
-            if method.has(STEP.name) and own:
-                own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
+            directions = {sharded: made.found.pop(sharded.name) for sharded in params}
+            new_states = {sharded: made.states.pop(sharded.name) for sharded in params if sharded.name in made.states}
+            if method.has(STEP.name) and params:
+                own_rates = {**own_rates, STEP.name: params[0].hyper[2 + method.given.index(STEP.name)]}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
-            projected = {a: made.projected.pop(a.name) for a in own if a.name in made.projected}
+            projected = {a: made.projected.pop(a.name) for a in params if a.name in made.projected}
             matrices.append(Matrices(method, own_rates, directions, scale, new_states, projected))
         elif isinstance(method, ElementMethod):
-            rest.append((method, own_rates, own))
+            rest.append((method, own_rates, params))
     provider, ledger = trained.state_provider, trained.ledger
     # Master weights on a disk are written with the states. Without any, weights move only after the states are safe,
     # so that a failing disk leaves them as they were.
@@ -73,9 +73,9 @@ def commit(
             if provider.all_resident or masters:
                 commit_weights(prepared, trained.summed, trained.group, found_inf, trained.provide if masters else None)
         with ledger.range("step commit adamw"):
-            for method, taken, own in rest:
-                for chosen, states in trained.provide(own, StateRequest.ALL):
-                    commit_elements(method, taken, chosen, states, found_inf)
+            for method, element_rates, params in rest:
+                for chosen, states in trained.provide(params, StateRequest.ALL):
+                    commit_elements(method, element_rates, chosen, states, found_inf)
     if not (provider.all_resident or masters):
         with ledger.range("step commit muon"):
             commit_weights(prepared, trained.summed, trained.group, found_inf)

@@ -56,7 +56,7 @@ def commit_elements(
         step(params, grads, states, step_rates, found_inf)
         for param, old in zip(params, old_params, strict=False):
             # Cautious weight decay: only where the step moves toward zero.
-            decayed = (rates["lr"] * decay) * old.to(torch.promote_types(old.dtype, torch.float32))
-            param.sub_(decayed * ((old - param) * old >= 0))
+            lost = (rates["lr"] * decay) * old.to(torch.promote_types(old.dtype, torch.float32))
+            param.sub_(lost * ((old - param) * old >= 0))
     if not on_host:
         round_masters(sharded_params, slots)

@@ -279,16 +279,16 @@ class BackwardGraph:
             purposes = [Purpose.REDUCE] * len(purposes)
 
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
-            pairs = list(zip(sharded_params, purposes, strict=True))
+            both = list(zip(sharded_params, purposes, strict=True))
             return BackwardRequest(
                 purposes=tuple(purposes),
                 unreduced=tuple(
                     [
                         delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
-                        for (a, p), delivers in zip(pairs, receives, strict=True)
+                        for (a, p), delivers in zip(both, receives, strict=True)
                     ]
                 ),
-                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in pairs]),
+                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in both]),
             )
 
         wanted = request(purposes)

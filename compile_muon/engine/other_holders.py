@@ -105,9 +105,9 @@ def watched() -> WeakSet[Optimizer]:
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:
         if not (others := [own for own in tuple(optimizers) if own is not other]):
             return
-        held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
+        stepped = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
         for own in others:
-            _check_apart(other, own, held)
+            _check_apart(other, own, stepped)
 
     register_optimizer_step_pre_hook(before_step)
     return optimizers

@@ -241,8 +241,8 @@ class Recorded:
         """Return the key on which two steps must agree to share a graph."""
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
-            method, given = step.method(group), _given(step.method(group))
-            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in given]
+            method, device_rates = step.method(group), _given(step.method(group))
+            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in device_rates]
         address, states = self.address, step.optimizer.state
         for sharded in (*step.muon, *step.rest):
             # A resident momentum is among the states; an offloaded one is in no graph.

@@ -64,13 +64,13 @@ def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *
         return False
     zero = trained.config.zero
     if wrong:
-        found = _named(trained, checks, wrong, later=later)
+        finding = _named(trained, checks, wrong, later=later)
     else:
-        found = f"{others} found inf or nan, and itself says where"
+        finding = f"{others} found inf or nan, and itself says where"
     for why in trained.ledger.hooks.why_not_finite:
-        if (known := why()) is not None:
-            raise NonFiniteError(f"{known[0]}: nothing was updated in step {checks.step}; {known[1]}")
-    problem = f"{found}: nothing was updated in step {checks.step}"
+        if (explanation := why()) is not None:
+            raise NonFiniteError(f"{explanation[0]}: nothing was updated in step {checks.step}; {explanation[1]}")
+    problem = f"{finding}: nothing was updated in step {checks.step}"
     if zero.nonfinite == "error":
         raise NonFiniteError(
             f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps out"
@@ -132,16 +132,16 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
     """Return for each rank the names, of these, whose momentum is not finite, which explains the direction. Collective
     if ``together``; else of this rank alone."""
     resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
-    wrong = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
-    mine = {sharded.name for sharded, flag in zip(resident, wrong, strict=True) if flag}
+    flags = not_finite([sharded.momentum for sharded in resident]).tolist() if resident else []
+    mine = {sharded.name for sharded, flag in zip(resident, flags, strict=True) if flag}
     return _of_ranks(trained, mine, together=together and bool(names))
 
 
 def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
     """Return the names of these gradients that hold no inf on any rank; collective."""
     named = {sharded.name: sharded for sharded in (*trained.muon, *trained.rest)}
-    held = [name for name in names if named[name].grad is not None]
-    infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
+    with_gradient = [name for name in names if named[name].grad is not None]
+    infinite = {name for name in with_gradient if not_finite([named[name].local_grad]).item()}
     return frozenset(names).difference(*_of_ranks(trained, infinite, together=trained.compares))
 
 

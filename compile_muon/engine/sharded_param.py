@@ -297,15 +297,15 @@ class ShardedParam:
         overwrites it."""
         if not self.ledger.replays_between or self.grad is None or self.ledger.is_last(self):
             return
-        grad, kept = self.local_grad.detach(), self.accumulated
-        if kept is not None and kept.data_ptr() == grad.data_ptr():
+        grad, buffer = self.local_grad.detach(), self.accumulated
+        if buffer is not None and buffer.data_ptr() == grad.data_ptr():
             return
         # The same buffer in each step keeps addresses, unless a user holds the last step's gradient.
-        if kept is None or kept.stride() != grad.stride() or storage_holders(kept) > self._holders:
-            kept = self.accumulated = torch.empty_like(grad)
-            self._holders = storage_holders(kept)
-        kept.copy_(grad)
-        self.param.grad = like_parameter(self.param, kept.detach())
+        if buffer is None or buffer.stride() != grad.stride() or storage_holders(buffer) > self._holders:
+            buffer = self.accumulated = torch.empty_like(grad)
+            self._holders = storage_holders(buffer)
+        buffer.copy_(grad)
+        self.param.grad = like_parameter(self.param, buffer.detach())
 
     def drop_gradient(self) -> None:
         """Drop everything made from the gradient (``zero_grad()``); backward visits still owed stay."""

@@ -69,9 +69,9 @@ class Trained:
     def _know(self, sharded_params: Sequence[ShardedParam]) -> None:
         """Add parameters; set ``sharded_params``, ``muon`` (matrices), ``rest`` and ``summed`` (matrices whose methods
         sum facts)."""
-        known = {*self.sharded_params.values(), *sharded_params}
+        members = {*self.sharded_params.values(), *sharded_params}
         # In the order of the model, equal on all ranks, with a gradient or without: collectives run over these lists.
-        trained = [sharded for sharded in self.ledger.sharded_params if sharded in known]
+        trained = [sharded for sharded in self.ledger.sharded_params if sharded in members]
         self.sharded_params = {sharded.param: sharded for sharded in trained}
         self.muon = [sharded for sharded in trained if sharded.spec.muon is not None]
         self.rest = [sharded for sharded in trained if sharded.spec.muon is None]
@@ -98,16 +98,16 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 sharded, slots = self.sharded_params[param], self.optimizer.state[param]
-                offloaded = self.state_provider.places.get(sharded.name, {})
+                places = self.state_provider.places.get(sharded.name, {})
                 if sharded.spec.muon is not None and sharded.spec.muon.resident_momentum:
                     slots["momentum_buffer"] = sharded.momentum_buffer
-                resident_states = [state for state in self.method(group).states if state.name not in offloaded]
+                resident_states = [state for state in self.method(group).states if state.name not in places]
                 for state in resident_states:
                     if state.name not in slots:
                         slots[state.name] = new_state(sharded, state)
                 self._states[param] = {state.name for state in resident_states}
                 if self.ledger.hooks.state:
-                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *offloaded, *self._states[param]})
+                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *places, *self._states[param]})
 
     def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
         """Create the states of extensions for a parameter; return their names. ConfigError if a name is ``taken``."""

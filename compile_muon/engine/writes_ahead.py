@@ -38,16 +38,16 @@ def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launc
 
     for group in trained.optimizer.param_groups:
         method = trained.method(group)
-        own = [trained.sharded_params[param] for param in group["params"]]
+        sharded_params = [trained.sharded_params[param] for param in group["params"]]
         matrices = Matrices(method, group, {}, lambda rows, cols: 1.0) if isinstance(method, MatrixMethod) else None
-        if not own or matrices is None or not matrices.plain:
+        if not sharded_params or matrices is None or not matrices.plain:
             continue
         moved = matrices.joint and trained.state_provider.all_resident
         on_device: tuple[float | Tensor, ...] = torch.empty(3, dtype=torch.float64, device="meta").unbind()
         # CUDA graphs read rates from tensors.
         for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:
             with noting(device) as launches:
-                _write(own, *rates, moved=moved, later=trained.ledger.checks_later)
+                _write(sharded_params, *rates, moved=moved, later=trained.ledger.checks_later)
             for launch in launches:
                 yield launch
                 yield replace(launch, constants=launch.constants | {"WIDE": False})
