@@ -1,1 +1,1 @@
-"""What ranks know of each other: where each is, which frames it ran, what all have alike; and acting together."""
+"""Agreement of ranks: their statuses, the frames they ran, comparisons, and actions that succeed on all or none."""

@@ -1,6 +1,6 @@
-"""One way to compare something over ranks: gather what each has, find the entries that differ, say who has what.
+"""Comparison of a mapping over ranks: gather every rank's, find the entries that differ, and word which rank has which.
 
-``if found := compare({"stage": 2}, group): raise ConfigError(f"ranks disagree on {worded(found)}; ...")``
+``if differences := compare({"stage": 2}, group): raise ConfigError(f"ranks disagree on {worded(differences)}; ...")``
 """
 
 from __future__ import annotations
@@ -17,29 +17,25 @@ __all__ = ["by_rank", "compare", "differing", "gather_objects", "ranks_named", "
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_FEW = 8  # ranks that are named where there are more
+_FEW = 8  # most ranks that a message names
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """``value`` of every rank, on every rank (of one process without a group); small things between our processes."""
+    """Return ``value`` of every rank, small and pickled, on every rank; of one process without a group."""
     if group is None:
         return [value]
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def compare(mine: Mapping[K, Any], group: dist.ProcessGroup | None, absent: object = None) -> dict[K, list[Any]]:
-    """:func:`differing`, the same on every rank; collective, but for one process without a group."""
+    """Return :func:`differing` entries of every rank's ``mine``, on every rank. Collective with a group."""
     return differing(gather_objects(mine, group), absent)
 
 
 def differing(everyone: Sequence[Mapping[K, Any]], absent: object = None) -> dict[K, list[Any]]:
-    """Entries that ranks do not all have alike, in the order in which ranks have them, each with every rank's value.
-
-    Args:
-        everyone: what each rank has.
-        absent: stands for what a rank has not.
+    """Return the entries in which ranks differ, in the ranks' order, each with every rank's value or ``absent``.
 
     >>> differing([{"lr": 1, "decay": 2}, {"lr": 3, "decay": 2, "beta": 4}])
     {'lr': [1, 3], 'beta': [None, 4]}
@@ -50,7 +46,7 @@ def differing(everyone: Sequence[Mapping[K, Any]], absent: object = None) -> dic
 
 
 def worded(found: Mapping[Any, Sequence[object]]) -> str:
-    """What :func:`differing` has found, for an error.
+    """Return the result of :func:`differing` in words, for an error.
 
     >>> worded({"lr": [1, 3, 1]})
     'lr = 3 on rank 1, 1 on ranks 0, 2'
@@ -59,7 +55,7 @@ def worded(found: Mapping[Any, Sequence[object]]) -> str:
 
 
 def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> str:
-    """Which ranks have which value, the rarest first; these numbers of ranks, or from 0.
+    """Return in words which ranks (``numbers``, or from 0) have which value, the rarest first.
 
     >>> by_rank([2, 3, 2])
     '3 on rank 1, 2 on ranks 0, 2'
@@ -72,7 +68,7 @@ def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> s
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """At least one rank, in words.
+    """Return at least one rank in words.
 
     >>> ranks_named([1]), ranks_named([0, 2]), ranks_named(range(64))
     ('rank 1', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, … (64 in all)')

@@ -1,8 +1,8 @@
-"""The frame log: which frames ran since the last step, in order, where running them meant meeting the other ranks.
+"""The frame log: the frames that met other ranks since the last step, in order.
 
-Collectives pair up by their order alone. A rank that runs two equal blocks in the other order, or one of them twice,
-exchanges one parameter's numbers for another's, and no size or count betrays it. So every visit that communicates is
-noted by the names of its parameters; ``step()`` compares a digest of the log with every other rank's.
+Collectives pair up by order alone. A rank that runs two equal blocks in the other order, or one of them twice, receives
+another parameter's numbers, without a mismatch of sizes or counts. So every visit that communicates is noted by the
+names of its parameters, and ``step()`` compares a digest of the log over the ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 __all__ = ["FrameLog", "Visit", "frame_label"]
 
-#: visits that can still be named; the digest knows of all
+#: latest visits kept by name; the digest covers all
 _REMEMBERED = 4096
 
 
 def frame_label(frame: str) -> str:
-    """A frame as errors call it; empty for what is none.
+    """Return a frame's name in errors; empty for eager code.
 
     >>> frame_label("frame0003"), frame_label("")
     ('frame 3', '')
@@ -29,49 +29,38 @@ def frame_label(frame: str) -> str:
 
 
 class Visit(NamedTuple):
-    """One visit of a frame.
+    """One visit of a frame."""
 
-    Args:
-        half: "forward" or "backward".
-        frame: this rank's name of it, which recompilations may make another than the other ranks'; not compared.
-        names: its parameters, in the order in which the frame has them.
-        details: what becomes of each, and what else decides how the frame communicates.
-    """
-
-    half: str
-    frame: str
-    names: Sequence[str]
-    details: Sequence[str]
+    half: str  # "forward" or "backward"
+    frame: str  # this rank's name, which recompilations may change; never compared
+    names: Sequence[str]  # its parameters, in the frame's order
+    details: Sequence[str]  # the purpose of each, and options that change the frame's collectives
 
 
 @dataclass
 class FrameLog:
-    """Visits since the last step.
-
-    Args:
-        count: of all of them.
-    """
+    """The visits since the last step."""
 
     count: int = 0
     _last: deque[Visit] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _hash: Any = field(default_factory=hashlib.blake2b)
 
     def note(self, half: str, frame: str, names: Sequence[str], details: Sequence[str] = ()) -> None:
-        """A frame with parameters of these ``names`` has run."""
+        """Note a visit of a frame with parameters of these ``names``."""
         self.count += 1
         self._last.append(Visit(half, frame, names, details))
         self._hash.update("\n".join((half, *details, *names, "\0")).encode())
 
     def digest(self) -> bytes:
-        """Of all visits so far."""
+        """Return a digest of all visits so far."""
         return self._hash.digest()
 
     def visits(self) -> dict[int, Visit]:
-        """The last ones, by number from 0."""
+        """Return the latest visits, by number from 0."""
         return dict(enumerate(self._last, self.count - len(self._last)))
 
     def close(self) -> None:
-        """End of a step."""
+        """End a step."""
         self.count = 0
         self._last.clear()
         self._hash = hashlib.blake2b()

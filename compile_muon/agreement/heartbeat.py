@@ -1,10 +1,10 @@
 """The heartbeat: every rank's status, in the store of the process group.
 
-A thread of each rank publishes its status, ten times a second in a small world, through a connection of its own.
-Whoever is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
+A thread of each rank publishes its status, ten times a second in a small world, over a store connection of its own. A
+stopped rank reads all statuses twice, a few beats apart, to tell living ranks from silent ones.
 
-Under Gloo a collective that fails raises, and what the others' statuses say is part of the error. NCCL ends the process
-instead: there the thread logs it, shortly before the group's time-out.
+A failed Gloo collective raises, and the error quotes the statuses. NCCL ends the process instead: there the thread logs
+them shortly before the group's time-out.
 """
 
 from __future__ import annotations
@@ -25,73 +25,59 @@ from compile_muon.passes.torch_private import timeout_of
 
 __all__ = ["Heartbeat", "Entry", "backend_of", "report"]
 
-#: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
+#: beats per second of all ranks together; a TCPStore takes a hundred times as many
 _BEATS = 500.0
 _SHORTEST_INTERVAL = 0.1
-#: in worlds up to this size every rank remembers the others' statuses, should the store go with its host
+#: in worlds up to this size every rank caches the statuses, in case the store dies with its host
 _SMALL_WORLD = 64
 _REMEMBER_EVERY = 1.0
-#: a store that answers no sooner is gone
+#: time-out of the store: one that does not answer within it is gone
 _STORE_SECONDS = 1.5
-#: how long ranks wait for each other where the group has no time-out of its own
+#: seconds that ranks wait for each other where the group has no time-out
 _LONGEST = 1800.0
-#: part of the group's time-out after which a rank says what it waits for, if its backend will not
+#: part of the group's time-out after which a rank logs its wait, where the backend would end the process
 _PATIENCE = 0.9
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
-    """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
+    """Return the name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends.get(torch.device(device).type, "")
 
 
 class Entry(NamedTuple):
-    """One rank's status.
+    """The status of one rank."""
 
-    Args:
-        step: the step under way, from 1.
-        where: half, frame and module, as in "backward of frame 2 (blocks.4)"; empty before the first.
-        inside: whether the rank is there, or has gone on to code that is not ours.
-        collectives: how many were started before.
-        raised: the error it left with; "PeerError" if it has waited in vain.
-        ended: whether its optimizer or process has come to its end.
-        beat: grows as long as the rank lives.
-        changes: how often it has changed over between training, evaluation and reading, see :meth:`RankStatus.change`.
-    """
-
-    step: int
-    where: str
-    inside: bool
-    collectives: int
-    raised: str = ""
-    ended: bool = False
-    beat: int = 0
-    changes: int = 0
+    step: int  # the current step, from 1
+    where: str  # half, frame and module, as in "backward of frame 2 (blocks.4)"; empty at first
+    inside: bool  # whether the rank is there, or has gone on to the loop's own code
+    collectives: int  # started before
+    raised: str = ""  # the error it left with; "PeerError" if it has waited in vain
+    ended: bool = False  # whether its optimizer or process has ended
+    beat: int = 0  # grows while the rank lives
+    changes: int = 0  # changes between training, evaluation and reading, see :meth:`RankStatus.change`
 
 
 class Heartbeat:
-    """This rank's access to everyone's statuses.
+    """This rank's access to the statuses of the ranks of ``group``.
 
-    Args:
-        store: of the process group; a connection of its own, so that whoever waits in the other stops nobody.
-        group: whose ranks these are.
-        device: that the group works on.
-    Attributes:
-        number: which of the group's optimizers this is, going by this rank; see :meth:`meet`.
-        interval: seconds between beats.
+    ``store`` is a connection of its own to the group's store: another connection may be blocked by a wait. ``device``:
+    of the group's collectives.
     """
 
     def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._world = group.rank(), group.size()
         self._store = store
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the connection
         self._beat = 0
         self._last = Entry(1, "", False, 0)
         self._seen: dict[int, Entry] = {}
         self._remembered = 0.0
         self.stopped = threading.Event()
+        # Seconds between beats.
         self.interval = max(_SHORTEST_INTERVAL, self._world / _BEATS)
-        # Counted in the store and not in the process, which may have optimizers on other groups.
+        # Number of this optimizer on the group, by this rank's count. Counted in the store, since the process may have
+        # optimizers on other groups.
         self.number = self._store.add(f"muon_zero/{self._rank}/optimizers", 1)
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.meet([self.number] * self._world)
@@ -102,12 +88,13 @@ class Heartbeat:
         self._meetings: dist.Store | None = None
 
     def meet(self, numbers: Collection[int]) -> None:
-        """Every rank's ``number``: one that once failed to make an optimizer counts otherwise than the others."""
+        """Set every rank's ``number``; a rank where an optimizer once failed to be made counts differently from the
+        others."""
         self._keys = [f"muon_zero/{rank}/status/{number}" for rank, number in enumerate(numbers)]
 
     def publish(self, entry: Entry) -> bool:
-        """Write this rank's status; False if the store, or the process group, is gone."""
-        # Another thread that holds the lock may wait for a store that never answers.
+        """Write this rank's status; return False if the store or the process group is gone."""
+        # The lock's holder may be waiting for a store that never answers.
         if self.stopped.is_set() or not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
             return False
         try:
@@ -121,19 +108,17 @@ class Heartbeat:
         return True
 
     def end(self, beats: threading.Thread) -> None:
-        """The optimizer, or the process, is at its end.
-
-        Args:
-            beats: publishes for it. Coming back from the store while the interpreter is being taken down, it would
-                end the process by std::terminate: exit code -6, of a training that went well.
-        """
+        """Publish the end of the optimizer or the process, and join ``beats``, the publishing thread."""
         self.publish(self._last._replace(inside=False, ended=True))
         self.stopped.set()
+        # A thread that returns from the store during interpreter shutdown ends the process by std::terminate: exit
+        # code -6 of a training that went well.
         if beats is not threading.current_thread():
             beats.join(2 * _STORE_SECONDS)
 
     def read(self) -> dict[int, Entry] | None:
-        """The statuses of those ranks that have one; None if the store is gone. A cut connection may never return."""
+        """Return the statuses of the ranks that have published one; None if the store is gone."""
+        # Bounded: a read over a cut connection, with the lock held, may never return.
         if not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
             return None
         try:
@@ -148,14 +133,11 @@ class Heartbeat:
         return {rank: Entry(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
     def meet_at(self, entry: Entry) -> None:
-        """Wait, by the store and not by a collective, until every rank has changed over as often as this one.
-
-        Raises:
-            PeerError: another rank is in a collective instead, or nobody comes within the group's time-out.
-        """
+        """Wait, by the store and not by a collective, until every rank has made as many changes as ``entry``. PeerError
+        if another rank is in a collective instead, or none comes within the group's time-out."""
         if self._meetings is None:
             store: Any = self._store
-            self._meetings = cast("dist.Store", store.clone())  # the other connection must not wait
+            self._meetings = cast("dist.Store", store.clone())  # a wait would block the other connection
         self.publish(entry)
         key = f"{self._keys[0]}/change"
         deadline = time.monotonic() + self._timeout
@@ -163,9 +145,9 @@ class Heartbeat:
             if self._meetings.add(f"{key}/{entry.changes}", 1) == self._world:
                 self._meetings.set(f"{key}/{entry.changes}/all", "")
                 for old in (f"{key}/{entry.changes - 1}", f"{key}/{entry.changes - 1}/all"):
-                    self._meetings.delete_key(old)  # everyone has been there
+                    self._meetings.delete_key(old)  # all ranks have passed it
                 return
-        except RuntimeError:  # the store is gone: collectives will say so
+        except RuntimeError:  # the store is gone: the next collective will raise
             return
         while True:
             try:
@@ -180,14 +162,14 @@ class Heartbeat:
                 raise PeerError(report(self._world, {**statuses, self._rank: entry}, list(statuses)))
 
     def remember(self) -> None:
-        """Read everyone's statuses now and then, should the store go with its host."""
+        """Cache everyone's statuses now and then, in case the store dies with its host."""
         now = time.monotonic()
         if self._world <= _SMALL_WORLD and now - self._remembered >= _REMEMBER_EVERY:
             self._remembered = now
             self._seen = self.read() or self._seen
 
     def ask(self, entry: Entry) -> str:
-        """Publish the status of one whose rank waits in vain, and say where everyone is; takes a few beats."""
+        """Publish the status of this rank, which waits in vain, and return where all ranks are; takes a few beats."""
         answers: list[str] = []
         thread = threading.Thread(target=lambda: answers.extend(self._ask(entry)), daemon=True)
         thread.start()
@@ -212,29 +194,26 @@ class Heartbeat:
 
 
 def _elsewhere(other: Entry, entry: Entry) -> bool:
-    """Whether a rank will not change over as this one has: it is in a collective behind, or at its end."""
+    """Return whether a rank has passed this change by: it is in a collective at or after this point, or has ended."""
     gone_on = (other.step, other.collectives) >= (entry.step, entry.collectives)
     return other.changes < entry.changes and (other.ended or (other.inside and gone_on))
 
 
 def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) -> str:
-    """Who is where, those first for whom the others wait.
+    """Return where each rank is, beginning with those for whom the others wait.
 
-    Args:
-        world: how many ranks there are.
-        statuses: by rank; none for those who have published none.
-        alive: ranks that have published something just now.
+    ``statuses``: by rank, without ranks that have published none. ``alive``: ranks that have just published one.
 
     >>> lost, waiting = Entry(3, "backward of frame 2 (blocks.4)", True, 7), Entry(3, "forward of frame 5", True, 9)
     >>> print(report(3, {0: waiting, 1: lost, 2: waiting}, [0, 2]))
     rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5
     (collectives before: 7 on rank 1, 9 on ranks 0, 2)
     """
-    said: dict[tuple[int, str], list[int]] = {}
+    ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank in range(world):
-        said.setdefault(_sentence(statuses.get(rank), rank in alive), []).append(rank)
+        ranks_of.setdefault(_sentence(statuses.get(rank), rank in alive), []).append(rank)
     sentences = []
-    for (_, text), ranks in sorted(said.items()):
+    for (_, text), ranks in sorted(ranks_of.items()):
         verb, _, rest = text.partition(" ")
         singular, _, plural = verb.partition("/")
         sentences.append(f"{ranks_named(ranks)} {singular if len(ranks) == 1 else plural} {rest}")
@@ -244,7 +223,7 @@ def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) ->
 
 
 def _sentence(entry: Entry | None, alive: bool) -> tuple[int, str]:
-    """How urgent it is, and a predicate, its verb as ``singular/plural``."""
+    """Return the urgency of a rank's status, and a predicate with its verb as ``singular/plural``."""
     if entry is None:
         return 0, "has/have not come so far"
     place = f"step {entry.step}, {entry.where}" if entry.where else f"step {entry.step}"

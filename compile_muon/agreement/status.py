@@ -1,8 +1,8 @@
-"""Where this rank is in training, and what it says when a collective does not end.
+"""The status of this rank in training, and the error when a collective does not end.
 
-A rank that is killed, hangs or raises stops the others in a collective, and what PyTorch then says names a socket. So
-every rank keeps its status (step, half, frame, collectives so far) where the others can read it
-(:mod:`compile_muon.agreement.heartbeat`), and whoever is stopped tells everyone's.
+A rank that is killed, hangs or raises stops the others in a collective, whose PyTorch error names a socket. So every
+rank keeps its status (step, half, frame, collectives so far) where the others can read it
+(:mod:`compile_muon.agreement.heartbeat`), and a stopped rank reports all of them.
 """
 
 from __future__ import annotations
@@ -26,37 +26,29 @@ from compile_muon.passes.torch_private import collective_failed, store_of
 
 __all__ = ["EVALUATION", "TRAINING", "RankStatus", "holder_of_all"]
 
-#: what weights are gathered for: the forward and backward of training, a forward without one
+#: purposes of gathering weights: forward and backward of training, or a forward without a backward
 TRAINING, EVALUATION = "training", "evaluation"
 
 _log = logging.getLogger("compile_muon")
 
 
 class RankStatus:
-    """Where this rank is; a context manager around whatever may wait for other ranks.
+    """This rank's status; a context manager around code that may wait for other ranks.
 
     ``with status.at("forward", frame, names): ...``
 
-    Args:
-        group: of the optimizer; None for one process, which has nobody to tell.
-        device: that the group works on.
-    Attributes:
-        step: the step under way, from 1.
-        collectives: how many were started before.
-        phase: what weights were last gathered for, see :meth:`change`.
-        changes: how often that was another.
-        heartbeat: where the others read it; None for one process, or if the group has no store.
+    ``group`` is the optimizer's, None for one process; ``device`` is that of its collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        self.step = 1
-        self.collectives = 0
-        self.phase = TRAINING
-        self.changes = 0
+        self.step = 1  # the current step
+        self.collectives = 0  # started so far
+        self.phase = TRAINING  # purpose of the latest gather, see :meth:`change`
+        self.changes = 0  # changes of phase
         self._at: tuple[int, str, str, Sequence[str]] = (1, "", "", ())
         self._entered: float | None = None
         self._raised = ""
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None  # None for one process, or without a store
         if group is None or device is None or backend_of(group, device) == "fake":
             return
         store = store_of(group)
@@ -69,11 +61,11 @@ class RankStatus:
             weakref.finalize(self, self.heartbeat.end, beats)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankStatus:
-        """A copied model has no optimizer, and meets nobody."""
+        """Return a status without a group: a copied model has no optimizer."""
         return memo.setdefault(id(self), RankStatus())
 
     def at(self, half: str, frame: str = "", names: Sequence[str] = ()) -> RankStatus:
-        """Say where, with parameters of these ``names``; ``with`` says for how long."""
+        """Set the place of this rank, with parameters of these ``names``; use as ``with status.at(...)``."""
         self._at = (self.step, half, frame, names)
         return self
 
@@ -85,11 +77,7 @@ class RankStatus:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave.
-
-        Raises:
-            PeerError: in place of the error of a collective, with everyone's place.
-        """
+        """Leave the place; replace the error of a failed collective by a PeerError with everyone's places."""
         if error is None or self.heartbeat is None or isinstance(error, PeerError):
             self._entered = None
             return
@@ -98,20 +86,18 @@ class RankStatus:
                 self._raised = f"{type(error).__name__}: {_first_line(error)}"[:200]
                 self.heartbeat.publish(self.told())
                 return
-            # What torch said comes first: it is what users search for.
+            # torch's own message comes first: users search for it.
             self._raised = PeerError.__name__
             raise PeerError(f"{_first_line(error)}\n{self.everyone()}") from error
         finally:
             self._entered = None
 
     def change(self, phase: str) -> None:
-        """Weights are about to be gathered for ``phase``: if for another one before, all ranks wait for each other.
+        """Wait for all ranks if ``phase``, for which weights are about to be gathered, is a new one; PeerError if
+        others differ.
 
-        A rank that evaluates alone would otherwise gather weights with others that train: it gets right numbers, and
-        the others the wrong collectives, until one has another size and the backend ends the process.
-
-        Raises:
-            PeerError: other ranks do something else.
+        Otherwise a rank that evaluates alone would gather weights with ranks that train: it gets right numbers and they
+        pair up with wrong collectives, until a size differs and the backend ends the process.
         """
         if phase == self.phase:
             return
@@ -122,13 +108,8 @@ class RankStatus:
         )
 
     def meet(self, because: str) -> None:
-        """Wait, without a collective, until all ranks come to a meeting like this one.
-
-        Args:
-            because: what all have to do together, a sentence.
-        Raises:
-            PeerError: other ranks do something else.
-        """
+        """Wait, without a collective, until all ranks call this; PeerError, which begins with ``because`` (a sentence
+        about their common task), if some do not."""
         self.changes += 1
         if self.heartbeat is not None:
             try:
@@ -137,11 +118,11 @@ class RankStatus:
                 raise PeerError(f"{because}\n{error}") from None
 
     def everyone(self) -> str:
-        """Where all ranks are; empty for one process. Takes a few beats."""
+        """Return where all ranks are, empty for one process; takes a few beats."""
         return "" if self.heartbeat is None else self.heartbeat.ask(self.told())
 
     def told(self) -> Entry:
-        """The status as the others read it."""
+        """Return the status as other ranks read it."""
         step, half, name, names = self._at
         label = frame_label(name)
         frame = f" of {label}" if label else ""
@@ -150,13 +131,14 @@ class RankStatus:
         return Entry(step, where, inside, self.collectives, self._raised, changes=self.changes)
 
     def waited(self) -> float:
-        """Seconds since it was entered; 0 outside."""
+        """Return the seconds since the place was entered; 0 outside."""
         entered = self._entered
         return 0.0 if entered is None else time.monotonic() - entered
 
 
 def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
-    """Thread: publish the status as long as it lives, and speak up where the backend would end the process."""
+    """Thread function: publish the status as long as it lives, and log a wait where the backend would end the
+    process."""
     spoken = False
     while not heartbeat.stopped.wait(heartbeat.interval):
         status = reference()
@@ -167,7 +149,7 @@ def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
         if late and not spoken:
             _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
         spoken = late
-        del status
+        del status  # else this thread would keep it alive
 
 
 def _first_line(error: BaseException) -> str:
@@ -175,7 +157,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def holder_of_all(names: Sequence[str]) -> str:
-    """The innermost module that holds all these parameters, in parentheses.
+    """Return the innermost module that holds all these parameters, in parentheses.
 
     >>> holder_of_all(["blocks.4.up.weight", "blocks.4.down.weight"])
     ' (blocks.4)'

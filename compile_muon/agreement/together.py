@@ -1,4 +1,4 @@
-"""Ranks that do something together: what fails on one of them fails on all, in the same place, by name."""
+"""Joint actions of ranks: an error on one rank raises on all, at the same place, with the rank's name."""
 
 from __future__ import annotations
 
@@ -22,18 +22,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of an optimizer, with a Gloo group of their own: a writer's collectives never meet training's.
+    """The ranks of an optimizer, with a Gloo group of their own, so that a writer's collectives never meet training's.
 
-    Args:
-        group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
-        device: that ``group`` works on.
-        status: of the optimizer; says where the others are when one does not come.
-        apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
-            by ``status``.
-    Attributes:
-        busy: what uses the group behind training; see :meth:`settle`.
-    Raises:
-        CheckpointError: another rank is gone.
+    ``group`` is the optimizer's, None for one process; making the Gloo group is collective over it and takes its
+    time-out. ``device``: of ``group``. ``status``: tells where other ranks are when one does not come. ``apart=False``
+    meets in ``group`` itself, for callers that write nothing beside training. CheckpointError if another rank is gone.
     """
 
     def __init__(
@@ -46,7 +39,7 @@ class Ranks:
     ) -> None:
         self._status = status
         self._apart = apart
-        self.busy: Future[None] | None = None
+        self.busy: Future[None] | None = None  # work behind training that uses the group
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
@@ -58,7 +51,7 @@ class Ranks:
             return
         members = dist.get_process_group_ranks(group)
         everyone = len(members) == dist.get_world_size()
-        # new_group's own default is half an hour, however short the group's; ranks meet in it at once.
+        # new_group defaults to half an hour, whatever the parent's time-out; its ranks meet at once.
         timeout = timeout_of(group, device)
         try:
             self.group = dist.new_group(members, timeout, "gloo", use_local_synchronization=not everyone)
@@ -66,34 +59,32 @@ class Ranks:
             raise self._alone("a rank did not come to save or load a checkpoint", error) from error
 
     def mesh_like(self, trained_on: DeviceMesh) -> DeviceMesh:
-        """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
+        """Return a mesh of the same ranks on the CPU, see :func:`host_mesh`."""
         return host_mesh(trained_on, self._meshes, self.group)
 
     def settle(self) -> None:
-        """Wait for what is under way behind training: two threads must not meet the other ranks in one group.
-
-        What went wrong in it is told to who began it.
-        """
+        """Wait for work behind training: two threads must not use one group. Its errors are raised where it was
+        started."""
         if self.busy is not None:
             wait([self.busy])
             self.busy = None
 
     def gather(self, value: T) -> list[T]:
-        """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
+        """Return ``value`` of every rank, on every rank; small objects of our own processes, no file contents."""
         with self._answering():
             return gather_objects(value, self.group)
 
     def compare(self, mine: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """See :func:`~compile_muon.agreement.compare.compare`."""
+        """Return the entries that differ, see :func:`~compile_muon.agreement.compare.compare`."""
         return differing(self.gather(mine))
 
     def first(self, value: T) -> T:
-        """``value`` of rank 0, on every rank; of any size, for it is nowhere twice."""
-        found = [value]
+        """Return rank 0's ``value`` on every rank; it may be large, as no rank holds copies of all."""
+        values = [value]
         if self.group is not None:
             with self._answering():
-                dist.broadcast_object_list(found, group=self.group, group_src=0)
-        return found[0]
+                dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -108,11 +99,8 @@ class Ranks:
         return CheckpointError(f"{what}: {error}\n{self._status.everyone()}".rstrip())
 
     def agree(self, doing: str, error: Exception | None) -> None:
-        """Raise on all ranks if there is an ``error`` on any.
-
-        Raises:
-            CheckpointError: starting with ``doing``, with what each rank says. DamagedError if all is about damage.
-        """
+        """Raise CheckpointError on all ranks if any has an ``error``: ``doing``, then each rank's message. DamagedError
+        if all errors are."""
         said = None if error is None else (_text(error), isinstance(error, DamagedError))
         answers = {rank: answer for rank, answer in enumerate(self.gather(said)) if answer is not None}
         if not answers:
@@ -127,27 +115,23 @@ class Ranks:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """``with ranks.together("..."):`` raises on all ranks where the block raises on any; see :meth:`agree`."""
-        found: Exception | None = None
+        """Run a block that raises on all ranks where it raises on any; see :meth:`agree`."""
+        caught: Exception | None = None
         try:
             yield
         except Exception as error:
-            found = error
+            caught = error
         try:
-            self.agree(doing, found)
+            self.agree(doing, caught)
         finally:
-            found = None  # its traceback holds this frame, and the caller's objects with it
+            caught = None  # its traceback would keep this frame and the caller's objects alive
 
 
 def host_mesh(
     trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: dist.ProcessGroup | None = None
 ) -> DeviceMesh:
-    """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
-
-    Args:
-        known: what was made before, and is not made again.
-        group: of these ranks, for a mesh of one dimension; None for the mesh's own.
-    """
+    """Return a mesh of the same ranks on the CPU: it describes placements, and nothing is sent over it. ``known``
+    caches meshes. ``group``: of a one-dimensional mesh; None for the mesh's own."""
     if trained_on not in known:
         groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
         names = trained_on.mesh_dim_names
