@@ -48,17 +48,17 @@ def run(path: Path) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    written, errors = _written(config), given.mistakes.found
-    for wrong in errors:
+    result, errors = _written(config), given.mistakes.found
+    for mistake in errors:
         # Without these two, the config would train something else: "auto" that MuonTrainer fills in, and a foreign
         # optimizer.
-        if wrong.field == "optimizer.type" or (wrong.field in FILLED and wrong.shown == repr("auto")):
-            _keep(written, given.source, wrong.field)
+        if mistake.field == "optimizer.type" or (mistake.field in FILLED and mistake.shown == repr("auto")):
+            _keep(result, given.source, mistake.field)
     if errors:
         print("left to do:", *errors, sep="\n  ", file=sys.stderr)
     for remark in given.remarks:
         print(remark, file=sys.stderr)
-    print(json.dumps(written, indent=2))
+    print(json.dumps(result, indent=2))
     return 1 if errors else 0
 
 
@@ -75,21 +75,21 @@ def _written(config: Config) -> dict[str, Any]:
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
     parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
-    given = {
+    settings = {
         setting: value
         for setting, (owner, name) in SETTINGS.items()
         if (value := getattr(parts[owner], name)) != owner.__dataclass_fields__[name].default
         or (owner is MeshConfig and config.mesh is not None)
     }
-    keys = _schedule(config, given)
-    kind = "AdamW" if config.algorithm == "adamw" else given.pop("method", None)
+    keys = _schedule(config, settings)
+    kind = "AdamW" if config.algorithm == "adamw" else settings.pop("method", None)
     if kind is not None:
         keys["optimizer.type"] = kind
-    if given.get("param_dtype") is torch.bfloat16:
-        del given["param_dtype"]
+    if settings.get("param_dtype") is torch.bfloat16:
+        del settings["param_dtype"]
         keys["bf16.enabled"] = True
-    paths = _paths(config, given)
-    for setting, value in given.items():
+    paths = _paths(config, settings)
+    for setting, value in settings.items():
         if setting == "rates":
             keys |= {f"optimizer.params.{name}": _plain(rate) for name, rate in value}
         else:

@@ -150,8 +150,8 @@ def _put(given: Given, setting: str, value: object, path: str, algorithm: str) -
 
 def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> None:
     """Put ``lr`` and ``weight_decay`` into each half whose rate or decay no other key sets."""
-    both = algorithm != "adamw"
-    if both and "lr" in params and not matches_adamw(params.get("adjust_lr")):
+    both_halves = algorithm != "adamw"
+    if both_halves and "lr" in params and not matches_adamw(params.get("adjust_lr")):
         if "adamw_lr" not in given.values and params["lr"] != AdamWConfig.lr:
             given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
         elif "lr" not in given.values and params["lr"] == AdamWConfig.lr:
@@ -163,7 +163,7 @@ def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> Non
         if key not in params:
             continue
         path = f"{_PARAMS}.{key}"
-        if not both:
+        if not both_halves:
             given.put(f"adamw_{key}", params[key], path)
             continue
         with given.mistakes.collected():

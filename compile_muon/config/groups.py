@@ -100,16 +100,16 @@ def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    known = rates_of_methods()
+    known_rates = rates_of_methods()
     mistakes, rates = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
-            if not isinstance(name, str) or name not in known:
+            if not isinstance(name, str) or name not in known_rates:
                 path, problem = f"{field}.{key_name(name)}", "is no rate of any method"
                 if isinstance(name, str) and name in OF_GROUPS:
                     raise config_error(path, value, problem, OF_GROUPS[name])
-                raise unknown_name(path, value, name, known, problem)
-            rates.append((name, setting_of(known[name])["check"](f"{field}.{name}", value)))
+                raise unknown_name(path, value, name, known_rates, problem)
+            rates.append((name, setting_of(known_rates[name])["check"](f"{field}.{name}", value)))
     mistakes.raise_all()
     return tuple(rates)
 

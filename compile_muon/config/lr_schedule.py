@@ -92,10 +92,10 @@ class ScheduleConfig(Checked):
         lowest: Rates = getattr(self, self.low_key, 0.0)
         for group in optimizer.param_groups:
             half = 0 if group.get("algorithm") in method_names(MatrixMethod) else 1
-            own = float(group.get("initial_lr", group["lr"]))
+            own_rate = float(group.get("initial_lr", group["lr"]))
             low = lowest[half] if isinstance(lowest, tuple) else lowest
             # Unlike a lambda, a partial can be pickled, and LambdaLR's state dict holds an empty dict for it.
-            shares.append(partial(_share, self, own, low))
+            shares.append(partial(_share, self, own_rate, low))
         return LambdaLR(optimizer, shares)
 
 
@@ -177,11 +177,11 @@ class WarmupCosineLR(ScheduleConfig):
         if iteration < 0:
             return 0.0
         if iteration < steps:
-            least, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
+            floor, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
         else:
             done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
-            least, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
-        return own * (least + (1 - least) * height)
+            floor, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
+        return own * (floor + (1 - floor) * height)
 
 
 @dataclass(frozen=True, kw_only=True)

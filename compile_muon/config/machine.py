@@ -51,19 +51,19 @@ def load_as(kind: type[C], name_or_path: str | os.PathLike, field: str) -> C:
     A string without folder and suffix is a name. `kind` is as in :func:`read_machine`, `field` the setting as the user
     knows it. Raises a ConfigError if there is no such machine or file, or its content is wrong.
     """
-    given = os.fspath(name_or_path)
-    path = Path(given)
-    if path.name == given and not path.suffix:
-        path = _FOLDER / f"{given}.json"
+    source = os.fspath(name_or_path)
+    path = Path(source)
+    if path.name == source and not path.suffix:
+        path = _FOLDER / f"{source}.json"
     measure = "`python -m compile_muon calibrate --out FILE`"
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         remedy = f"use {', '.join(known_machines())}, or a file that {measure} wrote"
-        raise config_error(field, given, "is neither a known machine nor a file", remedy) from None
+        raise config_error(field, source, "is neither a known machine nor a file", remedy) from None
     except (OSError, ValueError) as error:  # a folder, bytes that are not text, text that is not JSON
-        raise config_error(field, given, f"cannot be read: {error}", f"measure again: {measure}") from None
-    return read_machine(kind, record, f"{field} {given}")
+        raise config_error(field, source, f"cannot be read: {error}", f"measure again: {measure}") from None
+    return read_machine(kind, record, f"{field} {source}")
 
 
 def load_costs(name_or_path: str | os.PathLike, field: str = "machine") -> Costs:
@@ -160,10 +160,10 @@ def _filled(reader: Reader, path: str, value: object) -> Any:
 
 
 def _by_dtype(entry: Reader, path: str, value: object) -> dict[str, Any]:
-    for name in (given := check_mapping(path, value)):
+    for name in (entries := check_mapping(path, value)):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise config_error(f"{path}.{name}", name, "is not a dtype of torch", 'use names like "bfloat16"')
-    return {name: entry(f"{path}.{name}", each) for name, each in given.items()}
+    return {name: entry(f"{path}.{name}", each) for name, each in entries.items()}
 
 
 def _links(path: str, value: object) -> tuple[Link, ...]:

@@ -506,10 +506,10 @@ class Given:
         owner, field = SETTINGS[setting]
         with self.mistakes.collected():
             canonical = owner.checked(field, value, name)
-            known = self.values.setdefault(setting, canonical)
+            stored = self.values.setdefault(setting, canonical)
             first = self.names.setdefault(setting, name)
-            if known != canonical:
-                raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
+            if stored != canonical:
+                raise config_error(name, canonical, f"contradicts {first} = {stored!r}", "keep one of the two")
 
     def best(self, *, mesh: bool = False, **rest: Any) -> Config:
         """Build the ``Config`` of all stored settings; drop each setting that contradicts others, as a mistake.

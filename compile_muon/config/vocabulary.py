@@ -284,14 +284,14 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
 
 
 def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    known = f"known here are {', '.join(SECTIONS[section])}"
+    known_keys = f"known here are {', '.join(SECTIONS[section])}"
     for key in keys[:_MOST_UNKNOWN]:
         path = full_name(section, key_name(key))
-        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known)
+        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known_keys)
     if (more := len(keys) - _MOST_UNKNOWN) > 0:
         path = full_name(section, key_name(keys[-1]))
         problem = f"is one of {more} more keys that are not known"
-        yield config_error(path, value[keys[-1]], problem, f"remove them: {known}")
+        yield config_error(path, value[keys[-1]], problem, f"remove them: {known_keys}")
 
 
 def _nearest_key(section: str, key: object) -> str:

@@ -112,6 +112,7 @@ def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tens
     received_counts = _all_to_all(counts, even, even, group).view(size, -1)
     # The only host synchronization.
     sizes = torch.cat((sent_counts.sum(1), received_counts.sum(1))).tolist()
+    # In a graph these sizes depend on data: the tracer needs their bounds.
     for number in sizes:
         torch._check(number >= 0)
     rows_sent, rows_received = sizes[:size], sizes[size:]
@@ -179,6 +180,7 @@ def _inverse(order: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _sizes_are_traced() -> bool:
     """Return whether the frame under compilation may hold sizes that depend on data."""
+    # Private in torch 2.13: Dynamo's context and shape environment have no public accessor.
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return mode is None or mode.shape_env is None or mode.shape_env.allow_scalar_outputs

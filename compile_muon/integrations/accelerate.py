@@ -269,13 +269,15 @@ class _Sharded:
     @contextlib.contextmanager
     def _plain_ones(self) -> Iterator[list[AcceleratedMuonZero]]:
         """Hide sharded models and their optimizers from Accelerate, which would save rank 0's rows."""
-        accelerator, ours = self._accelerator, _optimizers(self._accelerator)
-        hidden = {id(optimizer) for optimizer in ours} | {id(optimizer.model) for optimizer in ours}
+        accelerator, muon_optimizers = self._accelerator, _optimizers(self._accelerator)
+        hidden = {id(optimizer) for optimizer in muon_optimizers} | {
+            id(optimizer.model) for optimizer in muon_optimizers
+        }
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if id(model) not in hidden]
         accelerator._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in hidden]
         try:
-            yield ours
+            yield muon_optimizers
         finally:
             accelerator._models, accelerator._optimizers = models, optimizers
 
@@ -290,9 +292,9 @@ class _Sharded:
                 "save_state: gradients of the micro-batches since the last step would be lost; call it where "
                 "accelerator.sync_gradients is true, after optimizer.zero_grad()"
             )
-        with self._plain_ones() as ours:
+        with self._plain_ones() as muon_optimizers:
             state = Path(self._plain["save_state"](*args, **kwargs))
-        for folder, wrapped in _folders(state, ours).items():
+        for folder, wrapped in _folders(state, muon_optimizers).items():
             ranks = weights_of(wrapped.model).meet("save_state")
             optimizer = wrapped.optimizer
             step = optimizer.engine.status.step - 1  # status counts the running step
@@ -312,8 +314,8 @@ class _Sharded:
 
         Raises a CheckpointError if the state is missing, damaged (then nothing is loaded), or does not fit.
         """
-        with self._plain_ones() as ours:
-            self._loading = ours
+        with self._plain_ones() as muon_optimizers:
+            self._loading = muon_optimizers
             try:
                 self._plain["load_state"](*args, **kwargs)
             finally:
@@ -323,13 +325,13 @@ class _Sharded:
 
     def _load(self, state: Path) -> None:
         folders = _folders(state, self._loading)
-        chosen = {}
+        step_of = {}
         for folder, wrapped in folders.items():
             with weights_of(wrapped.model).meet("load_state").together(f"{state}: nothing was loaded"):
                 _check_count(state, folders)
-                chosen[folder], self._step = _choose(state, folder)
+                step_of[folder], self._step = _choose(state, folder)
         for folder, wrapped in folders.items():
-            Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=chosen[folder])
+            Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=step_of[folder])
 
 
 # ------------------------------------------------------------------------------------------- the record of a state

@@ -298,10 +298,10 @@ class MuonZeroStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of Lightning's samplers, by which ranks that share a sequence get equal batches."""
-        ours = [optimizer for optimizer in self.optimizers if isinstance(optimizer, MuonZero)]
-        if not ours:
+        muon_optimizers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, MuonZero)]
+        if not muon_optimizers:
             return super().distributed_sampler_kwargs
-        place = ours[0].data_place
+        place = muon_optimizers[0].data_place
         return {"num_replicas": place.world, "rank": place.rank}
 
     def on_validation_start(self) -> None:

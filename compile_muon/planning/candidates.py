@@ -188,10 +188,10 @@ def prices(
         """Return seconds of a step, and the exposed part of them."""
         played = step(min(count, _SEVERAL), adamw)
         seconds, exposed = played.seconds, sum(played.exposed.values())
-        if more := max(0, count - _SEVERAL):
+        if extra := max(0, count - _SEVERAL):
             fewer = step(_SEVERAL - 1, adamw)
-            seconds += more * (seconds - fewer.seconds)
-            exposed += more * (exposed - sum(fewer.exposed.values()))
+            seconds += extra * (seconds - fewer.seconds)
+            exposed += extra * (exposed - sum(fewer.exposed.values()))
         return seconds, exposed
 
     for count in counts:

@@ -18,7 +18,7 @@ from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["check_shapes", "note_batch"]
 
-_PERIOD = 8191
+_PERIOD = 8191  # a prime: weights of positions repeat with it
 #: arguments that losses read
 _LABELS = ("labels", "shift_labels")
 
@@ -43,11 +43,13 @@ def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
     if shapes in batch.shapes:
         return
     group = group_named(place.group)
-    shown = [list(x) for x in shapes]
-    if differing := compare({"batch": shown}, group):
+    shape_lists = [list(x) for x in shapes]
+    if differing := compare({"batch": shape_lists}, group):
         said = by_rank(differing["batch"], dist.get_process_group_ranks(group))
         problem = f"ranks share a sequence and were given {said}"
-        raise config_error("batch", shown, problem, "give the ranks of a group the same batch (optimizer.data_place)")
+        raise config_error(
+            "batch", shape_lists, problem, "give the ranks of a group the same batch (optimizer.data_place)"
+        )
     batch.shapes.add(shapes)
 
 

@@ -126,11 +126,13 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
     Every rank computes all images without gradients, and if the call has more tensors than patches and grid.
     """
     names = list(inspect.signature(inspect.unwrap(type(tower).forward)).parameters)[1:]
-    dealt: list[tuple[list[int], list[list[int]]]] = []  # of the running call: patches per image, and images per rank
+    running_call: list[
+        tuple[list[int], list[list[int]]]
+    ] = []  # of the running call: patches per image, and images per rank
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def ahead(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dealt.clear()
+        running_call.clear()
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name for name, value in call.items() if isinstance(value, Tensor)}
         if tensors != {names[0], "grid_thw"} or not running.deals:
@@ -139,13 +141,17 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
         patches = grid.prod(-1).tolist()
         shares = deal_out(patches, running.place.size)
         own_images = shares[running.place.index] or [0]  # a tower needs an input: these features are dropped
-        dealt.append((patches, shares))
+        running_call.append((patches, shares))
         pieces = call[names[0]].split(patches)
         return (), {**call, names[0]: torch.cat([pieces[image] for image in own_images]), "grid_thw": grid[own_images]}
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return tree_map_only(Tensor, partial(_all_images, running.place, *dealt.pop()), output) if dealt else output
+        return (
+            tree_map_only(Tensor, partial(_all_images, running.place, *running_call.pop()), output)
+            if running_call
+            else output
+        )
 
     tower.register_forward_pre_hook(ahead, with_kwargs=True)
     tower.register_forward_hook(behind)
@@ -162,9 +168,9 @@ def _all_images(place: Place, patches: list[int], shares: list[list[int]], own: 
         raise config_error(FIELD, list(own.shape), problem, f"leave {FIELD} out")
     rows = [number * own.shape[0] // own_patches for number in patches]
     lengths = [[rows[image] for image in share] for share in shares]
-    most = max(map(sum, lengths))
-    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, most - own.shape[0])), place, most * place.size, 0)
+    longest = max(map(sum, lengths))
+    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, longest - own.shape[0])), place, longest * place.size, 0)
     features: dict[int, Tensor] = {}
-    for share, own_rows, part in zip(shares, lengths, whole.split(most), strict=True):
+    for share, own_rows, part in zip(shares, lengths, whole.split(longest), strict=True):
         features |= dict(zip(share, part[: sum(own_rows)].split(own_rows), strict=True) if share else ())
     return torch.cat([features[image] for image in range(len(patches))])

@@ -172,11 +172,11 @@ class Memory:
             live["exchange"] += extra
         if pool:
             self._most[pool] = max(self._most[pool], live.total())
-        reached = self._live[""].total(), sum(each.total() for each in self._live.values())
+        reached = self._live[""].total(), sum(pool_live.total() for pool_live in self._live.values())
         if reached > self._reached:
             self._reached, self._peak = reached, Counter[str]()
-            for each in self._live.values():
-                self._peak.update(each)
+            for pool_live in self._live.values():
+                self._peak.update(pool_live)
             self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
         if extra:
             live["exchange"] -= extra
