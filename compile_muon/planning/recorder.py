@@ -33,7 +33,7 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of a graph."""
+    """A run of a graph."""
 
     played: Played  # the lowered graph
     source: GraphModule  # the graph ahead of lowering

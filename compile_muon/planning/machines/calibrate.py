@@ -32,11 +32,10 @@ def run(
 ) -> int:
     """Measure, print each measurement beside its prediction, write the description to `out`; return 0.
 
-    The stem of `out` is the machine's name. Under torchrun the ranks are torchrun's; else `ranks` are spawned here, by
-    default as many as GPUs, or twice as many as cores, at most 4. Rank 0 prints and writes. `disk` is a folder on the
-    disk that offload would use; None leaves the disk out. `base` names the machine that supplies what is not measured;
-    default: "h100" on GPUs, none on CPUs. Raises a ConfigError if `base` is no machine, or one of the other device
-    type.
+    The stem of `out` is the machine's name. Outside of torchrun `ranks` processes are spawned, by default as many as
+    GPUs, or twice as many as cores, at most 4. Rank 0 prints and writes. `disk` is a folder on the disk that offload
+    would use, None leaves the disk out. The machine `base` supplies numbers that are not measured; default: "h100" on
+    GPUs, none on CPUs. Raises a ConfigError if `base` is no machine of this device type.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = base or ("h100" if device == "cuda" else None)

@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements of a machine."""
+    """Measurements of a machine."""
 
     device: str  # "cuda" or "cpu"
     kernel_seconds: float  # of the least kernel

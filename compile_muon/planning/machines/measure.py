@@ -283,14 +283,13 @@ def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
 
 
 def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:
-    """Return a compiled step of `layers` linear layers with biases, their number of parameters, and the collectives of
-    a step.
+    """Return a compiled step of `layers` linear layers, their number of parameters, and the collectives of a step.
 
-    The layers compute next to nothing, so that the host takes all the time. Ranks of `group` train at stage 3, a single
-    rank at stage 0.
+    Ranks of `group` train at stage 3, a single rank at stage 0.
     """
     sharded = group.size() > 1
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    # Layers so small that the host takes all the time.
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
     optimizer = MuonZero(model, stage=3 if sharded else 0, gradient_accumulation_steps=1, mesh=mesh)
     compiled = torch.compile(model, backend="muon_zero")

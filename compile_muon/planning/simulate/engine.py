@@ -119,19 +119,17 @@ def simulate(
 ) -> Timeline:
     """Simulate `graphs` one after the other, as one of many equal steps.
 
-    The graph that is finished by forward (the refresh) comes first, since the previous step starts it. `groups`: the
-    ranks of every process group that a collective names; `ranks`: the size of the job, which on a machine of shared
-    cores all compute at once; `resident`: bytes by category that are live all the time (weights, optimizer state);
-    `codegen`: "inductor", which fuses kernels, or "eager".
-
-    `others`: by the ranks of a group, when the last of the other ranks issues each of its collectives, none of which
-    begins earlier (:func:`~.together.simulate_together`); in groups without an entry all ranks keep the pace of this
-    one. `transfers` carries out the moves of offloaded state.
+    `groups`: ranks of every process group that a collective names; `ranks`: size of the job, whose ranks share the
+    cores of a CPU; `resident`: bytes by category that are live all the time (weights, optimizer state); `codegen`:
+    "inductor", which fuses kernels, or "eager". `others`: ranks of a group -> when the last of the other ranks issues
+    each of its collectives (:func:`~.together.simulate_together`); in groups without an entry all ranks keep the pace
+    of this one. `transfers` carries out the moves of offloaded state.
     """
     machine = machine.shared_by(ranks)
     player = _Player(machine, groups, others or {}, transfers)
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
+    # The refresh, which forward finishes, comes first: the previous step has started it.
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
         members_of = kernels(played.gm, "eager" if played.eager else codegen)
         player.run(played, _timed(played, members_of, machine, codegen))
