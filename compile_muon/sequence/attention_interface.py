@@ -155,9 +155,8 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
                 raise config_error("labels", list(labels.shape), "are a part, which cannot be shifted", remedy)
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if not are_cut:
-            shift_labels = (
-                place.cut(shift_labels - ignore_index) + ignore_index
-            )  # `cut` pads with 0, so padding becomes ignore_index
+            # `cut` pads with 0, and the loss must skip padding.
+            shift_labels = place.cut(shift_labels - ignore_index) + ignore_index
         if logits.shape[:2] != shift_labels.shape:
             problem = f"are not of the {list(shift_labels.shape)} rows and positions of this rank's labels"
             raise config_error("logits", list(logits.shape), problem, f"set {FIELD}.joined")

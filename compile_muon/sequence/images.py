@@ -126,13 +126,12 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
     Every rank computes all images without gradients, and if the call has more tensors than patches and grid.
     """
     names = list(inspect.signature(inspect.unwrap(type(tower).forward)).parameters)[1:]
-    running_call: list[
-        tuple[list[int], list[list[int]]]
-    ] = []  # of the running call: patches per image, and images per rank
+    # of the call that runs: patches per image, and images per rank
+    deals: list[tuple[list[int], list[list[int]]]] = []
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def ahead(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        running_call.clear()
+        deals.clear()
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name for name, value in call.items() if isinstance(value, Tensor)}
         if tensors != {names[0], "grid_thw"} or not running.deals:
@@ -141,17 +140,13 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
         patches = grid.prod(-1).tolist()
         shares = deal_out(patches, running.place.size)
         own_images = shares[running.place.index] or [0]  # a tower needs an input: these features are dropped
-        running_call.append((patches, shares))
+        deals.append((patches, shares))
         pieces = call[names[0]].split(patches)
         return (), {**call, names[0]: torch.cat([pieces[image] for image in own_images]), "grid_thw": grid[own_images]}
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (
-            tree_map_only(Tensor, partial(_all_images, running.place, *running_call.pop()), output)
-            if running_call
-            else output
-        )
+        return tree_map_only(Tensor, partial(_all_images, running.place, *deals.pop()), output) if deals else output
 
     tower.register_forward_pre_hook(ahead, with_kwargs=True)
     tower.register_forward_hook(behind)
