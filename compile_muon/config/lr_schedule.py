@@ -128,7 +128,6 @@ class WarmupLR(ScheduleConfig):
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """Return the rate; see the base class."""
         return low + (own - low) * self._height(step - 1, max(2, self.warmup_num_steps))
 
     def _height(self, iteration: int, steps: int) -> float:
@@ -172,7 +171,6 @@ class WarmupCosineLR(ScheduleConfig):
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """Return the rate; see the base class."""
         iteration, steps = step - 1, max(2, self.warmup_num_steps)
         if iteration < 0:
             return 0.0
@@ -212,7 +210,6 @@ class OneCycle(ScheduleConfig):
     cycle_momentum: bool = setting(True, _check_momentum)
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """Return the rate; see the base class."""
         first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
         if step - 1 < first + second:
@@ -248,7 +245,6 @@ class LRRangeTest(ScheduleConfig):
     lr_range_test_staircase: bool = setting(False, check_boolean)
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """Return the rate; see the base class."""
         intervals = step / self.lr_range_test_step_size
         grown = math.floor(intervals) if self.lr_range_test_staircase else intervals
         return own * (1 + self.lr_range_test_step_rate * grown)

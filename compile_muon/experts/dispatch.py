@@ -1,29 +1,21 @@
 """Token dispatch: rows travel to experts of a Transformers mixture on other ranks, and back.
 
 Dropless, the default: (token, slot) pairs are sorted by expert, travel to the experts' rank by one all-to-all, go
-through grouped products and back by another one; weights are applied and summed over the slots on the token's rank, in
-the dtype in which Transformers' ``grouped_mm`` does it. Backward sends the same rows the other way.
+through grouped products and back by another one; the token's rank applies weights and sums over slots, in the dtype of
+Transformers' ``grouped_mm``. Backward sends the same rows the other way.
 
 With ``capacity_factor`` c shapes are static: of its T tokens a rank keeps at most C = ceil(c T k / E) for each expert,
-those with the largest routing weight (among equals the earlier tokens), as Megatron's ``drop_policy="probs"`` does;
-the router's weights are taken as they are (softmax before or after top-k, a sigmoid, scaled or not). A dropped pair
-adds nothing, and its weight gets no gradient. All ranks of the group need the same T: in eager mode a difference is an
-error on every rank, in a compiled graph it is not checked.
+those with the largest routing weight (among equals the earlier tokens), as Megatron's ``drop_policy="probs"`` does. The
+weight is the router's output: softmax before or after top-k, a sigmoid, scaled or not. A dropped pair adds nothing, and
+its weight gets no gradient. All ranks of the group need the same T: eager mode checks it, a compiled graph does not.
 
-Gradients: the gradient of a rank's experts is the sum over the group's losses. Parameters outside the stacks
-(``post_expert_norm``) stay whole on every rank, and need their gradients summed over the group like all others.
+Gradients: a rank's experts get the sum over the group's losses. Parameters outside of stacks (``post_expert_norm``) are
+whole on every rank, and need their gradients summed over the group like all others.
 
-Under ``torch.compile``:
-
-==============  ===================================================================================================
-capacity        one graph
-dropless        one graph where sizes that depend on data may be traced: ``fullgraph=True``, or
-                ``torch.compiler.config.capture_scalar_outputs`` (both are torch's own switches). Otherwise one
-                graph break around each experts module, whose forward then runs eagerly; all else compiles.
-==============  ===================================================================================================
-
-Tested with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward. ``optimizer.traffic``
-leaves out the bytes of dropless exchanges, which depend on data.
+Under ``torch.compile`` capacity makes one graph. So does dropless where sizes that depend on data may be traced
+(``fullgraph=True``, or ``torch.compiler.config.capture_scalar_outputs``); otherwise each experts module breaks the
+graph and runs eagerly. Tested with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward.
+``optimizer.traffic`` leaves out the bytes of dropless exchanges, which depend on data.
 """
 
 from __future__ import annotations

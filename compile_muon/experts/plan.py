@@ -7,11 +7,11 @@ A rank r keeps the experts ``[r E/size, (r + 1) E/size)`` of every stack, and on
 (:mod:`compile_muon.experts.dispatch`). The model's router hands over ``top_k_index`` and ``top_k_weights``, with its
 groups, score-correction bias and scaling. Each rank has tokens of its own.
 
-Transformers' interface makes the switch: an experts module reads ``config._experts_implementation``, so it gets a
-shallow copy of its config that names our implementation; the model's config, which ``save_pretrained`` writes and
-``set_experts_implementation`` changes, stays. The only global state is the entry of a stateless function in
-``ALL_EXPERTS_FUNCTIONS``; each module has its own :class:`ExpertDispatch`. Classes and ``forward`` attributes stay, so
-models can be copied, and equal layers share compiled code.
+An experts module reads ``config._experts_implementation``, so it gets a shallow copy of its config that names ours;
+the model's config, which ``save_pretrained`` writes and ``set_experts_implementation`` changes, stays. The only global
+state is the entry of a stateless function in ``ALL_EXPERTS_FUNCTIONS``; each module has its own
+:class:`ExpertDispatch`. Classes and ``forward`` attributes stay, so models can be copied, and equal layers share
+compiled code.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     model, optimizer = compile_muon.initialize(model.to(accelerator.device), "config.json")
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
-Loop, loaders, schedulers, trackers and folders stay Accelerate's. The model is not wrapped in DDP; ``accumulate`` keeps
-gradients on their rank; and methods that read or write the whole model (``get_state_dict``, ``save_model``,
-``save_state``, ``load_state``, ``clip_grad_norm_`` for its norm) handle shards. Plain models and optimizers beside it
-stay Accelerate's.
+Loop, loaders, schedulers, trackers, folders and plain models stay Accelerate's. A sharded model is not wrapped in DDP;
+``accumulate`` keeps gradients on their rank; and methods that read or write the whole model (``get_state_dict``,
+``save_model``, ``save_state``, ``load_state``, ``clip_grad_norm_`` for its norm) handle shards.
 """
 
 from __future__ import annotations
@@ -342,7 +341,7 @@ def _folders(state: Path, ours: list[AcceleratedMuonZero]) -> dict[Path, Acceler
 
 
 def _digests(state: Path) -> dict[str, str]:
-    """SHA-256 of the files that Accelerate wrote."""
+    """Return file name -> SHA-256 of Accelerate's files in `state`."""
     files = sorted(path for path in state.iterdir() if path.is_file() and _STATE_FILE.fullmatch(path.name))
     return {path.name: describe_file(path).sha256 for path in files}
 

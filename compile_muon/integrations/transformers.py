@@ -174,7 +174,7 @@ class MuonTrainer(Trainer):
         mistakes = Mistakes()
         with mistakes.collected():
             refuse(_refusals(self.args, kwargs))
-            refuse(refused_settings(self.accelerator))  # also those of `accelerate launch`
+            refuse(refused_settings(self.accelerator))  # also of `accelerate launch`, which no argument shows
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
             refuse(_refused_beside(self.muon_config, self.args))

@@ -1,4 +1,4 @@
-"""Tail of a model: the modules between the last block and the head, where positions stay cut.
+"""The tail of a model whose positions stay cut: the modules between its last block and its head.
 
 GPT-2 views the hidden states behind its last norm in the shape of the ids: with a part of the positions that makes
 other rows, or an error. Positions are joined in front of such a tail, and cut again behind it.
