@@ -36,7 +36,7 @@ __all__ = ["ExpertModule", "ExpertPlan", "plan_experts"]
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A module of experts."""
+    """An experts module, with its parameters to cut."""
 
     path: str  # in the model
     experts: int
