@@ -1,4 +1,4 @@
-"""``python -m compile_muon convert ds_config.json``: a config in as few of our keys as say the same."""
+"""``python -m compile_muon convert ds_config.json``: rewrite a config with the fewest keys that say the same."""
 
 from __future__ import annotations
 
@@ -25,47 +25,45 @@ __all__ = ["convert", "run"]
 
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:
-    """What differs from the defaults, as JSON's types; :func:`load_config` makes the same ``Config`` of it.
+    """Return the settings that differ from their defaults, in JSON's types; :func:`load_config` reads them back.
 
-    Raises:
-        ConfigError: as :func:`load_config`, and about what only Python can say (a predicate as ``muon_params``).
+    Raises a ConfigError as :func:`load_config` does, and about a setting that JSON cannot hold (a predicate as
+    ``muon_params``).
 
     >>> convert({"zero_optimization": {"stage": 3, "overlap_comm": True}})
     {'zero_optimization': {'stage': 3}}
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is written nothing is without effect, or said twice
+        warnings.simplefilter("ignore")  # about keys of `source` that the result does not contain
         return _written(load_config(source))
 
 
 def run(path: Path) -> int:
-    """Print what can be taken over of a file; to stderr goes what is left to do, and what has no effect.
+    """Print the converted config of a file, and to stderr the errors and the keys without effect.
 
-    Two things stay as they are though they are left to do, since the rest would train something else without them:
-    "auto" where MuonTrainer fills it in, and an optimizer that is not one of ours.
-
-    Returns:
-        The exit code: 0, or 1 where something is left to do, or 2 where there is nothing to read.
+    Returns the exit code: 0, 1 if the user has errors to correct, 2 if the file is unreadable.
     """
     try:
         config, given = read_all(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    written, errors = _written(config), given.mistakes.found
-    for wrong in errors:
-        if wrong.field == "optimizer.type" or (wrong.field in FILLED and wrong.shown == repr("auto")):
-            _keep(written, given.source, wrong.field)
+    result, errors = _written(config), given.mistakes.found
+    for mistake in errors:
+        # Without these two, the config would train something else: "auto" that MuonTrainer fills in, and a foreign
+        # optimizer.
+        if mistake.field == "optimizer.type" or (mistake.field in FILLED and mistake.shown == repr("auto")):
+            _keep(result, given.source, mistake.field)
     if errors:
         print("left to do:", *errors, sep="\n  ", file=sys.stderr)
     for remark in given.remarks:
         print(remark, file=sys.stderr)
-    print(json.dumps(written, indent=2))
+    print(json.dumps(result, indent=2))
     return 1 if errors else 0
 
 
 def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
-    """Put a value of the source where it was; a schedule, of which a part says little, as a whole."""
+    """Copy the value at the path `field` from `source` to `written`; of a schedule, copy the whole section."""
     *path, key = ["scheduler"] if field.startswith("scheduler.") else field.split(".")
     for section in path:
         written, source = written.setdefault(section, {}), source[section]
@@ -77,21 +75,21 @@ def _written(config: Config) -> dict[str, Any]:
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
     parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
-    given = {
+    settings = {
         setting: value
         for setting, (owner, name) in SETTINGS.items()
         if (value := getattr(parts[owner], name)) != owner.__dataclass_fields__[name].default
         or (owner is MeshConfig and config.mesh is not None)
     }
-    keys = _schedule(config, given)
-    kind = "AdamW" if config.algorithm == "adamw" else given.pop("method", None)
+    keys = _schedule(config, settings)
+    kind = "AdamW" if config.algorithm == "adamw" else settings.pop("method", None)
     if kind is not None:
         keys["optimizer.type"] = kind
-    if given.get("param_dtype") is torch.bfloat16:
-        del given["param_dtype"]
+    if settings.get("param_dtype") is torch.bfloat16:
+        del settings["param_dtype"]
         keys["bf16.enabled"] = True
-    paths = _paths(config, given)
-    for setting, value in given.items():
+    paths = _paths(config, settings)
+    for setting, value in settings.items():
         if setting == "rates":
             keys |= {f"optimizer.params.{name}": _plain(rate) for name, rate in value}
         else:
@@ -102,23 +100,23 @@ def _written(config: Config) -> dict[str, Any]:
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections, in the order in which they are known; of "compile" true where it is only enabled."""
-    found: dict[str, Any] = {}
+    """Return nested sections, in the order of ``SECTIONS``, from a mapping of dotted paths to values."""
+    nested: dict[str, Any] = {}
     for path in sorted(keys, key=lambda path: SECTIONS[""].index(path.partition(".")[0])):
         *sections, key = path.split(".")
-        place = found
+        section_keys = nested
         for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = keys[path]
-    compiled = found.get("compile", {})
-    if compiled.get("enabled"):  # as an object means
+            section_keys = section_keys.setdefault(section, {})
+        section_keys[key] = keys[path]
+    compiled = nested.get("compile", {})
+    if compiled.get("enabled"):  # an object means enabled, unless it says otherwise
         del compiled["enabled"]
-        found["compile"] = compiled or True
-    return found
+        nested["compile"] = compiled or True
+    return nested
 
 
 def _changed(record: Checked) -> dict[str, Any]:
-    """The fields that have not their defaults."""
+    """Return the fields of `record` that differ from their defaults."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
 
 
@@ -130,23 +128,24 @@ def _group(group: GroupConfig) -> dict[str, Any]:
 
 
 def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
-    """Setting -> its key. The keys ``lr`` and ``weight_decay`` are of both halves, but nobody expects ``lr`` to be.
+    """Return the key that each setting is written at, and adapt the decays in `given` to these keys.
 
-    Args:
-        given: of one decay of both halves one setting stays, of two that differ both.
+    The keys ``lr`` and ``weight_decay`` set both halves; rates are written as ``muon_lr`` and ``adam_lr``, which name
+    their half.
     """
     paths = {setting: path for path, setting in reversed(KEYS.items())}
     if config.algorithm == "adamw":
         return paths | {f"adamw_{key}": f"optimizer.params.{key}" for key in ("lr", "weight_decay")}
     if config.muon.weight_decay == config.adamw.weight_decay:
-        given.pop("adamw_weight_decay", None)
-    elif "weight_decay" in given:  # has no name of Muon's alone
+        given.pop("adamw_weight_decay", None)  # the key ``weight_decay`` says both
+    elif "weight_decay" in given:  # no key sets Muon's decay alone
         given["adamw_weight_decay"] = config.adamw.weight_decay
     return paths
 
 
 def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the schedule; rates for which DeepSpeed has a default there move to it from ``given``."""
+    """Return the keys of the schedule. Rates that the schedule would overwrite with DeepSpeed's default move from
+    `given` into it."""
     schedule = config.scheduler
     if schedule is None:
         return {}
@@ -155,13 +154,13 @@ def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
         given.pop("lr", None)
         given.pop("adamw_lr", None)
         muon, adamw = config.muon.lr, config.adamw.lr
-        one = config.algorithm == "adamw" or muon == adamw
-        params = {schedule.rate_key: adamw if one else [muon, adamw], **params}
+        one_rate = config.algorithm == "adamw" or muon == adamw
+        params = {schedule.rate_key: adamw if one_rate else [muon, adamw], **params}
     return {"scheduler.type": type(schedule).__name__, "scheduler.params": params}
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return `value` in JSON's types."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, dict):
@@ -171,7 +170,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-#: Settings that a config says otherwise than Python does.
+#: Setting -> function from its value to the value of its key, where JSON writes it otherwise than Python.
 _AS_KEYS: dict[str, Callable[[Any], Any]] = {
     "offload": lambda offload: {**_changed(offload), "device": offload.device},
     "offload_param": lambda device: {"device": device},

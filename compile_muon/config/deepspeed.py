@@ -1,4 +1,4 @@
-"""DeepSpeed's vocabulary: JSON or a dict with the keys DeepSpeed users know, read into a :class:`Config`.
+"""DeepSpeed's vocabulary: JSON or a dict with DeepSpeed's keys, read into a :class:`Config`.
 
 Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
 
@@ -7,10 +7,9 @@ Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
 * ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
   override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
 * ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
-* In a config of DeepSpeed, which always has a batch size, vectors decay as all else does; otherwise they do not.
+* A config with a batch size is one of DeepSpeed: vectors decay like all parameters; otherwise they do not.
 * Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
-* What is absent takes the default of :mod:`compile_muon.config.settings`, not DeepSpeed's
-  (``zero_optimization.stage`` is 2, not 0).
+* Absent keys take the defaults of :mod:`compile_muon.config.settings`, not DeepSpeed's (stage 2, not 0).
 * ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
 * ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
 * Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
@@ -51,9 +50,9 @@ __all__ = ["load_config", "read_all"]
 _HINTS_SHOWN = 100
 _PARAMS = "optimizer.params"
 _SHARED = ("lr", "weight_decay")
-#: DeepSpeed refuses a config without one of these, and nobody else writes them; there vectors decay as all else does.
+#: DeepSpeed requires one of these keys, and no other source writes them: a config with one lets vectors decay.
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-#: Settings nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
+#: Settings without a reader where AdamW trains everything, with `lr` and `weight_decay` of the Muon half.
 _MUON_ONLY = {name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)}
 _MUON_ONLY |= {"muon_params", "method", *VIEWS}
 
@@ -85,10 +84,9 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
 
 
 def read_all(source: str | os.PathLike | Mapping[str, Any]) -> tuple[Config, Given]:
-    """:func:`load_config` of the settings that are right, and what is wrong with the rest.
+    """Return the ``Config`` of all valid settings, and a :class:`Given` with the mistakes, hints and remarks.
 
-    Raises:
-        ConfigError: there is nothing to read: the file is missing or not JSON, or the whole is not an object.
+    Raises a ConfigError if the file is missing or not JSON, or the config is not an object.
     """
     given = Given()
     given.source = values = as_mapping(source, given.mistakes)
@@ -120,9 +118,9 @@ def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
     problem = "is not an optimizer of compile_muon"
     remedy = f'use "Muon" or "AdamW", or one of {", ".join(method_names(MatrixMethod)[1:])}'
     if name == "adam":
-        # DeepSpeed's decays as AdamW does, unless told otherwise, and by nothing where nothing is said.
-        said = optimizer.get("params") if isinstance(optimizer, Mapping) else None
-        params = said if isinstance(said, Mapping) else {}
+        # DeepSpeed's Adam decays as AdamW does unless adam_w_mode is false, with a default decay of 0.
+        optimizer_params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+        params = optimizer_params if isinstance(optimizer_params, Mapping) else {}
         if params.get("adam_w_mode", True) is not False or not params.get("weight_decay"):
             if "weight_decay" not in params:
                 given.put("adamw_weight_decay", 0.0, "optimizer.params.weight_decay")
@@ -139,7 +137,7 @@ def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
 
 
 def _put(given: Given, setting: str, value: object, path: str, algorithm: str) -> None:
-    """``given.put``, but clipping by 0 is none, as in DeepSpeed, and no setting is Muon's where AdamW trains all."""
+    """Call ``given.put``, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's settings."""
     if algorithm == "adamw" and setting in _MUON_ONLY:
         remedy = "use lr, the rate of AdamW here" if path.endswith(".muon_lr") else "remove it"
         given.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
@@ -151,9 +149,9 @@ def _put(given: Given, setting: str, value: object, path: str, algorithm: str) -
 
 
 def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> None:
-    """The two keys that both halves share, where no other key sets the setting."""
-    both = algorithm != "adamw"
-    if both and "lr" in params and not matches_adamw(params.get("adjust_lr")):
+    """Put ``lr`` and ``weight_decay`` into each half whose rate or decay no other key sets."""
+    both_halves = algorithm != "adamw"
+    if both_halves and "lr" in params and not matches_adamw(params.get("adjust_lr")):
         if "adamw_lr" not in given.values and params["lr"] != AdamWConfig.lr:
             given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
         elif "lr" not in given.values and params["lr"] == AdamWConfig.lr:
@@ -165,11 +163,11 @@ def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> Non
         if key not in params:
             continue
         path = f"{_PARAMS}.{key}"
-        if not both:
+        if not both_halves:
             given.put(f"adamw_{key}", params[key], path)
             continue
         with given.mistakes.collected():
-            value = MuonConfig.checked(key, params[key], path)  # also where both halves override it
+            value = MuonConfig.checked(key, params[key], path)  # checked even if both halves override it
             for setting in (key, f"adamw_{key}"):
                 if setting not in given.values:
                     given.put(setting, value, path)
@@ -183,7 +181,10 @@ def _one_rate(path: str, value: object, remedy: str = "write a list of the two")
 
 
 def _remark_on_defaults(given: Given, sizes: list[str], algorithm: str, optimizer: bool) -> None:
-    """In a config of DeepSpeed: vectors decay, and what else DeepSpeed would take for settings that are not there."""
+    """Let vectors decay, as in DeepSpeed, and remark on absent settings whose default differs in DeepSpeed.
+
+    `sizes`: the batch size keys that mark a config of DeepSpeed; `optimizer`: whether the config names an optimizer.
+    """
     if "adamw_decay_vectors" not in given.values:
         given.values["adamw_decay_vectors"] = True
         given.hints[:] = [hint for hint in given.hints if hint not in sizes]
@@ -196,23 +197,23 @@ def _remark_on_defaults(given: Given, sizes: list[str], algorithm: str, optimize
             "optimizer: this config has none, and DeepSpeed would take the one that is passed to its initialize; "
             'here it is Muon with its default rates; write optimizer.type, "Muon" or "AdamW", and rates'
         )
-    theirs = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-    apart = [
+    deepspeed_defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    deltas = [
         f"{key} = {getattr(AdamWConfig, key)}, there {value}"
-        for key, value in theirs.items()
+        for key, value in deepspeed_defaults.items()
         if f"adamw_{key}" not in given.values
     ]
-    wrong = any(error.field.startswith(_PARAMS) for error in given.mistakes.found)
-    if algorithm == "adamw" and apart and not wrong:
+    has_mistakes = any(error.field.startswith(_PARAMS) for error in given.mistakes.found)
+    if algorithm == "adamw" and deltas and not has_mistakes:
         given.remarks.append(
-            f"optimizer.params: what is left out takes another default than in DeepSpeed: {'; '.join(apart)}; write it"
+            f"optimizer.params: what is left out takes another default than in DeepSpeed: {'; '.join(deltas)}; write it"
         )
 
 
 def _read_offload(given: Given, keys: dict[str, Any]) -> None:
-    """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay: one key is left.
+    """Merge DeepSpeed's three keys of optimizer offload into one, in `keys`; keys that are off become hints.
 
-    Keys that ask for nothing become hints.
+    The keys are ``offload_optimizer``, its predecessor ``cpu_offload``, and ``save_muon_momentum_buffer_in_memory``.
     """
     at = "zero_optimization."
     optimizer, cpu, stay = f"{at}offload_optimizer", f"{at}cpu_offload", f"{at}save_muon_momentum_buffer_in_memory"
@@ -227,7 +228,7 @@ def _read_offload(given: Given, keys: dict[str, Any]) -> None:
         if path in keys and is_off(keys[path], heeded=("device",)):
             value = keys.pop(path)
             with given.mistakes.collected():
-                check(path, value if isinstance(value, Mapping) else {})  # finds a key that is none
+                check(path, value if isinstance(value, Mapping) else {})  # raises about unknown keys
             given.hints.append(path)
     if momenta is not None and isinstance(value := keys.get(optimizer), Mapping):
         with given.mistakes.collected():
@@ -237,9 +238,9 @@ def _read_offload(given: Given, keys: dict[str, Any]) -> None:
 
 
 def _read_precision(given: Given, keys: Mapping[str, Any]) -> None:
-    """bf16.enabled is param_dtype=bfloat16; fp16.enabled is loss scaling, which a loop does."""
+    """Read bf16.enabled as param_dtype=bfloat16, and refuse fp16.enabled: the loop scales the loss."""
     fp16 = keys.get("fp16.enabled", False)
-    if fp16 == "auto":  # a choice of whoever fills it in, and here there is none
+    if fp16 == "auto":  # the Trainer of Transformers fills in "auto"; without one, fp16 is off
         given.hints.append("fp16.enabled")
         fp16 = False
     with given.mistakes.collected():
@@ -257,7 +258,7 @@ def _read_precision(given: Given, keys: Mapping[str, Any]) -> None:
 
 
 def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> ScheduleConfig | None:
-    """The schedule; rates in it that stand for those of the optimizer become those of its halves."""
+    """Return the schedule; its peak rate (``kind.rate_key``) becomes the rate of the optimizer's halves."""
     name = keys.get("scheduler.type")
     if not name:
         return None
@@ -265,45 +266,45 @@ def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> Sc
         remedy = f"use one of {', '.join(SCHEDULES)}, or remove it and make one of torch.optim.lr_scheduler"
         given.mistakes.add(config_error("scheduler.type", name, "is not a schedule that is built here", remedy))
         return None
-    kind, at = SCHEDULES[name], "scheduler.params."
-    said = {path.removeprefix(at): value for path, value in keys.items() if path.startswith(at)}
+    kind, prefix = SCHEDULES[name], "scheduler.params."
+    source_params = {path.removeprefix(prefix): value for path, value in keys.items() if path.startswith(prefix)}
     params = {}
-    for key, value in said.items():
+    for key, value in source_params.items():
         with given.mistakes.collected():
             if key not in parameters(kind):
                 remedy = f"remove it: there are {', '.join(parameters(kind))}"
-                raise config_error(at + key, value, f"is not a parameter of {kind.__name__}", remedy)
+                raise config_error(prefix + key, value, f"is not a parameter of {kind.__name__}", remedy)
             if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
                 if len(value) != 1:
                     problem = "is a list, and AdamW trains everything here"
-                    raise config_error(at + key, value, problem, "write one number")
+                    raise config_error(prefix + key, value, problem, "write one number")
                 value = value[0]
             params[key] = value
-    if kind.rate_key in params or kind.rate_key not in said:
+    if kind.rate_key in params or kind.rate_key not in source_params:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
-                _put_rates(given, rates, at + kind.rate_key, algorithm, written=kind.rate_key in said)
+                _put_rates(given, rates, prefix + kind.rate_key, algorithm, written=kind.rate_key in source_params)
     return kind.read(params, given.mistakes, "scheduler.params")
 
 
 def _put_rates(given: Given, value: object, path: str, algorithm: str, *, written: bool) -> None:
-    """What a schedule says of rates is the last word, as in DeepSpeed, but it does not make one of two.
+    """Overwrite the rates of the halves by that of a schedule, as in DeepSpeed.
 
-    Args:
-        written: whether it says so, and does not take DeepSpeed's default.
+    One number for halves with two different rates is an error. `written`: the config has the key, else `value` is
+    DeepSpeed's default.
     """
     rates = check_rates(path, value)
     muon, adamw = rates if isinstance(rates, tuple) else (rates, rates)
     if algorithm == "adamw":
         given.values["adamw_lr"] = adamw
         return
-    said = given.values.keys() & {"lr", "adamw_lr"}
+    rates_set = given.values.keys() & {"lr", "adamw_lr"}
     if not isinstance(rates, tuple):
-        own = [given.values.get("lr", MuonConfig.lr), given.values.get("adamw_lr", AdamWConfig.lr)]
-        if said and own[0] != own[1]:
-            problem = f"would be the rate of both halves, which are {own[0]} for Muon and {own[1]} for AdamW"
-            raise config_error(path, value, problem, f"write {own}, or remove the scheduler")
-        if written and not said:
+        halves = [given.values.get("lr", MuonConfig.lr), given.values.get("adamw_lr", AdamWConfig.lr)]
+        if rates_set and halves[0] != halves[1]:
+            problem = f"would be the rate of both halves, which are {halves[0]} for Muon and {halves[1]} for AdamW"
+            raise config_error(path, value, problem, f"write {halves}, or remove the scheduler")
+        if written and not rates_set:
             given.remarks.append(_one_rate(path, rates))
     given.values |= {"lr": muon, "adamw_lr": adamw}

@@ -48,44 +48,36 @@ _WILDCARDS = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """One group.
+    """A group of parameters with a method or rates of its own."""
 
-    Args:
-        name: its name, or the pattern.
-        params: name patterns, or a predicate ``f(name, param)``.
-        method: of :data:`compile_muon.passes.methods.METHODS`; None for the one that each parameter has by the rules.
-        rates: name and value of those that differ from the defaults.
-        complete: whether a parameter in none of the groups is an error, as where they are lists of parameters.
-    """
-
-    name: str
-    params: Callable[[str, nn.Parameter], Any] | tuple[str, ...]
-    method: str | None = None
-    rates: tuple[tuple[str, Any], ...] = ()
-    complete: bool = False
+    name: str  # the pattern, where the user gives no name
+    params: Callable[[str, nn.Parameter], Any] | tuple[str, ...]  # a predicate, or name patterns
+    method: str | None = None  # key of ``METHODS``; None keeps the method that the rules give each parameter
+    rates: tuple[tuple[str, Any], ...] = ()  # (name, value) of rates that differ from the defaults
+    complete: bool = False  # whether a parameter in no group is an error, as with lists of parameters
 
     def members(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """Names of those that are in it."""
+        """Return the names of the group's parameters among `parameters`."""
         if callable(self.params):
             return [name for name, param in parameters.items() if self.params(name, param)]
-        if not any(_WILDCARDS.search(pattern) for pattern in self.params):  # a group for each parameter stays linear
+        if not any(_WILDCARDS.search(pattern) for pattern in self.params):  # linear for a group per parameter
             return [name for name in dict.fromkeys(self.params) if name in parameters]
         return [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in self.params)]
 
     @property
     def said(self) -> str:
-        """The patterns, for errors."""
+        """The patterns as errors show them."""
         return "a function" if callable(self.params) else ", ".join(self.params[:3])
 
 
 @takes(lambda kind=Method: taken(check_choice, allowed=method_names(kind)))
 def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
-    """The name of a method, of one kind."""
+    """Accept the name of a method of one kind."""
     return check_choice(field, value, method_names(kind))
 
 
 def setting_of(rate: Rate) -> Mapping[str, Any]:
-    """What :func:`setting` says of a rate: "check", of a path and a value, and "values", which makes words."""
+    """Return the metadata of :func:`setting` for a rate: "check"(path, value), and "values"(), the range in words."""
     if rate.whole:
         return setting(rate.default, check_integer, low=int(rate.positive)).metadata
     check = {"lr": check_rate, "betas": check_pair}.get(rate.name)
@@ -98,7 +90,7 @@ def setting_of(rate: Rate) -> Mapping[str, Any]:
 
 @takes("rates by name")
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
-    """Rates beside those that the configuration has fields for, of a method's own."""
+    """Accept rates of methods that have no field in the configuration."""
     value = check_pairs(field, value, '{"beta2": 0.95}', "must be a mapping")
     for name in ("lr", "momentum", "weight_decay"):
         if name in value:
@@ -108,23 +100,23 @@ def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    known = rates_of_methods()
-    mistakes, found = Mistakes(), []
+    known_rates = rates_of_methods()
+    mistakes, rates = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
-            if not isinstance(name, str) or name not in known:
+            if not isinstance(name, str) or name not in known_rates:
                 path, problem = f"{field}.{key_name(name)}", "is no rate of any method"
                 if isinstance(name, str) and name in OF_GROUPS:
                     raise config_error(path, value, problem, OF_GROUPS[name])
-                raise unknown_name(path, value, name, known, problem)
-            found.append((name, setting_of(known[name])["check"](f"{field}.{name}", value)))
+                raise unknown_name(path, value, name, known_rates, problem)
+            rates.append((name, setting_of(known_rates[name])["check"](f"{field}.{name}", value)))
     mistakes.raise_all()
-    return tuple(found)
+    return tuple(rates)
 
 
 @takes("a mapping of patterns, or a list of mappings")
 def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
-    """A mapping of patterns to settings, or a list of mappings with ``params``."""
+    """Accept a mapping of patterns to settings, or a list of mappings with ``params``."""
     if isinstance(value, Mapping):
         value = [
             {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{key_name(pattern)}", settings, _GROUP)}
@@ -134,17 +126,17 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
         raise config_error(
             field, value, "must be a mapping of patterns or a list", 'write {"*.qkv.weight": {"lr": 0.01}}'
         )
-    mistakes, found = Mistakes(), list[GroupConfig]()
+    mistakes, groups = Mistakes(), list[GroupConfig]()
     for number, group in enumerate(value):
         with mistakes.collected():
-            found.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
+            groups.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
     names = set[str]()
-    for number, group in enumerate(found):
+    for number, group in enumerate(groups):
         if group.name in names:
             mistakes.add(config_error(f"{field}[{number}].name", group.name, "is given twice", "name each otherwise"))
         names.add(group.name)
     mistakes.raise_all()
-    return tuple(found)
+    return tuple(groups)
 
 
 def _group(field: str, number: int, group: object) -> GroupConfig:
@@ -162,54 +154,53 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
     with mistakes.collected():
         rates = _rates(path, {key: entry for key, entry in group.items() if key not in (*_NOT_RATES, "complete")})
     if method is not None and not mistakes.found:
-        own = [rate.name for rate in method_of(method).rates]
+        method_rates = [rate.name for rate in method_of(method).rates]
         for rate, value in rates:
-            if rate not in own:
+            if rate not in method_rates:
                 problem = f"is no rate of {method}"
-                mistakes.add(config_error(f"{path}.{rate}", value, problem, f"use some of {', '.join(own)}"))
+                mistakes.add(config_error(f"{path}.{rate}", value, problem, f"use some of {', '.join(method_rates)}"))
     mistakes.raise_all()
     return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
 
 
 @takes("a mapping of patterns")
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
-    """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
+    """Accept a mapping of patterns to views; sizes are checked against the model later."""
     example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'
-    found = []
+    views = []
     for pattern, view in check_pairs(field, value, example, "must be a mapping of patterns").items():
         try:
             entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
-        except (TypeError, ValueError):  # a tuple of other things
+        except (TypeError, ValueError):  # a tuple that is not of pairs
             entries = None
         if not isinstance(pattern, str) or not entries:
             remedy = 'write {"heads": 8} or {"split": [8, 2, 2]}'
             raise config_error(f"{field}.{key_name(pattern)}", view, "is no view", remedy)
         plain = ((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in entries.items())
-        found.append((pattern, tuple(plain)))
-    return tuple(found)
+        views.append((pattern, tuple(plain)))
+    return tuple(views)
 
 
 def named_groups(groups: object, model: nn.Module) -> object:
-    """Groups of parameters, as ``torch.optim`` takes them, as groups of names; others as they are.
+    """Replace groups of tensors, as ``torch.optim`` takes them, by groups of names; return other groups as they are.
 
-    Raises:
-        ConfigError: a tensor that is no parameter of the model.
+    Raises a ConfigError about a tensor that is no parameter of `model`.
     """
     if groups is None or isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
         return groups
     names = {id(param): name for name, param in model.named_parameters()}
-    found: list[Any] = []
+    by_name: list[Any] = []
     for number, group in enumerate(groups):
         params = group.get("params") if isinstance(group, Mapping) else None
         listed = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
         tensors: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
         if isinstance(params, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            found.append(group)
+            by_name.append(group)
         elif unknown := [list(tensor.shape) for tensor in tensors if id(tensor) not in names]:
             raise config_error(
                 f"groups[{number}].params", unknown[0], "is the shape of a tensor that is no parameter of the model",
                 "give model.parameters() as they are when the optimizer is made",
             )  # fmt: skip
         elif patterns := tuple(glob.escape(names[id(tensor)]) for tensor in tensors):
-            found.append({**group, "params": patterns, "complete": True})
-    return found
+            by_name.append({**group, "params": patterns, "complete": True})
+    return by_name

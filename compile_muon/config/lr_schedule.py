@@ -4,8 +4,8 @@ The formulas are those of ``deepspeed/runtime/lr_schedules.py`` in DeepSpeed 0.1
 rates of iteration -1, and the engine goes on to the next after each step of the optimizer: step n, from 0, is made with
 the rates of iteration n - 1. The first two steps of a warm-up are therefore made with its lowest rate.
 
-What a schedule leads up to (``warmup_max_lr``, ``cycle_max_lr``; for the range test what it starts from) is no setting
-here: it is the rate of each half of the optimizer, and the reader puts it there.
+The peak of a schedule (``warmup_max_lr``, ``cycle_max_lr``; of the range test the start) is no field here: it is the
+rate of each half of the optimizer, and :mod:`compile_muon.config.deepspeed` puts it there. Docstrings call it own rate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rates = float | tuple[float, float]
 
 @takes("a number from 0, or a list [muon, adamw] of them")
 def check_rates(field: str, value: object) -> Rates:
-    """One rate for both halves, or a pair: that of Muon and that of AdamW."""
+    """Accept one rate for both halves, or a pair (Muon, AdamW)."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != 2:
             problem = f"holds {len(value)} rates"
@@ -51,7 +51,7 @@ def check_rates(field: str, value: object) -> Rates:
 
 @takes(integers)
 def _check_count(field: str, value: object, low: int) -> int:
-    """An integer; JSON writes large ones as 1e4, too."""
+    """Accept an integer, or an integral float: JSON writes large integers as 1e4, too."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return check_integer(field, value, low)
@@ -67,45 +67,35 @@ def _check_momentum(field: str, value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Checked):
-    """How learning rates change from step to step; each subclass is one schedule of DeepSpeed, by its name.
+    """A learning rate schedule; each subclass is one of DeepSpeed's, under its name."""
 
-    Attributes:
-        rate_key: both halves' rates (docs/reference/configuration.md#rates-in-a-schedule).
-        rate_default: what DeepSpeed takes where it is absent, or None for the rates of the optimizer.
-        low_key: both halves' lowest rates.
-    """
-
-    rate_key: ClassVar[str] = ""  # of a schedule that takes the optimizer's rates alone
-    low_key: ClassVar[str] = ""
-    rate_default: ClassVar[float | None] = None
+    #: DeepSpeed's key of both halves' rates (docs/reference/configuration.md#rates-in-a-schedule); "" if there is none
+    rate_key: ClassVar[str] = ""
+    low_key: ClassVar[str] = ""  #: field with both halves' lowest rates; "" if there is none
+    rate_default: ClassVar[float | None] = None  #: DeepSpeed's default of rate_key; None keeps the optimizer's rates
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """The rate of a half in one step of the optimizer.
+        """Return the rate of a half in optimizer step `step` (from 0).
 
-        Args:
-            step: steps of the optimizer before this one.
-            own: the rate that the half has without a schedule.
-            low: what :attr:`low_key` says for the half.
+        `own` is the half's rate without a schedule, `low` its value of :attr:`low_key`.
         """
         raise NotImplementedError
 
     def build(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        """A scheduler to step after each step of ``optimizer``; sets the rates of the first step.
+        """Build a scheduler, to be stepped after each step of `optimizer`, and set the rates of the first step.
 
-        A group whose ``algorithm`` is a method of matrices is of Muon's half, every other of AdamW's. One whose rate is
-        0 keeps it.
-
-        The state of the scheduler holds the step and the groups' own rates. Their way is this object's, so that a run
-        may go on with a larger ``total_num_steps``.
+        A param group belongs to Muon's half if its ``algorithm`` is a matrix method, else to AdamW's; a rate of 0 stays
+        0. The scheduler's state dict holds the step and the groups' own rates, not this object's fields: a run may
+        resume with a larger ``total_num_steps``.
         """
         shares: list[Callable[[int], float]] = []
         lowest: Rates = getattr(self, self.low_key, 0.0)
         for group in optimizer.param_groups:
             half = 0 if group.get("algorithm") in method_names(MatrixMethod) else 1
-            own = float(group.get("initial_lr", group["lr"]))
+            own_rate = float(group.get("initial_lr", group["lr"]))
             low = lowest[half] if isinstance(lowest, tuple) else lowest
-            # Unlike a lambda it can be pickled, and in a state it is an empty dict.
-            shares.append(partial(_share, self, own, low))
+            # Unlike a lambda, a partial can be pickled, and LambdaLR's state dict holds an empty dict for it.
+            shares.append(partial(_share, self, own_rate, low))
         return LambdaLR(optimizer, shares)
 
 
@@ -114,7 +104,7 @@ def _share(schedule: ScheduleConfig, own: float, low: float, step: int) -> float
 
 
 def _warmup(iteration: int, steps: int, kind: str) -> float:
-    """How much of the way up is done, from 0 to 1."""
+    """Return the share of the warm-up that is done, from 0 to 1."""
     if iteration < 0 or iteration >= steps:
         return float(iteration > 0)
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
@@ -122,7 +112,7 @@ def _warmup(iteration: int, steps: int, kind: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupLR(ScheduleConfig):
-    """Up to the own rate, and no further.
+    """A warm-up to the own rate, which stays.
 
     Attributes:
         warmup_min_lr: where it starts.
@@ -138,7 +128,6 @@ class WarmupLR(ScheduleConfig):
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """As in the base class."""
         return low + (own - low) * self._height(step - 1, max(2, self.warmup_num_steps))
 
     def _height(self, iteration: int, steps: int) -> float:
@@ -147,7 +136,7 @@ class WarmupLR(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then in a straight line down to ``warmup_min_lr`` at iteration ``total_num_steps``.
+    """A warm-up as :class:`WarmupLR`, then a straight line down to ``warmup_min_lr`` at iteration ``total_num_steps``.
 
     Attributes:
         total_num_steps: steps of the whole schedule, up and down.
@@ -165,7 +154,7 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR(ScheduleConfig):
-    """Up to the own rate, then along a cosine down; all in shares of the own rate. The first step is made with 0.
+    """A warm-up to the own rate, then a cosine down, in shares of the own rate. The first step has rate 0.
 
     Attributes:
         total_num_steps: steps of the whole schedule, up and down.
@@ -182,21 +171,20 @@ class WarmupCosineLR(ScheduleConfig):
     warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """As in the base class."""
         iteration, steps = step - 1, max(2, self.warmup_num_steps)
         if iteration < 0:
             return 0.0
         if iteration < steps:
-            least, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
+            floor, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
         else:
             done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
-            least, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
-        return own * (least + (1 - least) * height)
+            floor, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
+        return own * (floor + (1 - floor) * height)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(ScheduleConfig):
-    """From ``cycle_min_lr`` up to the own rate and back, then slowly down.
+    """A cycle from ``cycle_min_lr`` to the own rate and back, then a slow decay.
 
     Attributes:
         cycle_min_lr: where the cycle starts and ends.
@@ -222,27 +210,26 @@ class OneCycle(ScheduleConfig):
     cycle_momentum: bool = setting(True, _check_momentum)
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """As in the base class."""
         first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
         if step - 1 < first + second:
             return low + (own - low) * self._height(step % (first + second), first, second)
-        stretch = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
-        return low / (1 + stretch * (step - first - second))
+        decay = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
+        return low / (1 + decay * (step - first - second))
 
     def _height(self, place: int, first: int, second: int) -> float:
-        """Between 0 and 1, at a place in the cycle."""
+        """Return the height in the cycle, from 0 to 1, `place` steps after its start."""
         done, size, stairs = place, first, self.cycle_first_stair_count
         if place > first:
             done, size = first + second - place, second
             stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
-        # The product first: a rounded share could lie just under its stair.
+        # Multiply first: done / size is rounded, and could fall just under its stair.
         return math.floor(done * stairs / size) / stairs if stairs else done / size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRRangeTest(ScheduleConfig):
-    """Ever upwards from the own rate, to find where training breaks.
+    """A rate that grows from the own rate without end, to find where training breaks.
 
     Attributes:
         lr_range_test_step_size: steps in which the rate grows once.
@@ -258,7 +245,6 @@ class LRRangeTest(ScheduleConfig):
     lr_range_test_staircase: bool = setting(False, check_boolean)
 
     def rate(self, step: int, own: float, low: float) -> float:
-        """As in the base class."""
         intervals = step / self.lr_range_test_step_size
         grown = math.floor(intervals) if self.lr_range_test_staircase else intervals
         return own * (1 + self.lr_range_test_step_rate * grown)

@@ -1,4 +1,4 @@
-"""The setting ``machine``: a machine by its name, out of ``machines/`` or from a JSON file, and what it costs there."""
+"""The setting ``machine``: costs of a machine, read from a file of ``machines/`` by name, or from a JSON file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 __all__ = ["READERS", "check_machine", "costs_for", "known_machines", "load_as", "load_costs", "read_machine"]
 
 _FOLDER = Path(__file__).parent / "machines"
-#: fields that a file must have, though :class:`Costs` has defaults for them
+#: fields that a file must have, although :class:`Costs` has defaults for them
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 
 Reader = Callable[[str, object], Any]
@@ -41,49 +41,44 @@ _natural = partial(check_integer, low=0)
 
 
 def known_machines() -> list[str]:
-    """Names that the setting takes."""
+    """Return the names of all machines in ``machines/``."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 def load_as(kind: type[C], name_or_path: str | os.PathLike, field: str) -> C:
-    """A machine by its name, or from a JSON file, which `python -m compile_muon calibrate` wrote, say.
+    """Read a machine by its name, or from a JSON file that ``python -m compile_muon calibrate`` writes.
 
-    A name is what has neither a folder nor a suffix.
-
-    Args:
-        kind: as in :func:`read_machine`.
-        field: how the user calls the setting.
-    Raises:
-        ConfigError: no such machine or file, a file that is not JSON, or what :func:`read_machine` finds in it.
+    A string without folder and suffix is a name. `kind` is as in :func:`read_machine`, `field` the setting as the user
+    knows it. Raises a ConfigError if there is no such machine or file, or its content is wrong.
     """
-    given = os.fspath(name_or_path)
-    path = Path(given)
-    if path.name == given and not path.suffix:
-        path = _FOLDER / f"{given}.json"
+    source = os.fspath(name_or_path)
+    path = Path(source)
+    if path.name == source and not path.suffix:
+        path = _FOLDER / f"{source}.json"
     measure = "`python -m compile_muon calibrate --out FILE`"
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         remedy = f"use {', '.join(known_machines())}, or a file that {measure} wrote"
-        raise config_error(field, given, "is neither a known machine nor a file", remedy) from None
+        raise config_error(field, source, "is neither a known machine nor a file", remedy) from None
     except (OSError, ValueError) as error:  # a folder, bytes that are not text, text that is not JSON
-        raise config_error(field, given, f"cannot be read: {error}", f"measure again: {measure}") from None
-    return read_machine(kind, record, f"{field} {given}")
+        raise config_error(field, source, f"cannot be read: {error}", f"measure again: {measure}") from None
+    return read_machine(kind, record, f"{field} {source}")
 
 
 def load_costs(name_or_path: str | os.PathLike, field: str = "machine") -> Costs:
-    """What a machine costs; see :func:`load_as`."""
+    """Read the costs of a machine; see :func:`load_as`."""
     return load_as(Costs, name_or_path, field)
 
 
 def costs_for(name_or_path: str | None, device: str) -> Costs:
-    """Of the machine that is named, else of the one that decides for ranks on devices of this type."""
+    """Return the costs of the named machine; None stands for "cpu" on a `device` of type "cpu", else "h100"."""
     return load_costs(name_or_path or ("cpu" if device == "cpu" else "h100"))
 
 
 @takes(lambda: f"{taken(check_choice, allowed=known_machines())}, or a file")
 def check_machine(field: str, value: object) -> str:
-    """The setting: a name or path of a machine that can be read."""
+    """Accept the name or path of a machine whose file can be read."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise config_error(field, value, "is not the name or path of a machine", f"use one of {known_machines()}")
     load_costs(value, field)
@@ -91,23 +86,20 @@ def check_machine(field: str, value: object) -> str:
 
 
 def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
-    """A dataclass of what the file of a machine holds; optional fields may be left out.
+    """Build a `kind` (:class:`Costs` or a subclass) from the content of a machine's file.
 
-    Args:
-        kind: :class:`Costs`, or one that has more; what only others have is not looked at.
-        where: how the user calls the file.
-    Raises:
-        ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
+    Optional fields may be absent; fields that only other kinds have are skipped unread. `where` names the file to the
+    user. Raises a ConfigError about the first field that is unknown, missing, of a wrong type or out of range.
     """
-    own = {field.name for field in fields(kind)}
-    readers = {name: reader if name in own else None for name, reader in READERS.items()}
-    found = _fields(f"{where}: ", record, readers, (*_REQUIRED, *_without_default(kind)))
-    for number, protocol in enumerate(found.get("protocols", ())):
-        if len(protocol.latencies) != len(found["links"]):
-            problem = f"has {len(protocol.latencies)} of them for {len(found['links'])} links"
-            at = f"{where}: protocols[{number}].latencies"
-            raise config_error(at, list(protocol.latencies), problem, "give one for each link")
-    return kind(**found)
+    kind_fields = {field.name for field in fields(kind)}
+    readers = {name: reader if name in kind_fields else None for name, reader in READERS.items()}
+    values = _fields(f"{where}: ", record, readers, (*_REQUIRED, *_without_default(kind)))
+    for number, protocol in enumerate(values.get("protocols", ())):
+        if len(protocol.latencies) != len(values["links"]):
+            problem = f"has {len(protocol.latencies)} of them for {len(values['links'])} links"
+            path = f"{where}: protocols[{number}].latencies"
+            raise config_error(path, list(protocol.latencies), problem, "give one for each link")
+    return kind(**values)
 
 
 # -------------------------------------------------------------------------------------------- reading what JSON holds
@@ -116,15 +108,15 @@ def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
 def _fields(
     prefix: str, record: object, readers: Mapping[str, Reader | None], required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The fields of a record, of which one without a reader is passed over."""
-    given = check_mapping(prefix.rstrip(":. "), record)
-    for name, value in given.items():
+    """Read the fields of `record`; a field whose reader is None is skipped."""
+    entries = check_mapping(prefix.rstrip(":. "), record)
+    for name, value in entries.items():
         if name not in readers:
             raise config_error(f"{prefix}{name}", value, "is not a field", f"use some of {', '.join(readers)}")
     for name in required:
-        if name not in given:
+        if name not in entries:
             raise config_error(f"{prefix}{name}", None, "is missing", "add it")
-    return {name: reader(f"{prefix}{name}", value) for name, value in given.items() if (reader := readers[name])}
+    return {name: reader(f"{prefix}{name}", value) for name, value in entries.items() if (reader := readers[name])}
 
 
 def _without_default(kind: type) -> list[str]:
@@ -161,28 +153,28 @@ def _table(path: str, value: object, entry: Reader = _positive) -> Table:
 
 
 def _filled(reader: Reader, path: str, value: object) -> Any:
-    found = reader(path, value)
-    if not found:
+    content = reader(path, value)
+    if not content:
         raise config_error(path, value, "is empty", "give one at least, or leave it out")
-    return found
+    return content
 
 
 def _by_dtype(entry: Reader, path: str, value: object) -> dict[str, Any]:
-    for name in (given := check_mapping(path, value)):
+    for name in (entries := check_mapping(path, value)):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise config_error(f"{path}.{name}", name, "is not a dtype of torch", 'use names like "bfloat16"')
-    return {name: entry(f"{path}.{name}", each) for name, each in given.items()}
+    return {name: entry(f"{path}.{name}", each) for name, each in entries.items()}
 
 
 def _links(path: str, value: object) -> tuple[Link, ...]:
-    found = _list(partial(_record, Link, _LINK), path, value)
-    for row, (inner, link) in enumerate(zip(found, found[1:], strict=False), 1):
+    links = _list(partial(_record, Link, _LINK), path, value)
+    for row, (inner, link) in enumerate(zip(links, links[1:], strict=False), 1):
         if inner.within is None or (link.within is not None and link.within % inner.within):
             problem = "does not hold whole blocks of the link before"
             raise config_error(f"{path}[{row}].within", link.within, problem, "sort them")
-    if not found or found[-1].within is not None:
+    if not links or links[-1].within is not None:
         raise config_error(path, value, "has no link of all ranks", 'give the last one "within": null')
-    return found
+    return links
 
 
 def _one_of(allowed: Collection[str], path: str, value: object) -> str:
@@ -213,11 +205,11 @@ _PROTOCOL: dict[str, Reader] = {
     "tree": check_boolean,
 }
 _KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, check_real, check_real))
-#: what the host does of a step
+#: seconds of the host's work in a step, by kind of work
 _HOST: dict[str, Reader] = dict.fromkeys(
     ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz"), check_real
 )
-#: of the planner's fields, and of those of :class:`Costs`
+#: field -> reader, of the planner's machines and of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
     "device": partial(_one_of, ("cuda", "cpu")),

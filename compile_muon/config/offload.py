@@ -34,7 +34,7 @@ def _check_path(field: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class OffloadConfig(Checked):
-    """Where optimizer state is between steps; names and meaning are DeepSpeed's ``offload_optimizer``.
+    """Placement of optimizer state between steps; names and meaning are DeepSpeed's ``offload_optimizer``.
 
     Attributes:
         device: "cpu" for host memory, "nvme" for a file; in a config also "none".

@@ -1,13 +1,13 @@
 """Configuration: frozen dataclasses, checked when built; a setting's default and range stand here and nowhere else.
 
-A setting reaches a dataclass in one of three ways, and each names it its own way in errors:
+A setting reaches a dataclass by one of three sources, each with its own name in errors:
 
-* directly, ``ZeroConfig(stage=3)``, named ``ZeroConfig.stage``;
-* as a ``MuonZero`` keyword argument, :func:`config_from_kwargs`, named ``stage``;
-* from JSON or a dict in DeepSpeed's vocabulary, :func:`compile_muon.load_config`, named ``zero_optimization.stage``
-  (rules in :mod:`compile_muon.config.deepspeed`).
+* directly, ``ZeroConfig(stage=3)``: ``ZeroConfig.stage``;
+* as a ``MuonZero`` keyword argument, :func:`config_from_kwargs`: ``stage``;
+* from JSON or a dict in DeepSpeed's vocabulary, :func:`compile_muon.load_config`: ``zero_optimization.stage`` (rules in
+  :mod:`compile_muon.config.deepspeed`).
 
-docs/reference/configuration.md is the same for users.
+Docstrings of the dataclasses feed docs/reference/configuration.md (``docs/settings.py``).
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 
-_FLOATS: Any = sys.float_info.max  # an integer of hundreds of digits is a finite number, and no float
+_FLOATS: Any = sys.float_info.max  # float() overflows on larger integers
 
 
 @takes(lambda: f"{taken(check_choice, allowed=COEFFICIENTS)}, a triple, or a triple per step")
 def _check_coefficients(field: str, value: object) -> str | tuple:
-    """A known name, one (a, b, c) for every step, or one such triple per step."""
+    """Accept a known name, one triple (a, b, c) for every step, or one triple per step."""
     if isinstance(value, str):
         return check_choice(field, value, COEFFICIENTS)
     remedy = "use a known name, one triple (a, b, c), or one triple per step"
@@ -86,13 +86,13 @@ def _check_coefficients(field: str, value: object) -> str | tuple:
         raise config_error(field, value, "is neither a name nor a sequence of coefficients", remedy)
     if len(value) > MAX_STEPS:
         raise config_error(field, value, f"has {len(value)} triples", f"give at most {MAX_STEPS}, one per step")
-    one = any(isinstance(x, numbers.Real) for x in value)
+    is_single = any(isinstance(x, numbers.Real) for x in value)
     triples = []
-    for row in [value] if one else value:
+    for row in [value] if is_single else value:
         if not isinstance(row, Sequence) or len(row) != 3 or not all(map(_is_coefficient, row)):
             raise config_error(field, row, "is no triple of finite numbers, as Newton-Schulz takes", remedy)
         triples.append(tuple(float(x) for x in row))
-    return triples[0] if one else tuple(triples)
+    return triples[0] if is_single else tuple(triples)
 
 
 def _is_coefficient(x: object) -> bool:
@@ -100,7 +100,7 @@ def _is_coefficient(x: object) -> bool:
 
 
 def matches_adamw(adjust_lr: object) -> bool:
-    """Whether updates that are scaled so have AdamW's root mean square, or a multiple of it, whatever their shape."""
+    """Return whether updates scaled by `adjust_lr` have the same root mean square whatever their shape, as AdamW's."""
     return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
 
 
@@ -143,7 +143,7 @@ class NSConfig(Checked):
     memory_limit: int | str = setting("auto", check_integer, also="auto", low=0)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """A schedule that is only right as a whole, and a number of steps that it does not have."""
+        """Yield an error if ``steps`` is not the length of a schedule of coefficients that must run as a whole."""
         if isinstance(self.coefficients, str):
             chosen = COEFFICIENTS[self.coefficients]
             length, problem = len(chosen.steps) if chosen.fixed_length else None, "is a schedule of {} steps, not {}"
@@ -187,13 +187,13 @@ class MuonConfig(Checked):
 
     @property
     def matches_adamw(self) -> bool:
-        """Whether updates have the same root mean square whatever the shape, as AdamW's have."""
+        """Whether updates have the same root mean square whatever their shape; see :func:`matches_adamw`."""
         return matches_adamw(self.adjust_lr)
 
 
 @dataclass(frozen=True)
 class AdamWConfig(Checked):
-    """The half of the optimizer that is no matrices; fields mean what they mean in ``torch.optim.AdamW``.
+    """The AdamW half of the optimizer: all parameters but Muon's matrices; fields as in ``torch.optim.AdamW``.
 
     Attributes:
         lr: rate of AdamW.
@@ -220,7 +220,7 @@ def _check_clipping(field: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class ZeroConfig(Checked):
-    """What is sharded, when Muon's directions are made, and in which dtypes.
+    """Sharding, dtypes, and when Muon's directions are computed.
 
     Attributes:
         stage: ZeRO stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
@@ -269,16 +269,16 @@ class ZeroConfig(Checked):
 
     @property
     def checks_read(self) -> str:
-        """``checks``, with the default that ``nonfinite`` gives."""
+        """``checks``, where None is resolved by ``nonfinite``."""
         return self.checks or ("next_step" if self.nonfinite == "skip" else "in_step")
 
     @property
     def micro_batches(self) -> int:
-        """Backwards per step as far as they are known ahead: one where only the loop knows."""
+        """Expected backwards per step; 1 where only the loop knows the number."""
         return self.gradient_accumulation_steps or 1
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """A comparison of what does not exist."""
+        """Yield errors about ``check_replicas`` and ``offload_param`` where there is nothing to compare or offload."""
         if self.check_replicas is not None and self.stage == 3:
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
             yield self.contradiction("check_replicas", problem, "leave it out, or use stage 2")
@@ -292,7 +292,7 @@ class ZeroConfig(Checked):
 
 @dataclass(frozen=True)
 class MeshConfig(Checked):
-    """How many ranks there are along each axis; -1, of one axis, for the rest.
+    """Sizes of the mesh axes; one may be -1, for all remaining ranks.
 
     Attributes:
         replicate: groups of ranks that hold the same shards (HSDP); -1 for as many as there are.
@@ -305,7 +305,7 @@ class MeshConfig(Checked):
     tensor: int = setting(1, check_integer, also=-1, low=1)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Only one axis can be the rest."""
+        """Yield an error if more than one axis is -1."""
         rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
         if len(rest) > 1:
             yield self.contradiction(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
@@ -313,7 +313,7 @@ class MeshConfig(Checked):
 
 @dataclass(frozen=True)
 class ExpertParallelConfig(Checked):
-    """Experts of a Transformers model, each on one of several ranks.
+    """Expert parallelism: each expert of a Transformers model is on one of several ranks.
 
     Attributes:
         size: ranks that share the experts of a Transformers mixture (docs/how-to/meshes.md#experts), taken from
@@ -336,7 +336,7 @@ def _check_stacks(field: str, value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SequenceParallelConfig(Checked):
-    """Positions of a sequence, each on one of several ranks.
+    """Sequence parallelism: each position of a sequence is on one of several ranks.
 
     Attributes:
         size: ranks that share a sequence (docs/how-to/sequence.md), and have the same batch, taken from ``shard``;
@@ -360,7 +360,7 @@ class SequenceParallelConfig(Checked):
     inputs: str = setting("whole", check_choice, allowed=("whole", "sharded"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Blocks that nothing is cut in."""
+        """Yield errors about fields that ``size`` or ``inputs`` leaves without use."""
         if self.size == 1 and self.blocks is not None:
             yield self.contradiction("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
         if self.inputs == "sharded" and self.joined:
@@ -373,7 +373,7 @@ class SequenceParallelConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig(CompileOptions):
-    """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
+    """The backend's options, and whether and how ``initialize`` compiles the model in place.
 
     Attributes:
         enabled: whether to compile at all.
@@ -388,7 +388,7 @@ class CompileConfig(CompileOptions):
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """Everything compile_muon can be told, resolved and immutable.
+    """The whole configuration, resolved and immutable.
 
     Attributes:
         muon: the half of matrices.
@@ -442,7 +442,7 @@ class Config(Checked):
     scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Settings that nothing would read, or that exclude each other."""
+        """Yield errors about settings that exclude each other, or that "adamw" never reads."""
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
             yield self.compile.contradiction("cuda_graphs", problem, "leave one of them out")
@@ -472,7 +472,7 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     for f in fields(owner)
     if (owner, f.name) != (MuonConfig, "ns")
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
-#: the same of the sections that only a config has: ``compile.enabled``
+#: ``section.field`` -> (dataclass, field), of sections that only a config has: ``compile.enabled``
 PARTS: dict[str, tuple[type[Checked], str]] = {
     f"{section}.{f.name}": (owner, f.name)
     for section, owner in (
@@ -483,49 +483,38 @@ PARTS: dict[str, tuple[type[Checked], str]] = {
     )
     for f in fields(owner)
 }
-#: the one table Python and JSON settings go through
+#: setting -> (dataclass, field), for Python and JSON
 SETTINGS = ARGUMENTS | PARTS
 
-#: arguments of MuonZero that no config can say
+#: arguments of MuonZero that no config has
 _OBJECTS = ("mesh", "norm_group", "weights", "init", "extensions")
 
 
 class Given:
-    """Settings as one source gives them, each under the name it has there.
-
-    Attributes:
-        values: setting -> canonical value, of those that were right.
-        names: setting -> the name the user knows it by.
-        mistakes: what was wrong so far.
-        hints: paths of a config's keys that have no effect here.
-        remarks: warnings.
-        source: the keys and values of a config as they were given.
-    """
+    """The settings of one source, keyword arguments or a config, with everything to report about them."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
+        self.values: dict[str, Any] = {}  # setting -> canonical value, of valid settings
+        self.names: dict[str, str] = {}  # setting -> its name in the source
         self.mistakes = Mistakes()
-        self.hints: list[str] = []
-        self.remarks: list[str] = []
-        self.source: Mapping[str, Any] = {}
+        self.hints: list[str] = []  # paths of a config's keys that have no effect here
+        self.remarks: list[str] = []  # texts of warnings
+        self.source: Mapping[str, Any] = {}  # a config's keys and values as the user wrote them
 
     def put(self, setting: str, value: object, name: str) -> None:
-        """Check a setting and keep it; a second value for one setting must agree with the first."""
+        """Check and store a setting; a second value for the same setting must equal the first."""
         owner, field = SETTINGS[setting]
         with self.mistakes.collected():
             canonical = owner.checked(field, value, name)
-            known = self.values.setdefault(setting, canonical)
+            stored = self.values.setdefault(setting, canonical)
             first = self.names.setdefault(setting, name)
-            if known != canonical:
-                raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
+            if stored != canonical:
+                raise config_error(name, canonical, f"contradicts {first} = {stored!r}", "keep one of the two")
 
     def best(self, *, mesh: bool = False, **rest: Any) -> Config:
-        """The ``Config`` of what was put, without what contradicts the rest of it, which is one more mistake.
+        """Build the ``Config`` of all stored settings; drop each setting that contradicts others, as a mistake.
 
-        Args:
-            mesh: whether the source says something of a mesh.
-            rest: fields of it that are no settings of their own.
+        `mesh`: whether the source has a mesh section. `rest`: fields of ``Config`` that are not in ``SETTINGS``.
         """
         settings = {f"{owner.__name__}.{field}": setting for setting, (owner, field) in SETTINGS.items()}
         while True:
@@ -543,24 +532,25 @@ class Given:
                     **rest,
                 )
             except ConfigError as error:
-                before = len(self.values)
+                count_before = len(self.values)
                 for each in error.errors:
                     setting = settings.get(each.field, each.field)
                     self.mistakes.add(each.renamed(self.names.get(setting, setting)))
                     self.values.pop(setting, None)
-                if len(self.values) == before:  # it lies in `rest`
+                if len(self.values) == count_before:  # no setting to drop: the contradiction is in `rest`
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
-        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
-        return kind(**own, **rest)
+        field_values = {
+            field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values
+        }
+        return kind(**field_values, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:
-    """The ``Config`` of ``MuonZero(model, **kwargs)``; what is not given keeps its default.
+    """Build the ``Config`` of ``MuonZero(model, **kwargs)``.
 
-    Raises:
-        ConfigError: naming every argument that is wrong, unknown ones among them (with the nearest known one).
+    Raises a ConfigError that names every invalid argument, and for an unknown one the nearest known name.
 
     >>> config_from_kwargs(lr=0.01, ns_steps=6, stage=3).muon.ns.steps
     6

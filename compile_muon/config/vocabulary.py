@@ -1,10 +1,9 @@
-"""DeepSpeed's keys as one table: the setting that each key is, why it is refused, or that it has no effect.
+"""DeepSpeed's keys as one table: each is a setting, is refused, or has no effect.
 
 ``KEYS`` names the setting of a key, for reading and for writing. A key of ``IGNORED`` changes how fast DeepSpeed
 trains or what DeepSpeed prints, and has no effect with any value. A key of ``REFUSED`` would change the result, and is
-an error unless its value says that it is off. The names are those of DeepSpeed's ``runtime/config.py``,
-``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026, deprecated ones
-among them, and former settings of compile_muon.
+an error unless its value is off. The names, deprecated ones too, come from DeepSpeed's ``runtime/config.py``,
+``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_UNKNOWN = 20  # unknown keys of a section that errors name one by one
 
 
 def full_name(section: str, key: str) -> str:
-    """The path of a key, as errors give it."""
+    """Return the path of a key, as errors show it."""
     return f"{section}.{key}" if section else key
 
 
@@ -55,22 +54,24 @@ KEYS: dict[str, str] = {
 
 
 def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
-    """The parameters that DeepSpeed's schedule of this name has, as far as they are read here."""
+    """Return the keys of ``scheduler.params`` that are read for `schedule`."""
     return (*filter(None, [schedule.rate_key]), *(f.name for f in fields(schedule)))
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    apart = (
+    other_paths = (
         "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled fp16.enabled "
     )
-    apart += "zero_optimization.save_muon_momentum_buffer_in_memory"
+    other_paths += "zero_optimization.save_muon_momentum_buffer_in_memory"
     schedules = [f"scheduler.params.{key}" for kind in SCHEDULES.values() for key in parameters(kind)]
-    found: dict[str, dict[str, None]] = {"": dict.fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))}
-    for path in (*KEYS, *apart.split(), *schedules):
+    sections: dict[str, dict[str, None]] = {
+        "": dict.fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))
+    }
+    for path in (*KEYS, *other_paths.split(), *schedules):
         section, _, key = path.rpartition(".")
-        found.setdefault(section, {})[key] = None
-        found[""][path.partition(".")[0]] = None
-    return {section: tuple(keys) for section, keys in found.items()}
+        sections.setdefault(section, {})[key] = None
+        sections[""][path.partition(".")[0]] = None
+    return {section: tuple(keys) for section, keys in sections.items()}
 
 
 #: Section -> the keys that are read there.
@@ -78,7 +79,7 @@ SECTIONS = _sections()
 
 
 def _both(names: str) -> str:
-    """DeepSpeed takes these with ``stage3_`` in front and without."""
+    """Return `names` without and with the prefix ``stage3_``: DeepSpeed reads both."""
     return f"{names} " + " ".join(f"stage3_{name}" for name in names.split())
 
 
@@ -161,7 +162,7 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 
 _OFF = (None, False, 0, "", "none")
-#: Path of a refused key -> values of it that ask for nothing, where these are not `_OFF`.
+#: Path of a refused key -> its values that mean off, where these are not `_OFF`.
 _OFF_AT: dict[str, tuple[object, ...]] = {
     "scheduler.params.last_batch_iteration": (None, -1),
     "optimizer.params.bias_correction": (None, True),
@@ -178,7 +179,7 @@ _OFF_AT: dict[str, tuple[object, ...]] = {
 _SWITCHES = "enabled weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
 _SWITCHES += "channel_pruning layer_reduction shared_parameters"
 _SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
-#: Path of a refused object -> the keys in it that DeepSpeed heeds; of other objects all count.
+#: Path of a refused object -> the keys that switch it on in DeepSpeed; in other objects every key does.
 _HEEDED: dict[str, tuple[str, ...]] = {"tensor_parallel": _SIZES} | {
     path: tuple(_SWITCHES.split())
     for path in (
@@ -187,7 +188,7 @@ _HEEDED: dict[str, tuple[str, ...]] = {"tensor_parallel": _SIZES} | {
     )
 }
 
-#: Path of each key of DeepSpeed's that nothing here reads -> the remedy where it asks for something, or None.
+#: Path of each DeepSpeed key that is not read here -> the remedy, or None if the key has no effect.
 FOREIGN: dict[str, str | None] = {
     **{full_name(section, key): None for section, keys in IGNORED.items() for key in keys.split()},
     **{full_name(section, key): remedy for section, keys, remedy in REFUSED for key in keys.split()},
@@ -195,34 +196,34 @@ FOREIGN: dict[str, str | None] = {
 
 
 def is_off(value: object, off: tuple[object, ...] = _OFF, heeded: tuple[str, ...] = ()) -> bool:
-    """Whether a value asks for nothing: it is one of ``off``, or all that counts in an object or a list is."""
+    """Return whether `value` is one of `off`, or an object (its `heeded` keys) or list of values that all are off."""
     if isinstance(value, Mapping):
         return all(is_off(value.get(key), off, heeded) for key in heeded or value)
     if isinstance(value, (list, tuple)):
         return all(is_off(each, off) for each in value)
-    if value is True:  # and no size of 1
+    if value is True:  # True == 1, and a size of 1 may be off
         return any(each is True for each in off)
     return (value.lower() if isinstance(value, str) else value) in off
 
 
 def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | None:
-    """The error about a key that is nearly one of ``heeded`` and asks for something."""
+    """Return an error about a misspelt key of `heeded` whose value is not off."""
     if not isinstance(value, Mapping) or not heeded:
         return None
     for key, entry in value.items():
         if not isinstance(key, str):
             continue
-        meant = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)
-        if meant is not None and meant not in value and not (isinstance(entry, Mapping) or is_off(entry)):
+        nearest_key = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)
+        if nearest_key is not None and nearest_key not in value and not (isinstance(entry, Mapping) or is_off(entry)):
             problem = "is not a known key, and counts as off"
-            return config_error(f"{path}.{key}", entry, problem, f"did you mean {path}.{meant}?")
+            return config_error(f"{path}.{key}", entry, problem, f"did you mean {path}.{nearest_key}?")
         if inner := _slip(entry, heeded, f"{path}.{key}"):
             return inner
     return None
 
 
 def refusal(path: str, value: object) -> ConfigError | None:
-    """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
+    """Return the error about a key of :data:`FOREIGN`, or None where its value has no effect.
 
     >>> str(refusal("zero_optimization.zenflow", True)).partition(";")[0]
     'zero_optimization.zenflow = True: is a setting of DeepSpeed that is not honoured here'
@@ -239,12 +240,12 @@ def refusal(path: str, value: object) -> ConfigError | None:
 # --------------------------------------------------------------------------------------------------- reading by it
 
 _EXAMPLES = {"bf16": '{"enabled": true}', "bfloat16": '{"enabled": true}', "fp16": '{"enabled": false}'}
-#: Sections of which null and false are as good as none.
+#: Sections where null and false mean that the section is absent.
 _MAY_LACK = ("bf16", "bfloat16", "fp16", "scheduler")
 
 
 def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
-    """Path -> value of all keys that are read; other keys become hints or mistakes of ``given``."""
+    """Return path -> value of all keys that are read; other keys become hints or mistakes of `given`."""
     if section == "compile" and isinstance(value, bool):
         return {"compile.enabled": value}
     if section in _MAY_LACK and (value is None or value is False):
@@ -257,17 +258,17 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
         problem = f"must be an object, not {type(value).__name__}"
         given.mistakes.add(config_error(section, value, problem, f"write {example}"))
         return {}
-    if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # of another nothing is known
+    if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # keys of a foreign schedule are unknown here
         if value.get("type"):
             return {"scheduler.type": value["type"]}
         given.hints.append(section)
         return {}
-    found, unknown = dict[str, Any](), []
+    values, unknown = dict[str, Any](), []
     for key, entry in value.items():
         path = full_name(section, key_name(key))
         if key in SECTIONS[section]:
-            found |= read_keys(given, entry, path) if path in SECTIONS else {path: entry}
-        elif key_name(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
+            values |= read_keys(given, entry, path) if path in SECTIONS else {path: entry}
+        elif key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
             given.hints.append(path)
         elif path not in FOREIGN:
             unknown.append(key)
@@ -277,27 +278,27 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
             given.hints.append(path)
     for error in _unknown(section, unknown, value):
         given.mistakes.add(error)
-    if section == "compile" and "compile.deepcompile" not in found:
-        found.setdefault("compile.enabled", True)
-    return found
+    if section == "compile" and "compile.deepcompile" not in values:
+        values.setdefault("compile.enabled", True)
+    return values
 
 
 def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    known = f"known here are {', '.join(SECTIONS[section])}"
+    known_keys = f"known here are {', '.join(SECTIONS[section])}"
     for key in keys[:_MOST_UNKNOWN]:
         path = full_name(section, key_name(key))
-        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known)
+        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known_keys)
     if (more := len(keys) - _MOST_UNKNOWN) > 0:
         path = full_name(section, key_name(keys[-1]))
         problem = f"is one of {more} more keys that are not known"
-        yield config_error(path, value[keys[-1]], problem, f"remove them: {known}")
+        yield config_error(path, value[keys[-1]], problem, f"remove them: {known_keys}")
 
 
 def _nearest_key(section: str, key: object) -> str:
-    """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere; or ""."""
+    """Return a hint, or "": the same key in another section, else the nearest in `section`, else anywhere."""
     if not isinstance(key, str):
         return ""
-    paths = [*(full_name(place, name) for place, own in SECTIONS.items() for name in own), *FOREIGN]
+    paths = [*(full_name(place, name) for place, section_keys in SECTIONS.items() for name in section_keys), *FOREIGN]
     names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     if key in names and key != "enabled":
         return f"did you mean {names[key]}?"

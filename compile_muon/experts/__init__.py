@@ -1,4 +1,4 @@
-"""Experts of a Transformers mixture that ranks share: the plan, how tokens travel, and stacks out of files.
+"""Expert parallelism for Transformers' mixtures: plan, token dispatch, and loading of expert stacks from files.
 
-``plan`` and ``dispatch`` bring in Transformers, so only a model that shares its experts imports them.
+``plan`` and ``dispatch`` import Transformers; import them only for a model that shares its experts.
 """

@@ -1,29 +1,21 @@
-"""How tokens travel to the experts of a Transformers mixture that other ranks hold, and back.
+"""Token dispatch: rows travel to experts of a Transformers mixture on other ranks, and back.
 
 Dropless, the default: (token, slot) pairs are sorted by expert, travel to the experts' rank by one all-to-all, go
-through grouped products and back by another one; weights are applied and summed over the slots on the token's rank, in
-the dtype in which Transformers' ``grouped_mm`` does it. Backward sends the same rows the other way.
+through grouped products and back by another one; the token's rank applies weights and sums over slots, in the dtype of
+Transformers' ``grouped_mm``. Backward sends the same rows the other way.
 
 With ``capacity_factor`` c shapes are static: of its T tokens a rank keeps at most C = ceil(c T k / E) for each expert,
-those with the largest routing weight (among equals the earlier tokens), as Megatron's ``drop_policy="probs"`` does.
-What is dropped adds nothing, and its weight gets no gradient. "Probable" means that weight, as the router hands it
-over: softmax before or after top-k, a sigmoid, scaled or not. All ranks of the group need the same T; in eager mode
-another one is an error on every rank, inside a compiled graph it is not looked for.
+those with the largest routing weight (among equals the earlier tokens), as Megatron's ``drop_policy="probs"`` does. The
+weight is the router's output: softmax before or after top-k, a sigmoid, scaled or not. A dropped pair adds nothing, and
+its weight gets no gradient. All ranks of the group need the same T: eager mode checks it, a compiled graph does not.
 
-Gradients: that of a rank's experts is the sum over the group's losses; what is not a stack (``post_expert_norm``) stays
-whole everywhere, and its gradients must be summed over the group as those of all other parameters.
+Gradients: a rank's experts get the sum over the group's losses. Parameters outside of stacks (``post_expert_norm``) are
+whole on every rank, and need their gradients summed over the group like all others.
 
-Under ``torch.compile``:
-
-==============  ===================================================================================================
-capacity        one graph
-dropless        one graph where sizes that depend on data may be traced: ``fullgraph=True``, or
-                ``torch.compiler.config.capture_scalar_outputs`` (both are torch's own switches). Otherwise one
-                graph break around each experts module, whose forward then runs eagerly; all else compiles.
-==============  ===================================================================================================
-
-Seen with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward. What a dropless graph sends
-is not in ``optimizer.traffic``: only the data say how much.
+Under ``torch.compile`` capacity makes one graph. So does dropless where sizes that depend on data may be traced
+(``fullgraph=True``, or ``torch.compiler.config.capture_scalar_outputs``); otherwise each experts module breaks the
+graph and runs eagerly. Tested with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward.
+``optimizer.traffic`` leaves out the bytes of dropless exchanges, which depend on data.
 """
 
 from __future__ import annotations
@@ -45,9 +37,9 @@ __all__ = ["AXIS", "FIELD", "IMPLEMENTATION", "RECORD", "ExpertDispatch"]
 
 #: dimension of a mesh along which ranks hold different experts
 AXIS = "expert"
-#: what Transformers calls this implementation of experts
+#: name of this implementation in Transformers' registry of experts functions
 IMPLEMENTATION = "compile_muon_expert_parallel"
-#: where an experts module has its :class:`ExpertDispatch`
+#: attribute of an experts module with its :class:`ExpertDispatch`
 RECORD = "_expert_dispatch"
 #: the section of a config, in errors
 FIELD = "expert_parallel"
@@ -55,33 +47,22 @@ FIELD = "expert_parallel"
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """How the tokens of one experts module travel; lives on it.
+    """The dispatch of one experts module, kept as its attribute ``RECORD``."""
 
-    Args:
-        group: name of the process group of the ranks that share the experts.
-        size: how many they are.
-        experts: of the whole module.
-        capacity_factor: None is dropless.
-    """
-
-    group: str
-    size: int
-    experts: int
-    capacity_factor: float | None = None
+    group: str  # name of the process group of the ranks that share the experts
+    size: int  # number of these ranks
+    experts: int  # E, of the whole module
+    capacity_factor: float | None = None  # None is dropless
 
 
 # ------------------------------------------------------------------------------------------------------- the forward
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What an experts module of Transformers computes, its experts being on several ranks.
+    """Compute the forward of an experts module whose experts are on several ranks.
 
-    Args:
-        hidden_states: [T, H].
-        top_k_index: int64 [T, k], each in [0, E).
-        top_k_weights: [T, k].
-    Returns:
-        [T, H], in the dtype of ``hidden_states``.
+    `hidden_states`: [T, H]; `top_k_index`: int64 [T, k] in [0, E); `top_k_weights`: [T, k]. Returns [T, H] in the dtype
+    of `hidden_states`.
     """
     dispatch: ExpertDispatch | None = getattr(self, RECORD, None)
     if dispatch is None:
@@ -99,12 +80,12 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
 
 def _dropless(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     slots = index.shape[1]
-    chosen = index.reshape(-1)
-    chosen_sorted, order = torch.sort(chosen)  # as Transformers does: one rank alone has its numbers bit for bit
+    pair_experts = index.reshape(-1)
+    sorted_experts, order = torch.sort(pair_experts)  # the order of Transformers, whose bits one rank alone reproduces
     rows = hidden[order // slots]
-    counts = _counts(chosen, dispatch.experts)
+    counts = _counts(pair_experts, dispatch.experts)
     if dispatch.size == 1:
-        out = _grouped(module, dispatch, rows, chosen_sorted, counts)
+        out = _grouped(module, dispatch, rows, sorted_experts, counts)
     else:
         out = _exchanged(module, dispatch, rows, counts)
     out = out[_inverse(order)]
@@ -112,34 +93,35 @@ def _dropless(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tens
 
 
 def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tensor) -> Tensor:
-    """The experts' outputs for ``rows``, which are in the order of the experts.
+    """Return the experts' outputs for `rows`, sorted by expert; `counts`: int64 [E], rows per expert.
 
-    Nothing here branches on what is in the tensors: a rank without rows does, and records for backward, what the
-    others do, so every rank takes part in every exchange, also where a checkpoint is computed again.
+    The code does not branch on data: a rank without rows runs, and records for backward, the same exchanges as the
+    others, also when activation checkpointing recomputes them.
     """
     size, group = dispatch.size, dispatch.group
-    sent = counts.view(size, -1)
-    even = [sent.shape[1]] * size
-    received = _all_to_all(counts, even, even, group).view(size, -1)
-    # The one synchronization with the host.
-    sizes = torch.cat((sent.sum(1), received.sum(1))).tolist()
+    sent_counts = counts.view(size, -1)
+    even = [sent_counts.shape[1]] * size
+    received_counts = _all_to_all(counts, even, even, group).view(size, -1)
+    # The only host synchronization.
+    sizes = torch.cat((sent_counts.sum(1), received_counts.sum(1))).tolist()
+    # In a graph these sizes depend on data: the tracer needs their bounds.
     for number in sizes:
         torch._check(number >= 0)
-    here, there = sizes[:size], sizes[size:]
-    torch._check(sum(here) == rows.shape[0])
-    total = sum(there)
-    rows = _Exchange.apply(rows, there, here, group)
-    # They come by rank, and by expert within; they are wanted by expert.
-    local = received.shape[1]
+    rows_sent, rows_received = sizes[:size], sizes[size:]
+    torch._check(sum(rows_sent) == rows.shape[0])
+    total = sum(rows_received)
+    rows = _Exchange.apply(rows, rows_received, rows_sent, group)
+    # Rows arrive by rank, then by expert; grouped products need them by expert.
+    local = received_counts.shape[1]
     experts = torch.arange(local, device=rows.device).repeat(size)
-    experts = experts.repeat_interleave(received.reshape(-1), output_size=total)
+    experts = experts.repeat_interleave(received_counts.reshape(-1), output_size=total)
     order = torch.argsort(experts, stable=True)
-    out = _grouped(module, dispatch, rows[order], experts[order], received.sum(0))
-    return _Exchange.apply(out[_inverse(order)], here, there, group)
+    out = _grouped(module, dispatch, rows[order], experts[order], received_counts.sum(0))
+    return _Exchange.apply(out[_inverse(order)], rows_sent, rows_received, group)
 
 
 def _grouped(module: Any, dispatch: ExpertDispatch, rows: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
-    """The outputs of this rank's experts, ``counts`` rows for each."""
+    """Return this rank's experts' outputs for `rows`, sorted by expert; `experts`: of each row, `counts`: of rows."""
     offsets = counts.cumsum(0).to(torch.int32)
 
     def linear(rows: Tensor, name: str) -> Tensor:
@@ -151,7 +133,7 @@ def _grouped(module: Any, dispatch: ExpertDispatch, rows: Tensor, experts: Tenso
 
 
 def _through(module: Any, rows: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """As Transformers' implementations compute, but for the products and the routing weights."""
+    """Apply projections and activation as Transformers does; `linear` computes the product with a named stack."""
     if module.has_gate:
         rows = module._apply_gate(linear(rows, "gate_up_proj"))
     else:
@@ -161,24 +143,24 @@ def _through(module: Any, rows: Tensor, linear: Callable[[Tensor, str], Tensor])
 
 
 def _own(module: Any, dispatch: ExpertDispatch, name: str) -> Tensor:
-    """This rank's experts of a stack: [E / size, ...]."""
+    """Return this rank's experts of a stack, [E / size, ...]."""
     stack = getattr(module, name)
-    own = stack.to_local() if isinstance(stack, DTensor) else stack
-    if own.shape[0] * dispatch.size != dispatch.experts:
+    local = stack.to_local() if isinstance(stack, DTensor) else stack
+    if local.shape[0] * dispatch.size != dispatch.experts:
         problem = f"is not one rank's part of {dispatch.experts} experts on {dispatch.size} ranks"
         remedy = "run the model with its experts shared, outside of full_parameters()"
-        raise config_error(name, list(own.shape), problem, remedy)
-    return own
+        raise config_error(name, list(local.shape), problem, remedy)
+    return local
 
 
 def _summed(out: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-    """[T, H] from the outputs of all pairs."""
+    """Return [T, H]: the outputs of all pairs [T * k, H], weighted and summed over the slots."""
     out = out.view(*weights.shape, out.shape[-1]) * weights.unsqueeze(-1)
     return out.sum(dim=1).to(hidden.dtype)
 
 
 def _counts(chosen: Tensor, experts: int) -> Tensor:
-    """How many pairs each expert gets; unlike ``torch.bincount`` of a size that is known when it is traced."""
+    """Return the number of pairs per expert, [experts]; ``torch.bincount`` has no size that tracing knows."""
     counts = torch.zeros(experts, dtype=torch.long, device=chosen.device)
     return counts.scatter_add(0, chosen, torch.ones_like(chosen))
 
@@ -189,7 +171,8 @@ def _inverse(order: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _sizes_are_traced() -> bool:
-    """Whether the frame that is being compiled may hold sizes that depend on data."""
+    """Return whether the frame under compilation may hold sizes that depend on data."""
+    # Private in torch 2.13: Dynamo's context and shape environment have no public accessor.
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return mode is None or mode.shape_env is None or mode.shape_env.allow_scalar_outputs
@@ -201,14 +184,14 @@ _outside_graphs = torch.compiler.disable(_dropless, reason="how many tokens each
 
 
 def _with_capacity(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The same in buffers [E, C, H]: their shape, and so the graph, does not depend on what the router chose."""
+    """Compute the forward in buffers [E, C, H], whose shape does not depend on the router's choice."""
     tokens, slots = index.shape
     assert dispatch.capacity_factor is not None
     capacity = min(math.ceil(dispatch.capacity_factor * tokens * slots / dispatch.experts), tokens * slots)
     if not torch.compiler.is_compiling():
         _check_tokens(dispatch, tokens, index.device)
     place = _places(index.reshape(-1), weights.detach().reshape(-1), dispatch.experts, capacity)
-    # Which pair is at a place: none, at first; of what is dropped, which has the place behind all, nobody looks.
+    # The pair at each place, or T * k where there is none. Dropped pairs share the last entry, which is cut off.
     pairs = torch.full((dispatch.experts * capacity + 1,), tokens * slots, device=index.device)
     pairs = pairs.scatter(0, place, torch.arange(tokens * slots, device=index.device))[:-1]
     rows = _and_zeros(hidden)[pairs // slots]
@@ -219,13 +202,11 @@ def _with_capacity(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index:
 
 
 def _places(chosen: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
-    """Where each pair goes in [E * C]; behind all, if it is dropped.
+    """Return each pair's place in [E * C], or E * C if it is dropped, int64 [T * k].
 
-    Args:
-        chosen: int64 [T * k], the pairs' experts.
-        weights: [T * k].
+    `chosen`: int64 [T * k], the pairs' experts; `weights`: [T * k].
     """
-    # By expert; within, by weight; within, by token: each sort keeps what the one before made.
+    # Order by expert, then weight, then token: each stable sort keeps the order of the one before.
     order = torch.argsort(weights, descending=True, stable=True)
     order = order[torch.argsort(chosen[order], stable=True)]
     sorted_experts = chosen[order]
@@ -241,7 +222,7 @@ def _and_zeros(rows: Tensor) -> Tensor:
 
 
 def _swap(rows: Tensor, dispatch: ExpertDispatch, *, to_experts: bool) -> Tensor:
-    """[E * C] by expert on the tokens' rank to [E / size * (size * C)] by expert on the experts' rank, and back."""
+    """Move rows [E * C] between the tokens' rank, C per expert, and the experts' rank, size * C per local expert."""
     size = dispatch.size
     if size == 1:
         return rows
@@ -254,7 +235,7 @@ def _swap(rows: Tensor, dispatch: ExpertDispatch, *, to_experts: bool) -> Tensor
 
 
 def _batched(module: Any, dispatch: ExpertDispatch, rows: Tensor, name: str) -> Tensor:
-    """As many rows for each expert: products of one batch, in the dtype in which grouped products are made."""
+    """Return a batched product of equally many rows per expert, in the dtype of grouped products."""
     weight = _own(module, dispatch, name)
     weight = weight if module.is_transposed else weight.transpose(1, 2)
     with torch.autocast(rows.device.type, enabled=False):
@@ -265,14 +246,14 @@ def _batched(module: Any, dispatch: ExpertDispatch, rows: Tensor, name: str) -> 
 
 
 def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -> None:
-    """Raise, on every rank, where ranks have different numbers of tokens, and so buffers of different sizes."""
+    """Raise a ConfigError, on every rank, if ranks have different numbers of tokens: buffers would differ in size."""
     if dispatch.size == 1:
         return
-    mine = torch.full((dispatch.size,), tokens, device=device)
-    one = [1] * dispatch.size
-    found = _all_to_all(mine, one, one, dispatch.group).tolist()
-    if len(set(found)) > 1:
-        problem = f"ranks have {found} tokens, and static shapes need as many on each"
+    own_count = torch.full((dispatch.size,), tokens, device=device)
+    ones = [1] * dispatch.size
+    token_counts = _all_to_all(own_count, ones, ones, dispatch.group).tolist()
+    if len(set(token_counts)) > 1:
+        problem = f"ranks have {token_counts} tokens, and static shapes need as many on each"
         remedy = "pad batches to one length and drop the last incomplete one, or leave it out"
         raise config_error(f"{FIELD}.capacity_factor", dispatch.capacity_factor, problem, remedy)
 
@@ -281,13 +262,13 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """Rows by rank, for each rank; so many from each, so many for each."""
+    """Exchange rows, sorted by rank; `received` and `sent`: rows from and to each rank."""
     out = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
     return torch.ops._c10d_functional.wait_tensor(out)
 
 
 class _Exchange(torch.autograd.Function):
-    """The same, for autograd: gradients travel the other way, and are there when backward goes on."""
+    """:func:`_all_to_all` for autograd: backward sends gradients the other way, and waits for them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:

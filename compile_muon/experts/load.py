@@ -1,9 +1,9 @@
-"""Which tensors of a folder make which of a model: itself, or for a stack of experts the single experts of a file.
+"""Origins of a model's tensors in a folder: a stored tensor, or for a stack of experts many stored single experts.
 
-Transformers keeps the experts of a mixture as one stack, and writes most of them one by one, under names of their own.
-Its table of how to read such files, :func:`transformers.conversion_mapping.get_model_conversion_mapping`, is asked
-here, for names alone. Its loader would then make the whole stack; here every stored tensor is a :class:`Block` of one,
-and a rank reads what of a block is in its shard.
+Transformers keeps the experts of a mixture as one stack, and stores most of them one by one, under other names. The
+names come from its table, :func:`transformers.conversion_mapping.get_model_conversion_mapping`. Its loader would build
+the whole stack; here every stored expert is a :class:`Block` of the stack, and a rank reads only the overlap of each
+block with its shard.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ __all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
 
 @dataclass(frozen=True)
 class Block:
-    """Where in a tensor of the model a stored one is.
+    """A block of a model's tensor that one stored tensor fills."""
 
-    Args:
-        stored: its name in the folder.
-        start, shape: of the block.
-        expert: whether it has no dim for the experts, which the block has.
-    """
-
-    stored: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    expert: bool = False
+    stored: str  # name in the folder
+    start: tuple[int, ...]  # of the block in the model's tensor
+    shape: tuple[int, ...]  # of the block
+    expert: bool = False  # whether the stored tensor is one expert, without the block's first dim of size 1
 
 
 def boxes(blocks: Iterable[Block], region: Sequence[slice], local: Tensor) -> Iterator[Box]:
-    """What to read of ``blocks`` into ``local``, which is ``region`` of the whole."""
+    """Yield the boxes to read from `blocks` into `local`, the shard that covers `region` of the model's tensor."""
     for block in blocks:
         first = [max(start, part.start) for start, part in zip(block.start, region, strict=True)]
         last = [
@@ -56,87 +50,73 @@ def boxes(blocks: Iterable[Block], region: Sequence[slice], local: Tensor) -> It
 
 
 class Experts:
-    """The single experts that make one stack.
+    """The stored experts of one stack.
 
-    Args:
-        patterns: the table's, in their order: gate and up, say.
-        dim: of the stack, along which those lie one behind the other; ignored for one pattern.
-    Attributes:
-        stored: names in the folder by number, for each pattern.
+    `patterns`: the table's source patterns, in order (gate and up, for example). `dim`: dimension of the stack along
+    which the sources are concatenated; ignored for one pattern.
     """
 
     def __init__(self, patterns: tuple[str, ...], dim: int) -> None:
         self.patterns, self.dim = patterns, dim
-        self.stored: list[dict[int, str]] = [{} for _ in patterns]
+        self.stored: list[dict[int, str]] = [{} for _ in patterns]  # per pattern: expert's number -> name in the folder
 
     def blocks(
         self, shape: tuple[int, ...], facts: Mapping[str, TensorFacts]
     ) -> tuple[list[Block], list[str], list[str], list[str]]:
-        """The blocks of a stack of this shape; names of experts that are missing; what does not fit; what is too much.
+        """Return the blocks of a stack of `shape`, missing names, errors about shapes, and names beyond the stack.
 
-        All sources have the same share of ``dim``, as gate and up have.
+        All patterns have equal shares of ``dim``, as gate and up have.
         """
         count, expected = shape[0], list(shape[1:])
         shares = len(self.patterns)
         if shares > 1:
             expected[self.dim - 1] //= shares
-        found, missing, wrong = [], [], []
+        stack_blocks, missing, misfits = [], [], []
         for place, stored in enumerate(self.stored):
             for expert in range(count):
                 name = stored.get(expert)
                 if name is None:
                     missing.append(self._name(place, expert))
                 elif list(facts[name].shape) != expected:
-                    wrong.append(f"{name}: has shape {list(facts[name].shape)}, an expert's in the model {expected}")
+                    misfits.append(f"{name}: has shape {list(facts[name].shape)}, an expert's in the model {expected}")
                 else:
                     start = [expert] + [0] * len(expected)
                     if shares > 1:
                         start[self.dim] = place * expected[self.dim - 1]
-                    found.append(Block(name, tuple(start), (1, *expected), expert=True))
-        more = [name for stored in self.stored for expert, name in stored.items() if expert >= count]
-        return found, missing, wrong, more
+                    stack_blocks.append(Block(name, tuple(start), (1, *expected), expert=True))
+        surplus = [name for stored in self.stored for expert, name in stored.items() if expert >= count]
+        return stack_blocks, missing, misfits, surplus
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a stack of this shape can have such experts."""
+        """Return whether a stack of `shape` can be concatenated from these patterns."""
         return self.dim < len(shape) and (len(self.patterns) == 1 or shape[self.dim] % len(self.patterns) == 0)
 
     def _name(self, place: int, expert: int) -> str:
-        """What an expert that is not there would be called, after one that is."""
-        like = self.stored[place] or next(stored for stored in self.stored if stored)
-        number, stored = next(iter(like.items()))
+        """Return the name that a missing expert would have, derived from one that is stored."""
+        siblings = self.stored[place] or next(stored for stored in self.stored if stored)
+        number, stored = next(iter(siblings.items()))
         words = stored.split(".")
-        at = max((i for i, word in enumerate(words) if word == str(number)), default=None)
+        number_at = max((i for i, word in enumerate(words) if word == str(number)), default=None)
         tail = self.patterns[place].partition("*.")[2].replace("\\", "").rstrip("$").split(".")
-        if at is None:
+        if number_at is None:
             return f"expert {expert} of {self.patterns[place]} beside {stored}"
-        return ".".join([*words[:at], str(expert), *(words[at + 1 :] if self.stored[place] else tail)])
+        return ".".join([*words[:number_at], str(expert), *(words[number_at + 1 :] if self.stored[place] else tail)])
 
 
 @dataclass
 class Origins:
-    """Where a model's tensors are in a folder.
+    """Origins of a model's tensors in a folder."""
 
-    Args:
-        of: a stored name, or experts, by name in the model.
-        problems: what cannot be read, or is there twice.
-        refused: names in the model that ``problems`` are about.
-        unused: names in the folder that nothing in the model is made of.
-    """
-
-    of: dict[str, str | Experts] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
-    unused: list[str] = field(default_factory=list)
+    of: dict[str, str | Experts] = field(default_factory=dict)  # name in the model -> name in the folder, or experts
+    problems: list[str] = field(default_factory=list)  # texts about unreadable or duplicate tensors
+    refused: set[str] = field(default_factory=set)  # names in the model that `problems` are about
+    unused: list[str] = field(default_factory=list)  # names in the folder without a tensor in the model
 
 
 def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Origins:
-    """Find what in a folder makes which tensor of a model; nothing is read.
+    """Map the names `known` in a model to the names `stored` in a folder; read nothing.
 
-    Args:
-        module: a Transformers model has a table; of others, and where the folder has the model's names only, a name
-            stands for itself.
-        stored: names in the folder.
-        known: all names in the model.
+    Names map to themselves if the folder has only the model's names, or the model has no table of Transformers.
     """
     stored = list(stored)
     expected = _expected(module)
@@ -144,41 +124,41 @@ def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Ori
     renamed = _renamed(module, stored, known) if unused else None
     if renamed is None:
         return Origins({name: name for name in stored if name in known}, unused=list(filterfalse(expected, unused)))
-    found = Origins()
+    origins = Origins()
     unreadable: dict[str, tuple[Any, list[str]]] = {}
-    for name, target, pattern, converter, seen in renamed:
-        if target not in known and name in known:  # as Transformers decides
+    for name, target, pattern, converter, source_name in renamed:
+        if target not in known and name in known:  # the choice of Transformers' loader
             target, pattern = name, None
         if target not in known:
-            found.unused += [] if expected(target) else [name]
+            origins.unused += [] if expected(target) else [name]
         elif pattern is None:
-            _claim(found, target, name)
+            _claim(origins, target, name)
         else:
-            match = _number(pattern, seen) if _stacks(converter) else None
+            match = _number(pattern, source_name) if _stacks(converter) else None
             if match is None:
                 unreadable.setdefault(target, (converter, []))[1].append(name)
                 first, *others = converter.target_patterns
-                found.refused |= {target, *(target.replace(first, other) for other in others)}
+                origins.refused |= {target, *(target.replace(first, other) for other in others)}
             else:
-                _claim_expert(found, target, name, converter, pattern, match)
+                _claim_expert(origins, target, name, converter, pattern, match)
     for target, (converter, names) in unreadable.items():
         how = " and ".join(map(str, converter.operations))
-        found.problems.append(f"{target}: is made of {listed(names)} by {how}, which is not done here")
-    return found
+        origins.problems.append(f"{target}: is made of {listed(names)} by {how}, which is not done here")
+    return origins
 
 
 def _expected(module: nn.Module) -> Callable[[str], bool]:
-    """Whether a model of Transformers does not mind a name that it does not have: a layer for another decoding, say."""
+    """Return a predicate of stored names that the model declares to ignore, such as layers for other decodings."""
     patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
     patterns = list(patterns) if isinstance(patterns, (list, tuple, set, frozenset)) else []
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def _claim(found: Origins, target: str, name: str) -> None:
-    before = found.of.setdefault(target, name)
-    if before != name:
-        what = before if isinstance(before, str) else _an_expert(before)
-        _twice(found, target, f"{what}, {name}: are both {target}")
+    origin = found.of.setdefault(target, name)
+    if origin != name:
+        origin_name = origin if isinstance(origin, str) else _an_expert(origin)
+        _twice(found, target, f"{origin_name}, {name}: are both {target}")
 
 
 def _claim_expert(found: Origins, target: str, name: str, converter: Any, pattern: str, number: int) -> None:
@@ -200,7 +180,7 @@ def _an_expert(experts: Experts) -> str:
 
 
 def _twice(found: Origins, target: str, problem: str) -> None:
-    if target not in found.refused:  # the first of many
+    if target not in found.refused:  # report one of many duplicates
         found.problems.append(problem)
         found.refused.add(target)
 
@@ -211,12 +191,11 @@ def _twice(found: Origins, target: str, problem: str) -> None:
 def _renamed(
     module: nn.Module, stored: Iterable[str], known: set[str]
 ) -> list[tuple[str, str, str | None, Any, str]] | None:
-    """By Transformers' table, in the order in which a group of renamings expects names.
+    """Rename stored names by Transformers' table, in the natural order that its renamings expect.
 
-    Returns:
-        Of each stored name: itself, the model's, the pattern and converter that made it, and what that sees of it; the
-        pattern is None where it was none. None for other models, and where Transformers has no table; it is not
-        imported for the question.
+    Returns (stored name, name in the model, pattern and converter that matched, name that the converter saw) for each
+    name; without a match the pattern is None. Returns None for other models, without importing Transformers, and for
+    versions without a table.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
@@ -230,18 +209,18 @@ def _renamed(
     renamings = [each for each in table if isinstance(each, WeightRenaming)]
     converters = [each for each in table if isinstance(each, WeightConverter)]
     prefix = module.base_model_prefix or None
-    names = dict.fromkeys(known, True)  # of which Transformers asks only whether they are there
-    made_by = {pattern: each for each in converters for pattern in each.source_patterns}
-    found = []
+    names = dict.fromkeys(known, True)  # Transformers reads only the keys
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    rows = []
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
-        seen = rename_source_key(name, renamings, [], None, None)[0] if pattern else ""
-        found.append((name, target, pattern, made_by.get(pattern), seen))
-    return found
+        source_name = rename_source_key(name, renamings, [], None, None)[0] if pattern else ""
+        rows.append((name, target, pattern, converter_of.get(pattern), source_name))
+    return rows
 
 
 def _stacks(converter: Any) -> bool:
-    """Whether it puts single experts into one stack, those of several patterns side by side."""
+    """Return whether `converter` stacks single experts along dim 0, and concatenates several patterns, no more."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     merge, *rest = converter.operations
@@ -252,11 +231,11 @@ def _stacks(converter: Any) -> bool:
         return False
     if len(patterns) == 1:
         return not rest
-    joined = len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim > 0
-    return joined and getattr(rest[0], "num_shards_attribute", None) is None
+    concatenates = len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim > 0
+    return concatenates and getattr(rest[0], "num_shards_attribute", None) is None
 
 
 def _number(pattern: str, name: str) -> int | None:
-    """Of an expert, which stands where the table has a ``*``."""
+    """Return the expert's number, at the place of the ``*`` in `pattern`, or None without a match."""
     match = re.search(pattern.replace("*.", r"(?P<expert>\d+)\."), name)
     return None if match is None else int(match["expert"])

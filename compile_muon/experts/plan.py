@@ -1,18 +1,17 @@
-"""Expert parallelism for Transformers' mixture-of-experts models: whose experts a rank holds.
+"""Expert parallelism for Transformers' mixture-of-experts models: the plan, and the cut of the experts.
 
     plan = plan_experts(model, size=4)        # names everything that will be cut; raises, and changes nothing
     plan.apply(mesh)                          # a 1-D mesh of 4 ranks whose dimension is called "expert"
 
-Of every stack of experts a rank keeps its own, ``[r E/size, (r + 1) E/size)``, and the experts' forward, nothing else
-of the model, becomes ours (:mod:`compile_muon.experts.dispatch`). The router is the model's own: it hands over
-``top_k_index`` and ``top_k_weights``, with whatever groups, score-correction bias and scaling it has. Each rank has
-tokens of its own.
+A rank r keeps the experts ``[r E/size, (r + 1) E/size)`` of every stack, and only the experts' forward is replaced
+(:mod:`compile_muon.experts.dispatch`). The model's router hands over ``top_k_index`` and ``top_k_weights``, with its
+groups, score-correction bias and scaling. Each rank has tokens of its own.
 
-The switch is made through Transformers' own interface: each experts module reads ``config._experts_implementation``,
-so it gets a shallow copy of its config that names ours, while the model's config, which ``save_pretrained`` writes and
-``set_experts_implementation`` changes, stays as it was. The one thing that is global is the entry of a function without
-state in ``ALL_EXPERTS_FUNCTIONS``; what differs between modules is in an :class:`ExpertDispatch` on each. Classes and
-``forward`` attributes are left alone: models can still be copied, and equal layers share compiled code.
+An experts module reads ``config._experts_implementation``, so it gets a shallow copy of its config that names ours;
+the model's config, which ``save_pretrained`` writes and ``set_experts_implementation`` changes, stays. The only global
+state is the entry of a stateless function in ``ALL_EXPERTS_FUNCTIONS``; each module has its own
+:class:`ExpertDispatch`. Classes and ``forward`` attributes stay, so models can be copied, and equal layers share
+compiled code.
 """
 
 from __future__ import annotations
@@ -37,67 +36,52 @@ __all__ = ["ExpertModule", "ExpertPlan", "plan_experts"]
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """One module of experts.
+    """An experts module, with its parameters to cut."""
 
-    Args:
-        path: its name in the model.
-        experts: how many it holds.
-        stacks: its parameters that are cut, by local name; biases included. Every rank keeps the others.
-    """
-
-    path: str
+    path: str  # in the model
     experts: int
-    stacks: tuple[str, ...]
+    stacks: tuple[str, ...]  # local names of the parameters to cut, biases among them; every rank keeps the others
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """What will be cut, and how; making one changes nothing.
+    """The experts of a model to cut; :meth:`apply` changes the model."""
 
-    Args:
-        size: ranks that share the experts.
-        capacity_factor: None is dropless.
-        modules: of the model, in its order.
-    """
-
-    size: int
-    capacity_factor: float | None
-    modules: tuple[ExpertModule, ...]
+    size: int  # ranks that share the experts
+    capacity_factor: float | None  # None is dropless
+    modules: tuple[ExpertModule, ...]  # in the model's order
     _model: nn.Module = field(repr=False, compare=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Full names of the stacks."""
+        """Full names of all stacks."""
         return tuple(_joined(module.path, name) for module in self.modules for name in module.stacks)
 
     def apply(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts, as DTensors ``Shard(0)`` over ``mesh``, and switch their forward; sends nothing.
+        """Replace stacks by this rank's experts, as DTensors ``Shard(0)`` over `mesh`, and switch the experts' forward.
 
-        Every rank must hold the same stacks, or have them on the meta device, where they stay.
-
-        Args:
-            mesh: 1-D, its dimension called "expert", of ``size`` ranks with this one among them.
-        Raises:
-            ConfigError: it is another mesh, or the model has changed since the plan was made; nothing was changed.
+        `mesh`: 1-D, its dimension called "expert", of ``size`` ranks with this one among them. No communication: ranks
+        must hold equal stacks, or stacks on the meta device, which stay there. Raises a ConfigError, ahead of any
+        change, about another mesh, or a model that has changed since the plan was made.
         """
         _check_mesh(mesh, self.size)
         if plan_experts(self._model, self.size, capacity_factor=self.capacity_factor) != self:
             raise config_error(FIELD, self.size, "the model has changed since the plan was made", "plan again")
         _check_devices(self, mesh)
         rank, group = mesh.get_local_rank(), mesh.get_group().group_name
-        cut: dict[nn.Parameter, nn.Parameter] = {}
-        configs: dict[int, Any] = {}  # changed copies, by the identity of the original
+        own_stacks: dict[nn.Parameter, nn.Parameter] = {}
+        configs: dict[int, Any] = {}  # id of a config -> its changed copy
         for planned in self.modules:
             module: Any = self._model.get_submodule(planned.path)
             for name in planned.stacks:
                 stack = module._parameters[name]
-                if stack not in cut:
-                    cut[stack] = _slice(stack, mesh, rank, self.size)
-                module._parameters[name] = cut[stack]
+                if stack not in own_stacks:
+                    own_stacks[stack] = _slice(stack, mesh, rank, self.size)
+                module._parameters[name] = own_stacks[stack]
             config = module.config
             if id(config) not in configs:
-                configs[id(config)] = copy.copy(config)  # what is inside it is shared
-                # Not its property: that would change the configs inside, which are the model's own.
+                configs[id(config)] = copy.copy(config)
+                # The public property would also change the configs inside, which the shallow copy shares.
                 configs[id(config)]._experts_implementation_internal = IMPLEMENTATION
             module.config = configs[id(config)]
             setattr(module, RECORD, ExpertDispatch(group, self.size, planned.experts, self.capacity_factor))
@@ -108,34 +92,31 @@ def _joined(path: str, name: str) -> str:
 
 
 def _slice(stack: nn.Parameter, mesh: DeviceMesh, rank: int, size: int) -> nn.Parameter:
-    """A copy of this rank's experts alone, so that the stack's memory is let go."""
+    """Return this rank's experts of a stack, copied, so that the stack's memory can be freed."""
     count = stack.shape[0] // size
     rows = stack.detach()[rank * count : (rank + 1) * count]
-    own = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device).copy_(rows)
-    new = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), requires_grad=stack.requires_grad)
+    local = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device).copy_(rows)
+    new = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False), requires_grad=stack.requires_grad)
     vars(new).update(vars(stack))
     return new
 
 
 def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None = None) -> ExpertPlan:
-    """Find the experts that can be shared by ``size`` ranks; nothing is changed and nothing sent.
+    """Plan the cut of all modules whose forward goes through Transformers' experts interface; change nothing.
 
-    Args:
-        model: on any device; all of its modules whose forward goes through Transformers' experts interface are taken.
-        size, capacity_factor: as of :class:`~compile_muon.config.ExpertParallelConfig`, which has checked them.
-    Raises:
-        ConfigError: everything that cannot be done, by module and parameter.
+    `size`, `capacity_factor`: as checked by :class:`~compile_muon.config.ExpertParallelConfig`. Raises a ConfigError
+    about each module and parameter that cannot be cut.
     """
     mistakes = Mistakes()
-    found = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
-    if not found:
+    experts_modules = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
+    if not experts_modules:
         raise config_error(FIELD, size, f"the model has {_what_there_is(model)}", _NEEDED)
     holders = _holders(model)
     modules = []
-    for path, module in found:
-        wrong = _wrong_module(path, module) or [*_wrong_stacks(path, module, size, holders)]
-        mistakes.found += wrong
-        if not wrong:
+    for path, module in experts_modules:
+        errors = _wrong_module(path, module) or [*_wrong_stacks(path, module, size, holders)]
+        mistakes.found += errors
+        if not errors:
             stacks = _stack_names(module)
             modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks))
     mistakes.raise_all()
@@ -151,7 +132,7 @@ _NEEDED = (
 
 
 def _interface(module: nn.Module) -> Any:
-    """The registry through which this module's forward goes; None if through none."""
+    """Return the registry of experts functions that the forward of `module` uses, or None."""
     forward: Any = type(module).forward
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     if "experts_interface" not in names or not hasattr(module, "has_gate"):
@@ -160,24 +141,24 @@ def _interface(module: nn.Module) -> Any:
 
 
 def _what_there_is(model: nn.Module) -> str:
-    """What looks like experts, and why it is not taken."""
-    found = []
+    """Return a clause, for an error, about modules that look like experts but do not use the interface."""
+    lookalikes = []
     for path, module in model.named_modules():
         kind = type(module)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             if "expert" in path.rpartition(".")[2] and len(module):
-                inside = type(next(iter(module.children()))).__name__
-                found.append(f"{path} ({kind.__name__} of {len(module)} {inside})")
+                child_kind = type(next(iter(module.children()))).__name__
+                lookalikes.append(f"{path} ({kind.__name__} of {len(module)} {child_kind})")
         elif kind.__name__.endswith("Experts"):
             remote = kind.__module__.startswith("transformers_modules")
-            found.append(f"{path} ({'remote code, ' * remote}{kind.__name__} of {kind.__module__})")
-    if not found:
+            lookalikes.append(f"{path} ({'remote code, ' * remote}{kind.__name__} of {kind.__module__})")
+    if not lookalikes:
         return "no experts"
-    return f"no experts behind Transformers' experts interface, but {listed(found)}"
+    return f"no experts behind Transformers' experts interface, but {listed(lookalikes)}"
 
 
 def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Where each parameter is held, by all of its names."""
+    """Return parameter -> (full name, module) of every place that holds the parameter."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
@@ -187,7 +168,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]
 
 
 def _wrong_module(path: str, module: Any) -> list[ConfigError]:
-    """What makes the whole module unfit."""
+    """Return the error that rules out the whole module, if there is one."""
     kind = type(module).__name__
     if hasattr(module, RECORD):
         return [config_error(path, kind, "has its experts shared already", f"apply {FIELD} once, to a new model")]
@@ -206,7 +187,7 @@ def _wrong_module(path: str, module: Any) -> list[ConfigError]:
 
 
 def _stack_names(module: Any) -> tuple[str, ...]:
-    """What the interface's implementations read, and so all that is cut."""
+    """Return the names of the stacks, which are all parameters that the interface's implementations read."""
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     return tuple(names + [f"{name}_bias" for name in names] * bool(module.has_bias))
 

@@ -1,1 +1,1 @@
-"""Other people's trainers with a sharded model: one library a module, which imports it only when it is used."""
+"""Trainers of other libraries with a sharded model: one module per library, to be imported only by its users."""

@@ -4,10 +4,9 @@
     model, optimizer = compile_muon.initialize(model.to(accelerator.device), "config.json")
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
-Everything else is Accelerate's: its loop, loaders, schedulers, trackers and folders. What changes: the model is not
-wrapped in DDP; ``accumulate`` keeps gradients on their rank; and what reads or writes the model as a whole
-(``get_state_dict``, ``save_model``, ``save_state``, ``load_state``, the norm that ``clip_grad_norm_`` returns) knows
-that it is sharded. Plain models and optimizers beside it stay Accelerate's.
+Loop, loaders, schedulers, trackers, folders and plain models stay Accelerate's. A sharded model is not wrapped in DDP;
+``accumulate`` keeps gradients on their rank; and methods that read or write the whole model (``get_state_dict``,
+``save_model``, ``save_state``, ``load_state``, ``clip_grad_norm_`` for its norm) handle shards.
 """
 
 from __future__ import annotations
@@ -42,22 +41,20 @@ __all__ = ["AcceleratedMuonZero", "prepare"]
 
 _FOLDER = "muon_zero"
 
-#: what Accelerate puts into the folder of a state
+#: names of Accelerate's files in the folder of a state
 _STATE_FILE = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict|random_states|custom_checkpoint)(_\d+)?"
     r"\.(safetensors|bin|pkl)"
 )
 
-#: how the plugins and `accelerate launch` say that something else shards the model
+#: arguments of Accelerator by which something else shards the model
 _SHARDERS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
 class AcceleratedMuonZero(AcceleratedOptimizer):
     """Accelerate's wrapper of an optimizer: steps and drops gradients only where an accumulation ends.
 
-    Args:
-        optimizer: stays there as ``optimizer``.
-        model: that it trains; sharded.
+    ``optimizer`` is the wrapped MuonZero, ``model`` the sharded model that it trains.
     """
 
     optimizer: MuonZero
@@ -65,7 +62,7 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
     def __init__(self, optimizer: MuonZero, model: nn.Module) -> None:
         super().__init__(optimizer, device_placement=False)
         self.model = model
-        self._is_accelerate_prepared = True  # or Accelerator.prepare_optimizer would wrap it once more
+        self._is_accelerate_prepared = True  # else Accelerator.prepare_optimizer would wrap it again
 
     def metrics(self) -> dict[str, float]:
         """See :meth:`MuonZero.metrics`; for ``accelerator.log``."""
@@ -80,8 +77,8 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
         return self.optimizer.summary()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """See :meth:`MuonZero.step`. One that ``nonfinite="skip"`` leaves out counts as skipped: no scheduler steps."""
-        if self.optimizer.config.zero.nonfinite == "error":  # nothing is ever left out, and nobody waits to hear so
+        """See :meth:`MuonZero.step`. A step that ``nonfinite="skip"`` skips counts as skipped: no scheduler steps."""
+        if self.optimizer.config.zero.nonfinite == "error":  # no step is skipped; totals() would wait for the device
             super().step(closure)
             return
         skipped = self.totals()["skipped_steps"]
@@ -90,44 +87,44 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """``accelerator.prepare`` for sharded models and their optimizers, and all that goes with them.
+    """Prepare sharded models and their optimizers, and other objects, as ``accelerator.prepare`` does.
 
     Args:
-        accelerator: made before the model was sharded. From here on its ``accumulate``, ``clip_grad_norm_``,
-            ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know the sharded model.
-        objects: in any order, what ``compile_muon.initialize`` returned, one pair or several; and whatever
-            ``accelerator.prepare`` takes: data loaders, schedulers, plain models and their optimizers.
+        accelerator: made before the model was sharded. Its ``accumulate``, ``clip_grad_norm_``, ``get_state_dict``,
+            ``save_model``, ``save_state`` and ``load_state`` handle the sharded model afterwards.
+        objects: in any order, one or several pairs that ``compile_muon.initialize`` returned, and arguments of
+            ``accelerator.prepare``: data loaders, schedulers, plain models and their optimizers.
     Returns:
         The prepared objects in their order: the same model, the optimizer as :class:`AcceleratedMuonZero`.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error; nothing was prepared.
     """
-    again = isinstance(getattr(accelerator, "_muon_zero", None), _Sharded)
-    pairs = _pairs(objects, needed=not again)
+    is_patched = isinstance(getattr(accelerator, "_muon_zero", None), _Sharded)
+    pairs = _pairs(objects, needed=not is_patched)
     others = [each for each in objects if isinstance(each, torch.optim.Optimizer) and not isinstance(each, MuonZero)]
     remedy = "leave it out: MuonZero trains all parameters of its model"
-    too = [type(other).__name__ for other in others if any(_trains(other, model) for model, _ in pairs)]
+    rival_kinds = [type(other).__name__ for other in others if any(_trains(other, model) for model, _ in pairs)]
     refuse([
         *refused_settings(accelerator),
         *(row for pair in pairs for row in _refused_pair(accelerator, *pair)),
-        *((True, "optimizer", kind, "trains a sharded model too", remedy) for kind in too),
+        *((True, "optimizer", kind, "trains a sharded model too", remedy) for kind in rival_kinds),
     ])  # fmt: skip
-    if not again:
+    if not is_patched:
         accelerator._muon_zero = _Sharded(accelerator)
     if (mesh := pairs[0][1].engine.mesh if pairs else None) is not None:
         give_same_batches(accelerator, mesh.data_places)
     prepared: dict[int, Any] = {}
     for model, optimizer in pairs:
-        # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
+        # Accelerate wraps models in DDP for training, but not for evaluation.
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        # What accelerator.no_sync() and accumulate() look for: a function, which copy.deepcopy of the model leaves
-        # alone; a bound method would take the optimizer along.
+        # accelerator.no_sync() and accumulate() call model.no_sync. A function, since copy.deepcopy of the model would
+        # copy the optimizer of a bound method.
         model.no_sync = lambda optimizer=optimizer: optimizer.accumulate()
         prepared[id(model)] = model
         prepared[id(optimizer)] = accelerator.prepare_optimizer(AcceleratedMuonZero(optimizer, model))
     rest = [thing for thing in objects if id(thing) not in prepared]
-    found = accelerator.prepare(*rest) if rest else ()
-    prepared |= {id(thing): new for thing, new in zip(rest, found if len(rest) > 1 else [found], strict=False)}
+    results = accelerator.prepare(*rest) if rest else ()
+    prepared |= {id(thing): new for thing, new in zip(rest, results if len(rest) > 1 else [results], strict=False)}
     return tuple(prepared[id(thing)] for thing in objects)
 
 
@@ -135,47 +132,44 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
 
 def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]:
-    """Each MuonZero with its model.
+    """Return the (model, MuonZero) pairs among `objects`; a pair that lacks one is refused.
 
-    Args:
-        needed: whether there must be one; loaders and schedules may come later.
-    Raises:
-        ConfigError: one of a pair is missing.
+    `needed`: whether there must be a pair; a later call may bring loaders and schedulers alone.
     """
     remedy = "give prepare() both that compile_muon.initialize(model, config) returned"
     modules = [thing for thing in objects if is_sharded(thing)]
     optimizers = [thing for thing in objects if isinstance(thing, MuonZero)]
     models = [next((model for model in modules if _trains(optimizer, model)), None) for optimizer in optimizers]
-    alone = [model for model in modules if not any(model is other for other in models)]
+    unpaired = [model for model in modules if not any(model is other for other in models)]
     kinds = ", ".join(type(thing).__name__ for thing in objects)
     refuse([
         *((model is None, "optimizer", "MuonZero", "comes without the model it trains", remedy) for model in models),
-        *((True, "model", type(m).__name__, "is sharded, and its MuonZero is not there", remedy) for m in alone),
+        *((True, "model", type(m).__name__, "is sharded, and its MuonZero is not there", remedy) for m in unpaired),
         (needed and not modules + optimizers, "objects", kinds, "hold no sharded model and MuonZero", remedy),
     ])  # fmt: skip
     return list(zip(models, optimizers, strict=True))
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether it has a parameter of this model."""
+    """Return whether `optimizer` has a parameter of `model`."""
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return any(id(param) in trained for param in model.parameters())
 
 
 def refused_settings(accelerator: Accelerator) -> list[Refusal]:
-    """What the accelerator, its plugins and the environment say that cannot be honoured."""
+    """Return refusals of settings of the accelerator, its plugins and the environment."""
     kind, precision = accelerator.distributed_type.value.lower(), accelerator.mixed_precision
-    given = set() if accelerator.parallelism_config is None else {"parallelism_config"}
+    sharders = set() if accelerator.parallelism_config is None else {"parallelism_config"}
     for plugin in _SHARDERS:
         name = plugin.removesuffix("_plugin")
-        # On a CPU Accelerate forgets its plugins, and leaves these flags.
+        # On a CPU Accelerate drops its plugins, but keeps these flags.
         if name == kind or os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
-            given.add(plugin)
+            sharders.add(plugin)
     dynamo = accelerator.state.dynamo_plugin.backend.value
     hook = getattr(getattr(accelerator.ddp_handler, "comm_hook", None), "value", "no")
     remedy = "leave it out, and set reduce_dtype (communication_data_type) in the config"
     return [
-        *((True, f"Accelerator({plugin}=...)", plugin, *WHY["shards"]) for plugin in sorted(given)),
+        *((True, f"Accelerator({plugin}=...)", plugin, *WHY["shards"]) for plugin in sorted(sharders)),
         (precision not in ("no", "bf16"), "mixed_precision", precision, *WHY["casts"]),
         (dynamo != "NO", "dynamo_backend", dynamo, *WHY["compiles"]),
         (hook != "no", "DistributedDataParallelKwargs.comm_hook", hook, "there is no DDP to hook", remedy),
@@ -185,24 +179,24 @@ def refused_settings(accelerator: Accelerator) -> list[Refusal]:
 def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> list[Refusal]:
     steps, engine = optimizer.config.zero.gradient_accumulation_steps, optimizer.engine
     device, home = next(model.parameters()).device, accelerator.device
-    away = device.type != home.type or device.index not in (home.index, None)
+    is_elsewhere = device.type != home.type or device.index not in (home.index, None)
     tensor = 1 if engine.mesh is None else engine.mesh.axis("tensor").size
     world, processes = 1 if engine.group is None else engine.group.size(), accelerator.num_processes
     remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
     if processes == 1:
         remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
-    again = any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator))
+    is_prepared = any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator))
     return [
         (steps not in (None, 1), "gradient_accumulation_steps", steps,
          "is the accelerator's to say, which may end an accumulation early",
          "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"),
         (tensor != 1, "mesh.tensor", tensor, *WHY["tensor"]),
-        (accelerator.device_placement and away, "model", type(model).__name__,
+        (accelerator.device_placement and is_elsewhere, "model", type(model).__name__,
          f"is on {device}, where batches of the accelerator are on {home}",
          "shard model.to(accelerator.device): what is sharded cannot be moved"),
         (world != processes, "optimizer", "MuonZero",
          f"is sharded over {world} of the accelerator's {processes} processes", remedy),
-        (again, "optimizer", "MuonZero", "is prepared already", "prepare it once"),
+        (is_prepared, "optimizer", "MuonZero", "is prepared already", "prepare it once"),
     ]  # fmt: skip
 
 
@@ -210,12 +204,12 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
 
 
 def _optimizers(accelerator: Accelerator) -> list[AcceleratedMuonZero]:
-    """Those that are prepared; the same on every rank, and gone with ``accelerator.free_memory()``."""
-    return [found for found in accelerator._optimizers if isinstance(found, AcceleratedMuonZero)]
+    """Return the prepared optimizers, the same on every rank; ``accelerator.free_memory()`` drops them."""
+    return [optimizer for optimizer in accelerator._optimizers if isinstance(optimizer, AcceleratedMuonZero)]
 
 
 class _Sharded:
-    """What takes the place of some methods of one accelerator; the class and other accelerators keep theirs."""
+    """Replacements of methods of one accelerator; the class and other accelerators keep theirs."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -225,31 +219,23 @@ class _Sharded:
             setattr(accelerator, name, getattr(self, name))
         self._loading: list[AcceleratedMuonZero] = []
         self._step = 0
-        # The hook is told which folder automatic_checkpoint_naming takes.
+        # Only the hook gets the folder that automatic_checkpoint_naming chooses.
         accelerator.register_load_state_pre_hook(lambda models, folder: self._load(Path(folder)))
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The norm as a plain tensor on every rank."""
+        """Clip, and return the norm as a plain tensor on every rank."""
         norm = self._plain["clip_grad_norm_"](*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's, of plain tensors.
-
-        Raises:
-            ConfigError: of shards, whose rows are no copies of each other.
-        """
+        """Reduce plain tensors; shards are refused, since ranks hold different rows."""
         problem = "is sharded: LocalSGD and averages by hand want a copy on each rank"
         remedy = "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives"
         refuse([(isinstance(tensor, DTensor), "accelerator.reduce", "DTensor", problem, remedy)])
         return self._plain["reduce"](tensor, *args, **kwargs)
 
     def join_uneven_inputs(self, joinables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's, of plain models.
-
-        Raises:
-            ConfigError: of a sharded one.
-        """
+        """Join uneven inputs of plain models; sharded models are refused."""
         sharded, problem = any(map(is_sharded, joinables)), "a rank without a batch gathers nothing for any"
         remedy = "leave it out: prepared loaders give every rank as many batches (even_batches)"
         refuse([(sharded, "accelerator.join_uneven_inputs", "a sharded model", problem, remedy)])
@@ -258,7 +244,7 @@ class _Sharded:
     # ------------------------------------------------------------------ whole weights
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole weights on rank 0, nothing elsewhere; collective."""
+        """Return whole weights on rank 0, an empty dict elsewhere; collective."""
         if is_sharded(model):
             return full_state_dict(self._accelerator.unwrap_model(model, keep_torch_compile=False))
         return self._plain["get_state_dict"](model, unwrap)
@@ -270,7 +256,7 @@ class _Sharded:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Whole weights by all ranks together, streamed; gathered on rank 0 where ``save_pretrained`` writes others."""
+        """Save whole weights, streamed by all ranks; with adapters or pickle files, gather them on rank 0."""
         bare = self._accelerator.unwrap_model(model, keep_torch_compile=False)
         if is_sharded(model) and safe_serialization and not has_adapters(bare):
             save_pretrained(bare, save_directory, max_shard_size=max_shard_size)
@@ -281,35 +267,36 @@ class _Sharded:
 
     @contextlib.contextmanager
     def _plain_ones(self) -> Iterator[list[AcceleratedMuonZero]]:
-        """Accelerate sees neither sharded models nor their optimizers, of which it would save rank 0's rows."""
-        accelerator, ours = self._accelerator, _optimizers(self._accelerator)
-        hidden = {id(optimizer) for optimizer in ours} | {id(optimizer.model) for optimizer in ours}
+        """Hide sharded models and their optimizers from Accelerate, which would save rank 0's rows."""
+        accelerator, muon_optimizers = self._accelerator, _optimizers(self._accelerator)
+        hidden = {id(optimizer) for optimizer in muon_optimizers} | {
+            id(optimizer.model) for optimizer in muon_optimizers
+        }
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if id(model) not in hidden]
         accelerator._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in hidden]
         try:
-            yield ours
+            yield muon_optimizers
         finally:
             accelerator._models, accelerator._optimizers = models, optimizers
 
     def save_state(self, *args: Any, **kwargs: Any) -> Path:
-        """First what is Accelerate's; then ours, whose commit is that of the whole state; collective.
+        """Save Accelerate's files, then a checkpoint, whose commit makes the whole state valid; collective.
 
-        Raises:
-            CheckpointError: it cannot be written, or gradients of micro-batches would be lost.
+        Raises a CheckpointError if files cannot be written, or gradients of micro-batches would be lost.
         """
-        held = [p for o in _optimizers(self._accelerator) for p in o.model.parameters() if p.grad is not None]
-        if held and not self._accelerator.sync_gradients:
+        with_grad = [p for o in _optimizers(self._accelerator) for p in o.model.parameters() if p.grad is not None]
+        if with_grad and not self._accelerator.sync_gradients:
             raise CheckpointError(
                 "save_state: gradients of the micro-batches since the last step would be lost; call it where "
                 "accelerator.sync_gradients is true, after optimizer.zero_grad()"
             )
-        with self._plain_ones() as ours:
+        with self._plain_ones() as muon_optimizers:
             state = Path(self._plain["save_state"](*args, **kwargs))
-        for folder, wrapped in _folders(state, ours).items():
+        for folder, wrapped in _folders(state, muon_optimizers).items():
             ranks = weights_of(wrapped.model).meet("save_state")
             optimizer = wrapped.optimizer
-            step = optimizer.engine.status.step - 1  # place has the step under way
+            step = optimizer.engine.status.step - 1  # status counts the running step
             with ranks.together(f"{folder}: was not saved"):
                 if ranks.rank == 0:
                     _write_record(folder, step, {"step": self._accelerator.step, "files": _digests(state)})
@@ -322,29 +309,28 @@ class _Sharded:
         return state
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """First ours, then what is Accelerate's; collective, on any number of ranks.
+        """Load the checkpoint, then Accelerate's files; collective, on any number of ranks.
 
-        Raises:
-            CheckpointError: there is no such state, or it is damaged, which nothing was loaded of; or it does not fit.
+        Raises a CheckpointError if the state is missing, damaged (then nothing is loaded), or does not fit.
         """
-        with self._plain_ones() as ours:
-            self._loading = ours
+        with self._plain_ones() as muon_optimizers:
+            self._loading = muon_optimizers
             try:
                 self._plain["load_state"](*args, **kwargs)
             finally:
                 self._loading = []
-        # Accelerate has a step of each rank, and of none that was not there. What was saved ended an accumulation.
+        # Accelerate stores a step per rank, so a new rank has none. States are saved at the end of an accumulation.
         self._accelerator.step = self._step - self._step % self._accelerator.gradient_accumulation_steps
 
     def _load(self, state: Path) -> None:
         folders = _folders(state, self._loading)
-        chosen = {}
+        step_of = {}
         for folder, wrapped in folders.items():
             with weights_of(wrapped.model).meet("load_state").together(f"{state}: nothing was loaded"):
                 _check_count(state, folders)
-                chosen[folder], self._step = _choose(state, folder)
+                step_of[folder], self._step = _choose(state, folder)
         for folder, wrapped in folders.items():
-            Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=chosen[folder])
+            Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=step_of[folder])
 
 
 # ------------------------------------------------------------------------------------------- the record of a state
@@ -355,13 +341,13 @@ def _folders(state: Path, ours: list[AcceleratedMuonZero]) -> dict[Path, Acceler
 
 
 def _digests(state: Path) -> dict[str, str]:
-    """SHA-256 of the files that Accelerate wrote."""
+    """Return file name -> SHA-256 of Accelerate's files in `state`."""
     files = sorted(path for path in state.iterdir() if path.is_file() and _STATE_FILE.fullmatch(path.name))
     return {path.name: describe_file(path).sha256 for path in files}
 
 
 def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
-    """Say which files belong to the checkpoint of ``step`` that comes next: a state saved over another has both."""
+    """Record the files that belong to the checkpoint of `step`: a state saved over another has files of both."""
     folder.mkdir(parents=True, exist_ok=True)
     staged = folder / f"accelerate-{step}.json.tmp"
     write_bytes(staged, json.dumps(record, indent=2).encode(), replace=True)
@@ -373,33 +359,29 @@ def _record(folder: Path, step: int) -> Path:
 
 
 def _check_count(state: Path, folders: dict[Path, AcceleratedMuonZero]) -> None:
-    there = {path for path in state.glob(f"{_FOLDER}*") if path.is_dir()}
-    if more := sorted(path.name for path in there - folders.keys()):
-        raise CheckpointError(f"{listed(more)}: is of a model that is not prepared; prepare as many as were saved")
+    stored = {path for path in state.glob(f"{_FOLDER}*") if path.is_dir()}
+    if surplus := sorted(path.name for path in stored - folders.keys()):
+        raise CheckpointError(f"{listed(surplus)}: is of a model that is not prepared; prepare as many as were saved")
 
 
 def _choose(state: Path, folder: Path) -> tuple[int, int]:
-    """The checkpoint that Accelerate's files in ``state`` belong to, and the accelerator's step.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the checkpoint's step that Accelerate's files in `state` belong to, and the accelerator's step."""
     steps = Checkpointer(folder).steps()
     if not steps:
         raise CheckpointError(
             f"{folder.name}: has no checkpoint of MuonZero; load a state that was saved after prepare() of "
             "compile_muon.integrations.accelerate and not cut off, or begin anew from whole weights"
         )
-    there, problems = _digests(state), []
+    digests, problems = _digests(state), []
     for step in reversed(steps):
         try:
             with open_plain(_record(folder, step)) as file:
                 record = json.loads(file.read())
-            wrong = [name for name, digest in record["files"].items() if there.get(name) != digest]
+            misfits = [name for name, digest in record["files"].items() if digests.get(name) != digest]
         except (OSError, CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"step {step}: {_record(folder, step).name}: {error}")
             continue
-        if not wrong:
+        if not misfits:
             return step, record["step"]
-        problems.append(f"step {step}: {listed(wrong)}: is damaged, missing, or of another save")
+        problems.append(f"step {step}: {listed(misfits)}: is damaged, missing, or of another save")
     raise CheckpointError(f"{'; '.join(problems)}; load the state before")

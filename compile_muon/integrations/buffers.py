@@ -1,4 +1,4 @@
-"""Buffers that training writes, BatchNorm's statistics, where ranks have batches of their own."""
+"""Buffers that training writes, such as BatchNorm's statistics, which differ between ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ __all__ = ["take_those_of_rank_0"]
 
 
 def take_those_of_rank_0(model: nn.Module) -> None:
-    """What is evaluated has the persistent buffers that a checkpoint has; collective over all ranks.
+    """Broadcast rank 0's persistent buffers, those of a checkpoint, ahead of an evaluation; collective over all ranks.
 
-    DDP does it before every forward; here ranks are free between evaluations.
-
-    Raises:
-        UnsupportedModelError: a rank has other buffers; on all of them.
+    DDP does so before every forward. Raises an UnsupportedModelError, on all ranks, if a rank has other buffers.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

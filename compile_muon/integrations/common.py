@@ -1,4 +1,4 @@
-"""What trainers have in common: settings that they refuse, and ``"auto"``, which is what their own settings say."""
+"""Parts of all trainers: refusals of settings, and ``"auto"`` in a config, which takes the trainer's own setting."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from compile_muon.model.readers import sharded_params_of
 
 __all__ = ["WHY", "Refusal", "Source", "Why", "contradicting", "filled", "is_sharded", "refuse"]
 
-#: what ``compile_muon.load_config`` takes
+#: arguments of ``compile_muon.load_config``
 Source = str | os.PathLike | Mapping[str, Any] | Config
 
 
 def is_sharded(model: object) -> bool:
-    """Whether a MuonZero has it, or a part of it."""
+    """Return whether `model` is a module of which a MuonZero has sharded any part."""
     return isinstance(model, nn.Module) and any(sharded_params_of(inner) for inner in model.modules())
 
 
 class Why(NamedTuple):
-    """What is wrong with a setting of a trainer, and what to write instead."""
+    """The reason to refuse a trainer's setting, and the remedy."""
 
     problem: str
     remedy: str
 
 
-#: of settings that several trainers have
+#: reasons that several trainers share
 WHY = {
     "casts": Why(
         "scales the loss or casts weights, which Muon's checks take for infinite gradients or an edit",
@@ -48,32 +48,25 @@ WHY = {
     ),
 }
 
-#: whether a trainer refuses a setting, its name, its value, what is wrong with it, and what to write instead
+#: (whether the setting is refused, its name, its value, the problem, the remedy)
 Refusal = tuple[Any, str, Any, str, str]
 
 
 def contradicting(so: Any, field: str, value: object, setting: str, said: object) -> Refusal:
-    """The refusal of a ``value`` in the config, beside which the trainer's own ``setting`` has ``said`` another one."""
+    """Return a refusal, if `so`, of `value` at `field` of the config: the trainer's own `setting` is `said`."""
     return so, field, value, f"contradicts {setting} = {said!r}", 'leave it out of the config, or write "auto"'
 
 
 def refuse(rows: Iterable[Refusal]) -> None:
-    """All that trainers refuse of their settings comes by here.
-
-    Raises:
-        ConfigError: about each row that is so.
-    """
+    """Raise one ConfigError about all rows whose first entry is true."""
     raise_all(config_error(*row) for so, *row in rows if so)
 
 
 def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:
-    """``source`` with ``"auto"`` replaced at these paths.
+    """Return `source` as a new mapping, with ``"auto"`` replaced.
 
-    Args:
-        automatic: values by path of keys.
-        defaults: of keys at the top that are not there.
-    Returns:
-        A new mapping; ``source`` itself if it is a :class:`Config`, or cannot be read, as ``load_config`` will say.
+    `automatic`: path of keys -> value; `defaults`: values of absent top-level keys. A :class:`Config` is returned as it
+    is, and so is an unreadable source, for ``load_config`` to report.
     """
     if isinstance(source, Config):
         return source

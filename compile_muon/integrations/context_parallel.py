@@ -1,8 +1,8 @@
-"""torchtitan's context parallelism: positions for heads, around its modules of inner attention.
+"""torchtitan's context parallelism: positions are exchanged for heads around its modules of inner attention.
 
-The trainer cuts tokens, labels and positions for the ranks of its ``cp`` mesh. All that a decoder computes belongs to
-one position, but for attention: there one all-to-all gives a rank all positions of some of the heads, and another one
-gives them back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank has as much to do, in whatever order positions are.
+The trainer cuts tokens, labels and positions for the ranks of its ``cp`` mesh. Except for attention, a decoder computes
+position by position: around attention one all-to-all gives a rank all positions of some heads, and another one gives
+them back (DeepSpeed-Ulysses, arXiv 2309.14509). Ranks have equal work in any order of positions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _INNER = (FlexAttention, ScaledDotProductAttention)
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules that have an inner attention, by path."""
+    """Return the (path, module) pairs of modules with an inner attention."""
     return ((path, module) for path, module in model.named_modules() if hasattr(module, "inner_attention"))
 
 
 def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
-    """What in a decoder does not work on a part of the positions, or with some of the heads."""
+    """Yield refusals of decoders that need all positions outside of attention, or all heads inside."""
     for path, block in model.layers.named_children():
         without = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
         yield next(_attentions(block), None) is None, _FIELD, degree, without, "set it to 1"
@@ -44,9 +44,9 @@ def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
 
 
 def exchange_heads(model: Any, mesh: DeviceMesh) -> None:
-    """Have every inner attention of a decoder exchange positions for heads over ``mesh``, which has one dimension.
+    """Let every inner attention of a decoder exchange positions for heads over the 1-D `mesh`.
 
-    A ``BlockMask`` that the trainer makes and cuts is used as it was made.
+    Attention gets the whole ``BlockMask`` that the model made, in place of the trainer's cut one.
     """
     group = mesh.get_group()
     place = Place(group.size(), group.rank(), group.group_name)
@@ -54,29 +54,29 @@ def exchange_heads(model: Any, mesh: DeviceMesh) -> None:
         module.inner_attention.forward = _exchanging(module.inner_attention.forward, place)
     if not hasattr(model, "get_attention_masks"):
         return
-    made: dict[str, Any] = {}
-    make = model.get_attention_masks
+    whole_masks: dict[str, Any] = {}
+    get_masks = model.get_attention_masks
 
     def remember(*args: Any, **kwargs: Any) -> Any:
-        made["attention_masks"] = make(*args, **kwargs)
-        return made["attention_masks"]
+        whole_masks["attention_masks"] = get_masks(*args, **kwargs)
+        return whole_masks["attention_masks"]
 
     def whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, **made} if kwargs.get("attention_masks") is not None else kwargs
+        return args, {**kwargs, **whole_masks} if kwargs.get("attention_masks") is not None else kwargs
 
     model.get_attention_masks = remember
     model.register_forward_pre_hook(whole, with_kwargs=True)
 
 
 def _exchanging(inner: Any, place: Place) -> Any:
-    """``inner`` of ``[B, S, H / size, D]`` for ``[B, s, H, D]``."""
+    """Return an attention over [B, s, H, D] that calls `inner` with [B, S, H / size, D]."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         local = query.shape[1]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        own = to_heads(query, key, value, place, local * place.size)
-        kwargs["enable_gqa"] = own[0].shape[1] != own[1].shape[1]
-        out: Tensor = inner(*(x.transpose(1, 2) for x in own), **kwargs)
+        by_heads = to_heads(query, key, value, place, local * place.size)
+        kwargs["enable_gqa"] = by_heads[0].shape[1] != by_heads[1].shape[1]
+        out: Tensor = inner(*(x.transpose(1, 2) for x in by_heads), **kwargs)
         return from_heads(out, place, local)
 
     return forward

@@ -3,9 +3,8 @@
     trainer = L.Trainer(strategy=MuonZeroStrategy("config.json"), devices=2, gradient_clip_val=1.0)
     trainer.fit(module, loader)
 
-Everything else is Lightning's: its arguments, callbacks, loggers and loops. What changes: the LightningModule is
-sharded in place where the optimizer is made and not wrapped in DDP, and a checkpoint, still one file, is made by all
-ranks.
+Arguments, callbacks, loggers and loops stay Lightning's. The LightningModule is not wrapped in DDP, but sharded in
+place where the optimizer is made, and all ranks take part in a checkpoint, still one file.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ from compile_muon.weights import full_state_dict, load_full_state_dict
 
 __all__ = ["MuonZeroStrategy", "grad_norm"]
 
-#: what torch.compile(module) puts before the names of what is inside
+#: prefix that torch.compile(module) gives the names inside
 _COMPILED = "_orig_mod."
 
 _OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
 
-#: callbacks that would not do what they say
+#: callbacks that a sharded module breaks
 _CALLBACKS: dict[type[plc.Callback], Why] = {
     **dict.fromkeys((plc.WeightAveraging, plc.StochasticWeightAveraging), Why(
         "copies the model before it is sharded",
@@ -75,22 +74,21 @@ _CALLBACKS: dict[type[plc.Callback], Why] = {
 class MuonZeroStrategy(DDPStrategy):
     """A Lightning strategy over a sharded LightningModule and :class:`compile_muon.MuonZero`.
 
-    Processes, and what they tell each other, are those of Lightning's own ``DDPStrategy``; nothing is wrapped in DDP.
+    Launch and process groups are those of Lightning's ``DDPStrategy``; nothing is wrapped in DDP.
 
     Args:
-        config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the Trainer says. The optimizer made
-            from it is :attr:`muon`, for ``configure_optimizers`` to put a scheduler on. None where
-            ``configure_optimizers`` makes a ``MuonZero`` itself.
-        init: ``init(module)`` gives the parameters that ``module`` holds itself their values, for a module built under
+        config: as ``compile_muon.initialize`` takes it; ``"auto"`` takes the Trainer's setting. Its optimizer is
+            :attr:`muon`, to which ``configure_optimizers`` may add a scheduler. None if ``configure_optimizers`` makes
+            a ``MuonZero`` itself.
+        init: ``init(module)`` initializes the parameters that ``module`` holds itself, for a module built under
             ``trainer.init_module(empty_init=True)``; default: ``module.reset_parameters()``.
         extensions: features of your own, as ``MuonZero(extensions=...)`` takes them.
         process_group_backend: "gloo" or "nccl"; default: that of the device.
-        timeout: of the process group: how long a rank waits for one that does not come.
+        timeout: of the process group's collectives.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
             strategies; the Trainer fills them in.
     Raises:
-        ConfigError: from ``trainer.fit``, before anything is changed: settings that cannot be honoured, all in one
-            error.
+        ConfigError: from ``trainer.fit``, ahead of any change: settings that cannot be honoured, all in one error.
     """
 
     strategy_name = "muon_zero"
@@ -121,11 +119,7 @@ class MuonZeroStrategy(DDPStrategy):
 
     @property
     def muon(self) -> MuonZero:
-        """The optimizer that was made from ``config``; there from ``configure_optimizers`` on.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The optimizer made from ``config``; ahead of ``configure_optimizers`` or without ``config`` a ConfigError."""
         if self._muon is None:
             raise ConfigError(
                 "trainer.strategy.muon: is made from MuonZeroStrategy(config) where trainer.fit calls "
@@ -136,7 +130,7 @@ class MuonZeroStrategy(DDPStrategy):
     # ------------------------------------------------------------------ processes
 
     def setup_environment(self) -> None:
-        """Refuse what cannot be honoured, then connect the ranks."""
+        """Refuse settings that cannot be honoured, then create process groups."""
         trainer, mistakes = self.lightning_module.trainer, Mistakes()
         if trainer.state.fn == TrainerFn.FITTING:
             with mistakes.collected():
@@ -147,14 +141,14 @@ class MuonZeroStrategy(DDPStrategy):
         super().setup_environment()
 
     def setup_distributed(self) -> None:
-        """One process alone has no process group."""
+        """Create a process group, if there is more than one process."""
         reset_seed()
         self.set_world_ranks()
         if self.world_size > 1:
             super().setup_distributed()
 
     def teardown(self) -> None:
-        """The module stays sharded, and where it is: one can fit again, evaluate and save."""
+        """Tear down the plugins; the module stays sharded on its device, to fit again, evaluate or save."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -163,11 +157,7 @@ class MuonZeroStrategy(DDPStrategy):
     # ------------------------------------------------------------------ settings
 
     def _read(self, trainer: pl.Trainer) -> Config | None:
-        """The configuration, with ``"auto"`` filled in.
-
-        Raises:
-            ConfigError: about all that is wrong with it.
-        """
+        """Load the configuration, with ``"auto"`` filled in from the Trainer."""
         if self.config is None:
             return None
         clips = trainer.gradient_clip_val if trainer.gradient_clip_algorithm != "value" else None
@@ -178,7 +168,7 @@ class MuonZeroStrategy(DDPStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
+        is_default = isinstance(self.config, Config) and steps == 1  # a Config cannot tell 1 from absent
         count, value, tensor = (
             trainer.accumulate_grad_batches,
             trainer.gradient_clip_val,
@@ -187,7 +177,7 @@ class MuonZeroStrategy(DDPStrategy):
         rows = [
             (tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]),
             contradicting(
-                steps not in (None, count) and not unsaid,
+                steps not in (None, count) and not is_default,
                 "gradient_accumulation_steps", steps, "Trainer.accumulate_grad_batches", count,
             ),
             contradicting(
@@ -198,7 +188,7 @@ class MuonZeroStrategy(DDPStrategy):
         if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
             rows.append(_unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel)))
         refuse(rows)
-        # Lightning says which micro-batch is not the last: block_backward_sync.
+        # Lightning enters block_backward_sync for every micro-batch but the last.
         return replace(config, zero=replace(config.zero, gradient_accumulation_steps=1))
 
     def _refusals(self, trainer: pl.Trainer) -> list[Refusal]:
@@ -229,13 +219,13 @@ class MuonZeroStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """``trainer.init_module(empty_init=True)`` builds on the meta device; shards get memory, and values, in fit."""
-        place = torch.device("meta") if empty_init else nullcontext()
-        with place, self.precision_plugin.tensor_init_context():
+        """Build on the meta device under ``trainer.init_module(empty_init=True)``; shards are initialized in fit."""
+        device_context = torch.device("meta") if empty_init else nullcontext()
+        with device_context, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module and make its optimizer, to fit; to evaluate alone, every rank has it whole."""
+        """Shard the module and make its optimizer in fit; for evaluation alone, every rank has the whole module."""
         self.accelerator.setup(trainer)
         self.model = module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -246,13 +236,13 @@ class MuonZeroStrategy(DDPStrategy):
             if not _is_meta(module):
                 self.model_to_device()
             if not fits and dist.is_initialized():
-                _sync_module_states(module)  # rank 0's values for all, as where a model is sharded
+                _sync_module_states(module)  # broadcast rank 0's values, as sharding does
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """The optimizer of ``config``, and what ``configure_optimizers`` adds to it, or makes itself."""
+        """Make the optimizer of ``config``, and call ``configure_optimizers`` for schedulers or another MuonZero."""
         module = self.lightning_module
         self._reset_optimizers_and_schedulers()
         if self._muon is not None and is_sharded(module):
@@ -271,14 +261,14 @@ class MuonZeroStrategy(DDPStrategy):
         self._check_optimizers(module)
 
     def _completed(self, configured: Any) -> Any:
-        """What ``configure_optimizers`` returned; in place of None, the optimizer of ``config``."""
+        """Return `configured`, the result of ``configure_optimizers``, or for None the optimizer of ``config``."""
         none = configured is None and self._muon is None
         problem = "makes no optimizer, and neither does the strategy"
         refuse([(none, "configure_optimizers", None, problem, _OWN)])
         return self._muon if configured is None else configured
 
     def _begin_anew(self, muon: MuonZero) -> None:
-        """As Lightning does in every fit: the state of a new optimizer, over the weights there are."""
+        """Reset the optimizer's state and settings, not the weights, as a new optimizer in every fit would."""
         for slots in muon.state.values():
             for value in slots.values():
                 local_tensor(value).zero_()
@@ -290,18 +280,14 @@ class MuonZeroStrategy(DDPStrategy):
         muon.loaded(0)
 
     def _check_optimizers(self, module: nn.Module) -> None:
-        """Raise for an optimizer that is not ours, and for parameters that nothing would train.
-
-        Raises:
-            ConfigError: naming them.
-        """
+        """Refuse foreign optimizers, and trainable parameters in no optimizer."""
         remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
         others = [type(each).__name__ for each in self.optimizers if not isinstance(each, MuonZero)]
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        left = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
+        idle = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
         rows: list[Refusal] = [
             (others, "configure_optimizers", ", ".join(others), "is another optimizer than the strategy's", remedy),
-            (not others and left, "configure_optimizers", listed(left), "are trainable, and in no optimizer",
+            (not others and idle, "configure_optimizers", listed(idle), "are trainable, and in no optimizer",
              "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it was "
              "sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable"),
         ]  # fmt: skip
@@ -311,29 +297,29 @@ class MuonZeroStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For Lightning's samplers: ranks that share a sequence are given the same batches."""
-        ours = [optimizer for optimizer in self.optimizers if isinstance(optimizer, MuonZero)]
-        if not ours:
+        """Arguments of Lightning's samplers, by which ranks that share a sequence get equal batches."""
+        muon_optimizers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, MuonZero)]
+        if not muon_optimizers:
             return super().distributed_sampler_kwargs
-        place = ours[0].data_place
+        place = muon_optimizers[0].data_place
         return {"num_replicas": place.world, "rank": place.rank}
 
     def on_validation_start(self) -> None:
-        """BatchNorm's statistics are rank 0's, as they are in a checkpoint."""
+        """Broadcast rank 0's buffers (BatchNorm's statistics), which a checkpoint has."""
         take_those_of_rank_0(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around all micro-batches of a step but its last."""
+        """Accumulate gradients without a reduction: every micro-batch of a step but its last."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.accumulate())
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """What was unfrozen joins its group before Lightning clips gradients, which it finds by the groups."""
+        """Add unfrozen parameters to their group, before Lightning clips the gradients of all groups."""
         super().post_backward(closure_loss)
         for optimizer in self.optimizers:
             if isinstance(optimizer, MuonZero) and not optimizer.engine.ledger.accumulating:
@@ -343,40 +329,32 @@ class MuonZeroStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whole weights go into shards."""
+        """True: whole weights of a checkpoint are loaded into shards."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """``module.state_dict()``, whole and on the CPU, on rank 0; empty elsewhere."""
+        """Return ``module.state_dict()``, whole and on the CPU, on rank 0; empty elsewhere."""
         module = self.lightning_module
         if not is_sharded(module):
             return module.state_dict()
-        # A child that is torch.compile(child) has that in its names, for load_from_checkpoint too.
+        # Names of torch.compile(child) keep the prefix "_orig_mod.", which load_from_checkpoint expects.
         whole = full_state_dict(module)
         return dict(zip(module.state_dict(keep_vars=True), whole.values(), strict=True)) if whole else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State by the names of parameters, whole and on the CPU, on rank 0; empty elsewhere."""
+        """Return the state by parameter name, whole and on the CPU, on rank 0; empty elsewhere."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         return full_optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """One file, by rank 0.
-
-        Raises:
-            CheckpointError: it could not be written; on every rank.
-        """
+        """Write one file from rank 0; a failure raises a CheckpointError on every rank."""
         with _ranks().together(f"{filepath}: was not saved"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What is in the file, on every rank.
-
-        Raises:
-            CheckpointError: a rank cannot read it; on every rank.
-        """
-        found: dict[str, Any] = {}
+        """Read the file on every rank; a failure of one rank raises a CheckpointError on every rank."""
+        checkpoint: dict[str, Any] = {}
         with _ranks().together(f"{checkpoint_path}: was not loaded"):
             if os.path.isdir(checkpoint_path):
                 raise CheckpointError(
@@ -384,14 +362,14 @@ class MuonZeroStrategy(DDPStrategy):
                     "`python -m lightning.pytorch.utilities.consolidate_checkpoint`, and begin from its weights"
                 )
             if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(checkpoint_path):
-                # Mapped, so the ranks of a node have it in memory once.
-                found = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+                # With mmap the ranks of a node share one copy in memory.
+                checkpoint = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
             else:
-                found = super().load_checkpoint(checkpoint_path, weights_only)
-        return found
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole weights into the module; of a sharded one, rank 0's."""
+        """Load whole weights into the module; into shards, rank 0's weights."""
         module = self.lightning_module
         if is_sharded(module):
             weights = {name.replace(_COMPILED, ""): value for name, value in checkpoint["state_dict"].items()}
@@ -400,10 +378,9 @@ class MuonZeroStrategy(DDPStrategy):
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """State of as many optimizers as there were, saved on any number of ranks.
+        """Load optimizer states that any number of ranks saved.
 
-        Raises:
-            CheckpointError: it is another strategy's, or of other optimizers.
+        Raises a CheckpointError about states of another strategy, or of another number of optimizers.
         """
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
@@ -416,36 +393,35 @@ class MuonZeroStrategy(DDPStrategy):
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """``lightning.pytorch.utilities.grad_norm`` of a sharded module; collective.
+    """Return ``lightning.pytorch.utilities.grad_norm`` of a sharded module; collective.
 
-    Returns:
-        The norm of the whole gradient of each parameter that has one, and ``grad_{norm_type}_norm_total``.
+    The dict has the norm of each parameter's whole gradient, if it has one, and ``grad_{norm_type}_norm_total``.
     """
     norm_type = float(norm_type)
-    before = f"grad_{norm_type}_norm"
+    prefix = f"grad_{norm_type}_norm"
     grads = {name: param.grad.detach() for name, param in module.named_parameters() if param.grad is not None}
     norms = {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
-    whole = {
-        f"{before}{group_separator}{name}": norm.full_tensor() if isinstance(norm, DTensor) else norm
+    by_name = {
+        f"{prefix}{group_separator}{name}": norm.full_tensor() if isinstance(norm, DTensor) else norm
         for name, norm in norms.items()
     }
-    if whole:
-        whole[f"{before}_total"] = torch.linalg.vector_norm(torch.stack(list(whole.values())), norm_type)
-    return whole
+    if by_name:
+        by_name[f"{prefix}_total"] = torch.linalg.vector_norm(torch.stack(list(by_name.values())), norm_type)
+    return by_name
 
 
 # ---------------------------------------------------------------------------------------- of a module
 
 
 def _unseen(plan: SequencePlan) -> Refusal:
-    """Of what no hook sees the batch of: a LightningModule's own ``forward`` is hardly ever called."""
+    """Refuse sequence parallelism without a causal model, whose hook checks batches: Lightning bypasses ``forward``."""
     problem = "is checked where a causal language model of Transformers is called, and the module has none"
     remedy = "leave it out, or write the loop yourself (docs/how-to/sequence.md)"
     return plan.causal is None, "sequence_parallel.size", plan.size, problem, remedy
 
 
 def _ranks() -> Ranks:
-    """All of them."""
+    """Return all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return Ranks(group, torch.device("cpu"), RankStatus(), apart=False)
 
@@ -455,7 +431,7 @@ def _is_meta(module: nn.Module) -> bool:
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    """What Lightning calls for a module on the meta device."""
+    """Initialize a module from the meta device, as Lightning does."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
@@ -467,10 +443,10 @@ def _reset_parameters(module: nn.Module) -> None:
 
 
 def _compile_children(module: nn.Module, settings: CompileConfig) -> None:
-    """Compile what ``training_step`` calls, each in place: Lightning does not call the module itself.
+    """Compile the outermost callable modules with parameters, in place: Lightning does not call `module` itself.
 
-    These are the outermost modules with parameters that can be called: no ModuleList, but what is in it. Where
-    ``training_step`` calls ``self(batch)`` after all, that is one graph around them.
+    A ModuleList is not callable, so its children are compiled. If ``training_step`` does call ``self(batch)``, that
+    call, which ``initialize`` compiles, is one graph around them.
     """
     for child in module.children() if settings.enabled else ():
         if next(child.parameters(), None) is None:

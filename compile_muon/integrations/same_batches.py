@@ -1,4 +1,4 @@
-"""Accelerate where several ranks share a sequence: the same batches to all of a group, and what they made once."""
+"""Accelerate where ranks share a sequence: one batch for a whole group, and one copy of its results in metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ __all__ = ["give_same_batches"]
 
 
 def give_same_batches(accelerator: Accelerator, places: Sequence[DataPlace]) -> None:
-    """Have loaders that ``accelerator`` prepares from here on, and ``gather_for_metrics``, know the ranks' places.
+    """Patch ``prepare_data_loader`` and ``gather_for_metrics`` of `accelerator`, if ranks share data.
 
-    ``gather`` and ``reduce`` stay those of all ranks.
-
-    Args:
-        places: which data each rank has; nothing is changed where no two have the same.
+    `places`: the data of each rank. Loaders give all ranks of a group the same batches; ``gather`` and ``reduce`` still
+    cover all ranks.
     """
     if len(places) != places[0].world:
         shared = _Shared(accelerator, places)
@@ -33,31 +31,30 @@ def give_same_batches(accelerator: Accelerator, places: Sequence[DataPlace]) -> 
 
 
 class _Shared:
-    """What takes the place of some methods of one accelerator."""
+    """Replacements of methods of one accelerator."""
 
     def __init__(self, accelerator: Accelerator, places: Sequence[DataPlace]) -> None:
         self._accelerator = accelerator
         self._ranks = len(places)
-        self._firsts = [list(places).index(place) for place in sorted(set(places))]
+        self._firsts = [list(places).index(place) for place in sorted(set(places))]  # the first rank of each group
         self._own = places[accelerator.process_index]
         self._gather, self._gather_for_metrics = accelerator.gather, accelerator.gather_for_metrics
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As Accelerate's, for the data of this rank's group.
+        """Prepare a loader as Accelerate does, for the data of this rank's group.
 
-        Raises:
-            ConfigError: it is prepared already, or ``dispatch_batches`` would give each rank a part of a batch.
+        Raises a ConfigError if it is prepared already, or ``dispatch_batches`` would give each rank a part of a batch.
         """
         accelerator, kind = self._accelerator, type(data_loader).__name__
-        begun, remedy = (
+        is_prepared, remedy = (
             getattr(data_loader, "_is_accelerate_prepared", False),
             "prepare it with the sharded model, or later",
         )
         problem = "gives each process batches or parts of its own, and ranks share a sequence here"
         refuse([
-            (begun, "data_loader", kind, problem, remedy),
+            (is_prepared, "data_loader", kind, problem, remedy),
             (accelerator.dispatch_batches, "dispatch_batches", True, problem, "leave it out"),
         ])  # fmt: skip
         prepared = prepare_data_loader(
@@ -79,12 +76,12 @@ class _Shared:
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, of one rank of each group."""
+        """Gather as Accelerate does, from the first rank of each group."""
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data)):
-            each = gather_object([input_data])
-            found = [thing for rank in self._firsts for thing in each[rank]]
+            by_rank = gather_object([input_data])
+            objects = [thing for rank in self._firsts for thing in by_rank[rank]]
             state = self._accelerator.gradient_state
-            return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
+            return objects[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else objects
         self._accelerator.gather = lambda tensor: recursively_apply(self._once, self._gather(tensor))
         try:
             return self._gather_for_metrics(input_data)

@@ -3,10 +3,10 @@
     config = with_muon(llama3_debugmodel(), "config.json")    # a torchtitan Trainer.Config, in a config registry
     config.build().train()
 
-Everything else is torchtitan's: its configs, command line, data, schedules, clipping, checkpoints and logs. What
-changes: ``ModelSpec.parallelize_fn`` is :func:`parallelize`, ``Trainer.Config.optimizer`` is :class:`MuonOptimizers`.
-The trainer parallelizes a model on the meta device, gives it memory, initializes it, and builds the optimizers last:
-only there it is sharded, and gets its values shard by shard, so that no rank ever holds it whole.
+Configs, command line, data, schedules, clipping, checkpoints and logs stay torchtitan's. Replaced are
+``ModelSpec.parallelize_fn``, by :func:`parallelize`, and ``Trainer.Config.optimizer``, by :class:`MuonOptimizers`. The
+trainer parallelizes a model on the meta device, gives it memory, initializes it, and builds the optimizers last. Only
+there the model is sharded and initialized shard by shard, so that no rank ever holds it whole.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from compile_muon.optimizer import MuonZero
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
 
 _PENDING, _OFF = "_pending_optimizer", "set it to False"
-#: methods by the names of torchtitan's optimizers
+#: torchtitan's name of an optimizer -> our method
 _METHODS = {"AdamW": "adamw", "DistMuon": "muon"}
 
 
 def with_muon(
     config: Trainer.Config, muon_config: Source, param_groups: Sequence[ParamGroupConfig] = ()
 ) -> Trainer.Config:
-    """The same training with ZeRO and Muon: another ``parallelize_fn``, and an optimizer in the place of ``optimizer``.
+    """Return a copy of `config` that trains with ZeRO and Muon: another ``parallelize_fn`` and ``optimizer``.
 
-    ``parallelism.context_parallel_load_balancer`` is off: with some heads of all positions, ranks have as much to do.
+    ``parallelism.context_parallel_load_balancer`` is off: with some heads of all positions, ranks have equal work.
 
     Args:
-        config: of a decoder model; not changed. What the command line changes later is checked when the model is built.
+        config: of a decoder model. Later changes by the command line are checked when the model is built.
         muon_config: as ``compile_muon.initialize`` takes it; see :class:`MuonOptimizers`.
-        param_groups: as torchtitan has them, see :class:`MuonOptimizers`; those of ``config`` are its own optimizers'.
+        param_groups: torchtitan's groups, see :class:`MuonOptimizers`; groups of ``config.optimizer`` are dropped.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
     """
@@ -62,14 +62,14 @@ def with_muon(
     if parallelism.context_parallel_load_balancer == "headtail":  # its default
         parallelism = replace(parallelism, context_parallel_load_balancer=None)
     mistakes = Mistakes()
-    given, checking = config.model_spec, config.debug.spmd_typechecking
+    model_spec, checking = config.model_spec, config.debug.spmd_typechecking
     with mistakes.collected():
         refuse([
             *_refusals(config.training, parallelism, config.compile, config.activation_checkpoint),
             (checking, "debug.spmd_typechecking", True,
              "needs annotations that torchtitan's own parallelize function makes", _OFF),
             _fault_tolerance(getattr(getattr(config, "fault_tolerance", None), "enable", False)),
-            (given is None, "model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')"),
+            (model_spec is None, "model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')"),
         ])  # fmt: skip
     with mistakes.collected():
         _read(muon_config, config.training, None)
@@ -83,7 +83,7 @@ def with_muon(
 
 
 def _refusals(training: TrainingConfig, parallelism: Any, compile_config: Any, ac_config: Any) -> list[Refusal]:
-    """Settings that a parallelize function is given and that would not be honoured."""
+    """Return refusals of a parallelize function's arguments that would have no or another effect."""
     kinds = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel_replicate")
     degrees = {f"parallelism.{kind}_degree": getattr(parallelism, f"{kind}_degree") for kind in kinds}
     reshard, backend = parallelism.fsdp_reshard_after_forward, parallelism.spmd_backend
@@ -115,29 +115,26 @@ def _fault_tolerance(so: Any) -> Refusal:
 
 
 def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config:
-    """The configuration, with what torchtitan's own settings say filled in.
+    """Load the configuration, with ``"auto"`` and dtypes filled in from torchtitan's settings.
 
-    Args:
-        steps: backwards per step; None where it is not known yet.
-    Raises:
-        ConfigError: about all that is wrong with it.
+    `steps`: backwards per step, or None while unknown.
     """
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     low = dtype != torch.float32
-    given: Any = None
+    bf16_enabled: Any = None
     if not isinstance(source, Config):
         automatic: dict[tuple[str, ...], Any] = {("gradient_accumulation_steps",): steps, ("gradient_clipping",): 0}
         values = filled(source, automatic, defaults={"gradient_accumulation_steps": steps})
         precision = values.get("bf16") if isinstance(values, dict) else None
         if isinstance(precision, dict) and "enabled" in precision:
-            given, precision["enabled"] = precision["enabled"], low
+            bf16_enabled, precision["enabled"] = precision["enabled"], low
         source = load_config(values)
     zero, sequence = source.zero, source.sequence_parallel.size
-    precision, own = ("param_dtype", zero.param_dtype) if given is None else ("bf16.enabled", given)
-    wrong = given not in (None, "auto", low) or zero.param_dtype not in (None, dtype)
+    precision, value = ("param_dtype", zero.param_dtype) if bf16_enabled is None else ("bf16.enabled", bf16_enabled)
+    differs = bf16_enabled not in (None, "auto", low) or zero.param_dtype not in (None, dtype)
     count, clip = zero.gradient_accumulation_steps, zero.gradient_clipping
     refuse([
-        contradicting(wrong, precision, own, "training.mixed_precision_param", training.mixed_precision_param),
+        contradicting(differs, precision, value, "training.mixed_precision_param", training.mixed_precision_param),
         contradicting(
             steps is not None and count not in (None, steps), "gradient_accumulation_steps", count,
             "training.global_batch_size", training.global_batch_size,
@@ -159,13 +156,13 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
 
 @dataclass
 class _Pending:
-    """A model that the trainer has parallelized and is about to give memory to, with what was said of it."""
+    """The trainer's settings for a model on the meta device, kept between :func:`parallelize` and its sharding."""
 
     training: TrainingConfig
-    activation_checkpoint: Any
-    context: DeviceMesh | None
+    activation_checkpoint: Any  # torchtitan's built wrapper of blocks, or None
+    context: DeviceMesh | None  # the mesh of context parallelism
     buffer_device: torch.device | None = None
-    guard: Any = None
+    guard: Any = None  # handle of the pre-hook that raises until the model is sharded
 
 
 def parallelize(
@@ -178,26 +175,21 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """A ``ModelSpec.parallelize_fn``; :class:`MuonOptimizers` shards the model that it was given.
+    """Prepare `model` for :class:`MuonOptimizers`, which shards it; a ``ModelSpec.parallelize_fn`` for the trainer.
 
-    Gradients are summed over the ranks, as torchtitan wants them, whose losses are divided by the tokens of all ranks.
-
-    Args:
-        model: a decoder, on the meta device. It stays there: until its optimizer is built, ``to_empty`` and
-            ``init_weights`` of this object only note what they are told.
-        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: what the trainer gives.
-    Raises:
-        ConfigError: settings that cannot be honoured, all in one error.
+    `model`, a decoder, stays on the meta device: until its optimizer is built, its ``to_empty`` and ``init_weights``
+    only store their arguments. Gradients are summed over ranks, since torchtitan divides losses by the tokens of all
+    ranks. Raises one ConfigError about all settings that cannot be honoured.
     """
     kind, degree = type(model).__name__, parallelism.context_parallel_degree
     head: Any = getattr(model, "lm_head", None)
-    decoder, whole = isinstance(head, nn.Module), parallelism.pipeline_parallel_degree == 1
+    decoder, no_pipeline = isinstance(head, nn.Module), parallelism.pipeline_parallel_degree == 1
     attention = refused_attention(model, degree) if decoder and degree > 1 else ()
     refuse([
         *_refusals(training, parallelism, compile_config, ac_config),
         (has_quantization(getattr(model, "config", None) or Module.Config()), "model_spec.model", kind,
          "has quantized layers", "build the model without quantization converters; muon_config has bf16"),
-        (whole and not decoder, "model_spec.model", kind, "has no lm_head, through which its loss goes",
+        (no_pipeline and not decoder, "model_spec.model", kind, "has no lm_head, through which its loss goes",
          "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"),
         *[row for row in attention if row[0]][:1],
     ])  # fmt: skip
@@ -223,7 +215,7 @@ def parallelize(
 
 
 class _SumOfRanks(torch.autograd.Function):
-    """Makes the average of gradients over the ranks their sum: of the head's outputs, through which all of them go."""
+    """Scales the gradient of the head's output by the ranks, so that the average of all gradients becomes their sum."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, ranks: int) -> Tensor:
@@ -239,17 +231,16 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 class MuonOptimizers(OptimizersContainer):
-    """torchtitan's container around one :class:`compile_muon.MuonZero`, which it makes of a :func:`parallelize` model.
+    """torchtitan's container around one :class:`compile_muon.MuonZero`, built for a model from :func:`parallelize`.
 
     Args:
-        config: ``muon_config`` is what ``compile_muon.initialize`` takes. ``"auto"`` in it for
-            ``gradient_accumulation_steps``, ``gradient_clipping`` and ``bf16.enabled`` is what torchtitan's own
-            settings say, as is leaving them out. ``param_groups`` gives parameters a method and rates of their own, the
-            first pattern that is found in a name; ``optimizer_name`` is ``"AdamW"``, ``"DistMuon"``, or a method of
-            this library.
-        model_parts: the one model.
+        config: ``muon_config`` is as ``compile_muon.initialize`` takes it; ``gradient_accumulation_steps``,
+            ``gradient_clipping`` and ``bf16.enabled``, if absent or ``"auto"``, take torchtitan's own settings.
+            ``param_groups`` gives parameters a method and rates of their own, by the first pattern found in a name;
+            ``optimizer_name`` is ``"AdamW"``, ``"DistMuon"``, or a method of this library.
+        model_parts: a list of one model.
     Raises:
-        ConfigError, UnsupportedModelError: nothing is changed then.
+        ConfigError, UnsupportedModelError: ahead of any change.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -271,7 +262,7 @@ class MuonOptimizers(OptimizersContainer):
             (sharded, "model_spec.parallelize_fn", "another function", "has sharded the model already",
              "use with_muon, or set it to parallelize of this module"),
         ])  # fmt: skip
-        if pending is None:  # a seed checkpoint, of which only weights are ever read: torchtitan leaves out the rest
+        if pending is None:  # for a seed checkpoint, from which torchtitan loads only weights
             _, optimizer = initialize(model, load_config({}))
         else:
             optimizer = _shard(model, config, pending)
@@ -281,30 +272,28 @@ class MuonOptimizers(OptimizersContainer):
 
     @property
     def muon(self) -> MuonZero:
-        """The one optimizer: its ``metrics()``, ``totals()`` and ``summary()``."""
+        """The optimizer, for ``metrics()``, ``totals()`` and ``summary()``."""
         return self.optimizers[0]
 
 
 def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[str, Any]] | None:
-    """Groups of torchtitan as ours.
-
-    Raises:
-        ConfigError: a pattern is found in no name that is left.
-    """
-    left, found = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
+    """Convert torchtitan's groups to ours; a pattern without a parameter that earlier patterns leave is refused."""
+    unmatched, groups = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
     for group in given:
-        own = [name for name in left if re.search(group.pattern, name)]
+        names = [name for name in unmatched if re.search(group.pattern, name)]
         problem = "is found in the name of no parameter that patterns before it have left"
         remedy = "leave it out, or put it further ahead"
-        refuse([(not own, "optimizer.param_groups", group.pattern, problem, remedy)])
+        refuse([(not names, "optimizer.param_groups", group.pattern, problem, remedy)])
         rates = {key: value for key, value in group.optimizer_kwargs.items() if key not in ("fused", "foreach")}
         method = _METHODS.get(group.optimizer_name, group.optimizer_name)
-        found.append({"name": group.pattern, "params": [left.pop(name) for name in own], "method": method, **rates})
-    return found or None
+        groups.append(
+            {"name": group.pattern, "params": [unmatched.pop(name) for name in names], "method": method, **rates}
+        )
+    return groups or None
 
 
 def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) -> MuonZero:
-    """Shard a model on the meta device, give it its values, and wrap its blocks for activation checkpointing."""
+    """Shard and initialize a model on the meta device, and wrap its blocks for activation checkpointing."""
     training = pending.training
     sharing = 1 if pending.context is None else pending.context.size()
     at_once = training.local_batch_size * dist.get_world_size() // sharing
@@ -329,7 +318,7 @@ def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) ->
         exchange_heads(model, pending.context)
     if pending.activation_checkpoint is not None:
         pending.activation_checkpoint.apply(model)
-    if config.compile.enabled and getattr(model, "_skip_lm_head", False):  # ChunkedLossWrapper runs the head by itself
+    if config.compile.enabled and getattr(model, "_skip_lm_head", False):  # ChunkedLossWrapper calls the head itself
         settings = config.compile
         cast(nn.Module, model.lm_head).compile(
             backend="muon_zero", dynamic=settings.dynamic, options=settings.options()

@@ -3,9 +3,9 @@
     trainer = MuonTrainer(model=model, args=args, train_dataset=data, muon_config="config.json")
     trainer.train()
 
-Everything else is the ``Trainer``'s: its arguments, callbacks, schedulers, logs and folders. What changes: the model is
-sharded where the optimizer is made and not wrapped in DDP, weights are saved whole by all ranks together, and
-optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on with another number of ranks.
+Arguments, callbacks, schedulers, logs and folders stay the ``Trainer``'s. The model is not wrapped in DDP, but sharded
+where the optimizer is made; all ranks together save whole weights, and :class:`compile_muon.Checkpointer` saves
+optimizer state, so that a run may resume on another number of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
 _FOLDER = "muon_zero"
 
-#: "auto" in a config, by path, and the TrainingArguments that it stands for
+#: path of a config -> function from TrainingArguments to the value of "auto" there
 _AUTO = {
     ("gradient_accumulation_steps",): lambda args: args.gradient_accumulation_steps,
     ("gradient_clipping",): lambda args: args.max_grad_norm,
@@ -59,12 +59,9 @@ _AUTO = {
 
 
 def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
-    """The configuration, with ``"auto"`` filled in and micro-batches counted as the arguments say.
+    """Load the configuration, with ``"auto"`` and defaults filled in from `args`.
 
-    Args:
-        steps: of the optimizer in the run, for a schedule; before they are known 1 will do.
-    Raises:
-        ConfigError: about all that is wrong with it.
+    `steps`: optimizer steps of the run, for the schedule; 1 while unknown.
     """
     automatic = {path: value(args) for path, value in _AUTO.items()}
     automatic["scheduler", "params", "total_num_steps"] = steps
@@ -72,7 +69,7 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
     defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
     values = filled(source, automatic, defaults=defaults)
     if isinstance(values, dict) and isinstance(params := values.get("optimizer", {}), dict):
-        # Also of a config of DeepSpeed: with it the Trainer makes groups, too.
+        # Vectors do not decay by default, even in a config of DeepSpeed: the Trainer's groups exempt them too.
         if isinstance(params := params.get("params", {}), dict):
             params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
             values["optimizer"] = {**values.get("optimizer", {}), "params": params}
@@ -87,12 +84,12 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
         contradicting(None not in (ours, theirs) and ours != theirs, key, ours, f"TrainingArguments.{name}", theirs)
         for key, ours, name, theirs in rows
     )
-    # The Trainer says which micro-batch is a step's last, by accelerator.no_sync: an epoch may end with fewer of them.
+    # The Trainer enters accelerator.no_sync for every micro-batch but the last; an epoch's last step may have fewer.
     zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=zero.gradient_clipping or limit)
     return dataclasses.replace(config, zero=zero)
 
 
-#: TrainingArguments that would train, or save, something else than they say
+#: TrainingArguments that would train or save something else than they promise
 _REFUSED: dict[str, Why] = {
     **dict.fromkeys(("deepspeed", "fsdp"), WHY["shards"]),
     **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), WHY["casts"]),
@@ -102,7 +99,7 @@ _REFUSED: dict[str, Why] = {
     "save_on_each_node": Why("would leave folders without weights", "share output_dir"),
 }
 
-#: optimizer settings of the TrainingArguments, the keys of the same in a configuration, and what it says
+#: TrainingArguments of the optimizer -> (key in optimizer.params, function from a Config to its values)
 _SETTINGS = {
     "learning_rate": ("lr", lambda config: (config.muon.lr, config.adamw.lr)),
     "weight_decay": ("weight_decay", lambda config: (config.muon.weight_decay, config.adamw.weight_decay)),
@@ -113,11 +110,7 @@ _SETTINGS = {
 
 
 def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> list[Refusal]:
-    """Settings of the Trainer that would train, or save, something else than they say.
-
-    Args:
-        given: the Trainer's own keyword arguments.
-    """
+    """Return refusals of `args`, and of `given`, the Trainer's keyword arguments."""
     optim, several = getattr(args.optim, "value", args.optim), args.world_size > 1
     uneven = not args.accelerator_config.even_batches
     given = {name: given.get(name) or (None, None) for name in ("optimizers", "optimizer_cls_and_kwargs")}
@@ -136,27 +129,28 @@ def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> list[Refusal
 
 
 def _refused_beside(config: Config, args: TrainingArguments) -> Iterator[Refusal]:
-    """What the configuration says that cannot be here; and optimizer settings in the arguments, other than the
-    defaults, that it does not have."""
+    """Yield refusals of `config`, and of optimizer settings in `args` that are neither defaults nor in `config`."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, (key, of) in _SETTINGS.items():
-        value, said = getattr(args, name), of(config)
-        problem = f"is not what muon_config says, {' and '.join(dict.fromkeys(map(str, said)))}, and has no effect"
+    for name, (key, values_of) in _SETTINGS.items():
+        value, config_values = getattr(args, name), values_of(config)
+        problem = (
+            f"is not what muon_config says, {' and '.join(dict.fromkeys(map(str, config_values)))}, and has no effect"
+        )
         remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
-        yield value not in (defaults[name], *said), f"TrainingArguments.{name}", value, problem, remedy
+        yield value not in (defaults[name], *config_values), f"TrainingArguments.{name}", value, problem, remedy
     tensor, inputs = config.mesh and config.mesh.tensor, config.sequence_parallel.inputs
-    whole = "cannot be: loaders here give ranks whole batches"
+    whole_batches = "cannot be: loaders here give ranks whole batches"
     yield tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]
-    yield inputs == "sharded", "sequence_parallel.inputs", inputs, whole, "leave it out"
+    yield inputs == "sharded", "sequence_parallel.inputs", inputs, whole_batches, "leave it out"
 
 
 class MuonTrainer(Trainer):
     """``transformers.Trainer`` over a sharded model and :class:`compile_muon.MuonZero`.
 
     Args:
-        muon_config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the TrainingArguments say.
-        muon_groups: parameters with rates of their own, as ``MuonZero(groups=...)`` takes them, or a function of the
-            model that makes these; what others write in ``create_optimizer``.
+        muon_config: as ``compile_muon.initialize`` takes it; ``"auto"`` takes the TrainingArguments' value.
+        muon_groups: parameters with rates of their own, as ``MuonZero(groups=...)`` takes them, or a function from the
+            model to such groups; replaces an override of ``create_optimizer``.
         muon_extensions: features of your own, as ``MuonZero(extensions=...)`` takes them.
         args, kwargs: the Trainer's own.
     Raises:
@@ -180,13 +174,13 @@ class MuonTrainer(Trainer):
         mistakes = Mistakes()
         with mistakes.collected():
             refuse(_refusals(self.args, kwargs))
-            refuse(refused_settings(self.accelerator))  # of `accelerate launch` too, which no argument shows
+            refuse(refused_settings(self.accelerator))  # also of `accelerate launch`, which no argument shows
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
             refuse(_refused_beside(self.muon_config, self.args))
             places = data_places(axis_sizes(self.muon_config, self.args.world_size))
         mistakes.raise_all()
-        # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
+        # Accelerate wraps models in DDP for training, but not for evaluation.
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
             model, device_placement=device_placement, evaluation_mode=True
@@ -196,14 +190,14 @@ class MuonTrainer(Trainer):
 
     @property
     def muon(self) -> MuonZero:
-        """The optimizer behind whatever wraps it."""
+        """The optimizer inside all wrappers of Accelerate."""
         optimizer = self.optimizer
         while not isinstance(optimizer, MuonZero):
             optimizer = optimizer.optimizer
         return optimizer
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Shard the model in place, compile it if the config says so, and make its optimizer; once."""
+        """Shard the model in place, compile it if so configured, and make its optimizer, once."""
         if self.optimizer is None:
             model = self.model if model is None else model
             refuse([
@@ -223,10 +217,10 @@ class MuonTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The schedule of ``muon_config``, where it has one, in place of ``lr_scheduler_type``."""
+        """Build the schedule of ``muon_config``, if it has one, in place of ``lr_scheduler_type``."""
         if self.lr_scheduler is None and self.muon_config.scheduler is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # all there is to say was said when it was read first
+                warnings.simplefilter("ignore")  # the first read has warned already
                 schedule = _read(self._muon_source, self.args, num_training_steps).scheduler
             assert schedule is not None
             self.lr_scheduler = self.muon.scheduler = schedule.build(self.muon)
@@ -234,51 +228,46 @@ class MuonTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> None:
-        """Nothing: the optimizer clips in its step, which knows of it when directions are made in backward."""
+        """Do nothing: the optimizer clips in its own step, where it accounts for directions made in backward."""
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
-        """Known after the step: see :meth:`_maybe_log_save_evaluate`."""
+        """Return None: the norm is known after the step, see :meth:`_maybe_log_save_evaluate`."""
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where nothing is logged nothing may wait for the device.
+        # metrics() waits for the device, so call it only if this step is logged.
         norm = self.muon.metrics().get("grad_norm") if self.control.should_log else None
         return super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest checkpoint that was not cut off."""
+        """Train; ``resume_from_checkpoint=True`` takes the newest checkpoint that was not cut off."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_whole()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _newest_whole(self) -> str | bool:
-        """The last file of a checkpoint is the Trainer's state; True, and so the Trainer's error, if there is none.
+        """Return the newest complete checkpoint, or True, for the Trainer's own error, if there is no checkpoint.
 
-        Raises:
-            ConfigError: all there are were cut off.
+        The Trainer's state is the last file that a checkpoint gets. If all checkpoints lack it, raise a ConfigError.
         """
         folders = {folder.name: folder for folder in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
         steps = {int(step): folder for name, folder in folders.items() if (step := name.rpartition("-")[2]).isdigit()}
-        whole = [step for step, folder in steps.items() if (folder / TRAINER_STATE_NAME).is_file()]
+        complete = [step for step, folder in steps.items() if (folder / TRAINER_STATE_NAME).is_file()]
         problem = f"saving {listed(sorted(folders))} was cut off, and there is no other"
         remedy = f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out"
-        refuse([(steps and not whole, "resume_from_checkpoint", True, problem, remedy)])
-        return str(steps[max(whole)]) if whole else True
+        refuse([(steps and not complete, "resume_from_checkpoint", True, problem, remedy)])
+        return str(steps[max(complete)]) if complete else True
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Not there.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise a ConfigError: trials cannot share a sharded model."""
         problem = "starts over with a sharded model, and with muon_config as it was"
         remedy = "start each trial with a MuonTrainer of its own"
         refuse([(True, "hyperparameter_search", kwargs, problem, remedy)])
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of the model that is saved: BatchNorm's statistics of rank 0 on every rank."""
+        """Evaluate with rank 0's buffers (BatchNorm's statistics) on every rank, as a checkpoint has them."""
         if self.args.ddp_broadcast_buffers is not False:
             take_those_of_rank_0(self.model)
-        if self._sharing > 1:  # as it is by now; Seq2SeqTrainer takes gather, for lengths that differ
+        if self._sharing > 1:  # as patched; Seq2SeqTrainer's own is `gather`, for differing lengths
             self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 
@@ -286,23 +275,23 @@ class MuonTrainer(Trainer):
 
     @property
     def _sharing(self) -> int:
-        """How many ranks are given the same batches."""
+        """Number of ranks that get the same batches."""
         return self.muon_config.sequence_parallel.size
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
     ) -> Any:
-        """As the Trainer's; predictions are of all positions, and losses do without."""
+        """Predict with joined positions; a loss alone needs only this rank's."""
         plan = None if prediction_loss_only else plan_of(self.model)
         with contextlib.nullcontext() if plan is None else plan.wanting("joined"):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples in a step."""
+        """Return the samples in a step, those of a group of ranks once."""
         return super().get_total_train_batch_size(args) // self._sharing
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Each token once, which the Trainer sums over all ranks."""
+        """Count each token once: the Trainer sums over all ranks."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._sharing
@@ -310,7 +299,7 @@ class MuonTrainer(Trainer):
     # ------------------------------------------------------------------ logs
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Beside what the Trainer logs while it trains, ``optimizer.metrics()`` and ``totals()``."""
+        """Add ``optimizer.metrics()`` and ``totals()`` to the Trainer's training logs."""
         if "loss" in logs and self.optimizer is not None:
             metrics = {**self.muon.metrics(), **self.muon.totals()}
             logs = {**logs, **{f"muon_zero/{name}": value for name, value in metrics.items() if name != "grad_norm"}}
@@ -319,7 +308,7 @@ class MuonTrainer(Trainer):
     # ------------------------------------------------------------------ saving and loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """On every rank; before Transformers 5.20 the Trainer's own asks the first one alone."""
+        """Save on every rank; before Transformers 5.20 the Trainer calls ``_save`` on the first rank alone."""
         if self.optimizer is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -328,7 +317,7 @@ class MuonTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Whole weights, written by all ranks together; the rest by one."""
+        """Write whole weights by all ranks together, and other files by one."""
         if self.optimizer is None:  # nothing is sharded yet
             return super()._save(output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
@@ -345,28 +334,31 @@ class MuonTrainer(Trainer):
         checkpointer.save(self.state.global_step, self.model, self.muon, scheduler=self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Every rank's, before the Trainer's state says that the checkpoint is whole."""
+        """Save every rank's state."""
         super()._save_rng_state(output_dir)
+        # All ranks' files exist before the Trainer's state marks the checkpoint as complete.
         if self.args.world_size > 1:
             dist.barrier()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        found = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(self.model, self.muon, scheduler=self.lr_scheduler)
+        contents = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(
+            self.model, self.muon, scheduler=self.lr_scheduler
+        )
         problem = "has no optimizer state of MuonZero in it"
         remedy = "resume from one saved with save_only_model=False, or begin anew from its weights with from_pretrained"
-        refuse([(found is None, "resume_from_checkpoint", checkpoint, problem, remedy)])
+        refuse([(contents is None, "resume_from_checkpoint", checkpoint, problem, remedy)])
 
 
 class MuonSeq2SeqTrainer(MuonTrainer, Seq2SeqTrainer):
-    """The same over ``transformers.Seq2SeqTrainer``; at stage 3 ranks generate as long as the longest of them."""
+    """:class:`MuonTrainer` over ``transformers.Seq2SeqTrainer``; at stage 3 all ranks generate the longest length."""
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
     ) -> Any:
-        """Every token takes all ranks where weights are gathered for it."""
-        chosen = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
+        """Predict; at stage 3 every token gathers weights, so ranks generate in step."""
+        generate_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
         if self.muon_config.zero.stage == 3:
-            chosen.setdefault("synced_gpus", self.args.world_size > 1)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **chosen)
+            generate_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generate_kwargs)

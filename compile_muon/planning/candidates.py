@@ -49,12 +49,10 @@ class Candidate:
 
 
 def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
-    """Return every stage on one mesh dimension of all ranks, and with replicas of 1, 8, 64, ... nodes; and the choice
-    of `config`.
+    """Return every stage on one mesh dimension and with replicas of 1, 8, 64, ... nodes, and the choice of `config`.
 
-    At stage 0 every rank is a replica, so the mesh makes no difference. Where ranks share sequences in `config`, each
-    is returned with and without. Raises a ConfigError if the mesh of `config` does not multiply to `world` ranks, or
-    splits parameters (tensor or expert parallelism).
+    If ranks share sequences in `config`, each candidate comes with and without. Raises a ConfigError if the mesh of
+    `config` does not multiply to `world` ranks, or splits parameters (tensor or expert parallelism).
     """
     configured_axes = axis_sizes(config, world) or {"shard": 1}
     fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size"}
@@ -68,7 +66,7 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
         for sharing in sorted({1, configured_axes.get("sequence", 1)})
         for axes_of_meshes in [meshes(world, sharing, machine)]
         for stage in range(4)
-        for axes in (axes_of_meshes if stage else axes_of_meshes[:1])
+        for axes in (axes_of_meshes if stage else axes_of_meshes[:1])  # at stage 0 every rank is a replica
     ]
     if not any(candidate.asked for candidate in compared):
         compared.append(Candidate(config.zero.stage, configured_axes, True))
@@ -166,8 +164,8 @@ def prices(
     """Yield the price of a step for each number of micro-batches in `counts`, in order.
 
     Steps of up to three micro-batches are simulated; each further one adds the time of the middle one of three.
-    `traced` maps 1 (if in `counts`) and 3 (if any is more) micro-batches to the trace; `target` is the sharding, whose
-    micro-batches are replaced; `rank` is simulated; `tokens` are those of a rank and micro-batch.
+    `traced` maps 1 (if in `counts`) and 3 (if any is more) micro-batches to the trace; `target` is the sharding;
+    `tokens` are those of a rank and micro-batch.
     """
     limit = machine.shared_by(target.world).memory_bytes
 
@@ -188,10 +186,10 @@ def prices(
         """Return seconds of a step, and the exposed part of them."""
         played = step(min(count, _SEVERAL), adamw)
         seconds, exposed = played.seconds, sum(played.exposed.values())
-        if more := max(0, count - _SEVERAL):
+        if extra := max(0, count - _SEVERAL):
             fewer = step(_SEVERAL - 1, adamw)
-            seconds += more * (seconds - fewer.seconds)
-            exposed += more * (exposed - sum(fewer.exposed.values()))
+            seconds += extra * (seconds - fewer.seconds)
+            exposed += extra * (exposed - sum(fewer.exposed.values()))
         return seconds, exposed
 
     for count in counts:

@@ -51,7 +51,7 @@ __all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard",
 
 @dataclass(frozen=True)
 class Captured:
-    """One rank's training step as lowered graphs."""
+    """A training step of one rank as lowered graphs."""
 
     graphs: tuple[Played, ...]  # in the order they run
     groups: Mapping[Axis, tuple[int, ...]]  # ranks of each process group that a collective names
@@ -102,16 +102,13 @@ def capture_step(
 ) -> Captured:
     """Return the graphs that `rank` of `world` runs in one step: micro-batches, late directions, the update.
 
-    Drops the compiled code of this process (``torch.compiler.reset``) and advances its random state by what the factory
-    draws.
+    Calls ``torch.compiler.reset``, and `model_factory`, which may draw random numbers and return a model with values,
+    on the meta device, or of fake tensors (:mod:`.models`). `batch`: arguments of ``model(...)``, by position or name;
+    the loss is the sum of all floating tensors of the result. Codegen "inductor" gives the graphs that Inductor gets.
+    `axes`: sizes of the mesh dimensions by name, in order; default: "shard", of all ranks. `backend`: of the simulated
+    process groups; default: "gloo" for models on CPUs, else "nccl".
 
-    `model_factory` makes the model with values, on the meta device, or of fake tensors (:mod:`.models`), which take no
-    memory. `batch`: arguments of ``model(...)``, by position or name; the sum of all floating tensors of the result is
-    the loss. `config` says how many micro-batches a step has, 1 where unknown. `options`: of torch.compile; "inductor"
-    gives the graphs that Inductor gets. `axes`: sizes of the mesh dimensions by name, in order; default: one, of all
-    ranks. `backend`: that the ranks communicate by; default: "gloo" for models on CPUs.
-
-    Raises a MuonZeroError if there is a process group already, else as :class:`MuonZero`.
+    Raises a MuonZeroError if this process has a process group, else as :class:`MuonZero`.
     """
     config = Config() if config is None else config
     options = FrameOptions() if options is None else options

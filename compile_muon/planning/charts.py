@@ -107,12 +107,12 @@ def _stacked(
     """Draw a horizontal stacked bar for each candidate; `limit` is a line across all, `marks` has a tick for each."""
     axes = _axes(0.32 * len(bars) + 1.3)
     places = range(len(bars))
-    begun = [0.0] * len(bars)
+    offsets = [0.0] * len(bars)
     for name in dict.fromkeys(name for bar in bars for name in bar):
         widths = [bar.get(name, 0.0) for bar in bars]
         colour = _COLOURS.get(name, _COLOURS["step"])
-        axes.barh(places, widths, left=begun, color=colour, label=name.replace("_", " "), height=0.7)
-        begun = [start + width for start, width in zip(begun, widths, strict=True)]
+        axes.barh(places, widths, left=offsets, color=colour, label=name.replace("_", " "), height=0.7)
+        offsets = [start + width for start, width in zip(offsets, widths, strict=True)]
     if limit is not None:
         axes.axvline(limit, color=_INK, linestyle="--", label=f"device, {limit:.1f}")
     for place, mark in zip(places, marks, strict=False):

@@ -68,7 +68,7 @@ class Machine(Costs):
         return self.links[0].within
 
     def shared_by(self, ranks: int) -> Self:
-        """As :meth:`Costs.shared_by`; each rank has an equal part of memory and disk."""
+        """Return the costs as :meth:`Costs.shared_by`, with an equal part of memory and disk for each rank."""
         if not self.cores:
             return self
         load = self.load(ranks)

@@ -96,7 +96,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class World:
-    """All candidates for one number of ranks."""
+    """The candidates for one number of ranks."""
 
     ranks: int
     candidates: Sequence[Figures]

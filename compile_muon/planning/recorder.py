@@ -33,7 +33,7 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Visit:
-    """One run of a graph."""
+    """A run of a graph."""
 
     played: Played  # the lowered graph
     source: GraphModule  # the graph ahead of lowering
@@ -111,11 +111,11 @@ class EagerGraph(TorchDispatchMode):
     @contextmanager
     def noting(self, work: Work) -> Iterator[None]:
         """Mark nodes recorded in this block as part of `work`."""
-        before, self._work = self._work, work
+        outer_work, self._work = self._work, work
         try:
             yield
         finally:
-            self._work = before
+            self._work = outer_work
 
     def move(self, moves: Moves) -> None:
         """Record moves of offloaded state ahead of the next node."""
@@ -174,11 +174,11 @@ class EagerGraph(TorchDispatchMode):
         if isinstance(results, Tensor):
             self._nodes[id(results)] = node
         elif isinstance(results, (list, tuple)):
-            for number, one in enumerate(results):
-                if isinstance(one, Tensor):
+            for number, value in enumerate(results):
+                if isinstance(value, Tensor):
                     item = self._graph.call_function(operator.getitem, (node, number))
-                    item.meta["val"] = one
-                    self._nodes[id(one)] = item
+                    item.meta["val"] = value
+                    self._nodes[id(value)] = item
 
     def _node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self._nodes:

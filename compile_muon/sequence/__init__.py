@@ -1,4 +1,4 @@
-"""Sequence parallelism: blocks work on a part of the positions, attention on all of them for a part of the heads."""
+"""Sequence parallelism: blocks compute a part of the positions, attention all positions of a part of the heads."""
 
 from __future__ import annotations
 

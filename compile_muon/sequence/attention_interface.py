@@ -1,7 +1,7 @@
 """Transformers: attention behind its interface, and the causal loss, where positions are cut.
 
 Attention modules get a shallow copy of their config that names our function, which exchanges positions for heads around
-the function they had. The model keeps its own config: from that it makes its masks, for all positions.
+the function that the config named before. The model keeps its config, and makes masks for all positions from it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from compile_muon.sequence.running import FIELD, Running
 __all__ = ["accepts_any", "attends", "exchange_in", "has_causal_loss", "loss_of"]
 
 _NAME = "compile_muon_sequence"
-#: of a module of attention: the :class:`Running` of its stack, and the name of the function it had before
+#: entry of an attention module's ``__dict__``: the :class:`Running` of its stack, and its own function's name
 _RECORD = "_sequence_attention"
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` looks up its attention in Transformers' interface."""
+    """Return whether the forward of `module` looks up its attention in Transformers' interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def accepts_any(module: nn.Module) -> bool:
-    """Whether its forward takes keyword arguments that it does not name."""
+    """Return whether the forward of `module` has ``**kwargs``."""
     parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
     return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def has_causal_loss(module: nn.Module) -> bool:
-    """Whether its loss is the causal one, which :func:`loss_of` stands for."""
+    """Return whether the loss of `module` is Transformers' causal loss, which :func:`loss_of` replaces."""
     if "transformers" not in sys.modules or not hasattr(type(module), "loss_function"):
         return False
-    # Whatever has no loss of its own, as a model without a head, is given the causal one, with a warning.
+    # For a model without a loss of its own (no head) ``loss_function`` is the causal one too, with a warning.
     if getattr(module, "loss_type", None) is None and module.get_output_embeddings() is None:  # type: ignore[operator]
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -57,7 +57,7 @@ def has_causal_loss(module: nn.Module) -> bool:
 
 
 class _OwnHeads:
-    """A module of attention as functions of the interface see it: with what it has for the heads of this rank."""
+    """An attention module as the interface's functions see it, with sinks and group count of this rank's heads."""
 
     def __init__(self, module: Any, groups: int, place: Place) -> None:
         self._module = module
@@ -65,8 +65,8 @@ class _OwnHeads:
         self.num_key_value_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return self._place.own(found, 0) if name == "sinks" else found
+        value = getattr(self._module, name)
+        return self._place.own(value, 0) if name == "sinks" else value
 
 
 def _forward(
@@ -84,7 +84,7 @@ def _forward(
     q, k, v = to_heads(query, key, value, place, whole)
     if isinstance(attention_mask, Tensor):
         attention_mask = heads_of(attention_mask, place)
-    for name in ("s_aux", "sinks"):  # a number for each head
+    for name in ("s_aux", "sinks"):  # one number per head
         if isinstance(kwargs.get(name), Tensor):
             kwargs[name] = place.own(kwargs[name], 0)
     if place.ring > 1:
@@ -97,8 +97,8 @@ def _forward(
         return from_heads(out.transpose(1, 2), place, local), None
     if isinstance(kwargs.get("position_bias"), Tensor):
         kwargs["position_bias"] = heads_of(kwargs["position_bias"], place)
-    own = _OwnHeads(module, q.shape[1] // k.shape[1], place)
-    out, _ = inner(own, q, k, v, attention_mask, *args, **kwargs)
+    own_heads = _OwnHeads(module, q.shape[1] // k.shape[1], place)
+    out, _ = inner(own_heads, q, k, v, attention_mask, *args, **kwargs)
     return from_heads(out, place, local), None
 
 
@@ -111,10 +111,9 @@ def _function(module: Any, name: str) -> Any:
 
 
 def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
-    """Have a module of attention exchange positions for heads.
+    """Let an attention module exchange positions for heads.
 
-    Args:
-        configs: changed copies of configs so far, by the identity of the original.
+    `configs`: ``id`` of a config -> its copy that names our function; modules with one config share its copy.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -132,9 +131,9 @@ def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
 
 
 def loss_of(running: Running) -> Callable[..., Tensor]:
-    """Transformers' ``ForCausalLMLoss`` of this rank's positions: labels are shifted whole, then cut.
+    """Return Transformers' ``ForCausalLMLoss`` for this rank's positions: whole labels are shifted, then cut.
 
-    The mean is that over the valid tokens of all ranks of the group, or over ``num_items_in_batch``.
+    The mean is over the valid tokens of all ranks of the group, or over ``num_items_in_batch``.
     """
     place = running.place
 
@@ -148,15 +147,16 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
             return ForCausalLMLoss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
             )
-        given = labels if shift_labels is None else shift_labels
-        own = running.batch.sharded and given.shape[1] == logits.shape[1]  # in a call by hand
+        all_labels = labels if shift_labels is None else shift_labels
+        are_cut = running.batch.sharded and all_labels.shape[1] == logits.shape[1]  # the caller cut them
         if shift_labels is None:
-            if own:
+            if are_cut:
                 remedy = "shift all labels, then cut them, and hand shift_labels on"
                 raise config_error("labels", list(labels.shape), "are a part, which cannot be shifted", remedy)
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if not own:
-            shift_labels = place.cut(shift_labels - ignore_index) + ignore_index  # what pads them does not count
+        if not are_cut:
+            # `cut` pads with 0, and the loss must skip padding.
+            shift_labels = place.cut(shift_labels - ignore_index) + ignore_index
         if logits.shape[:2] != shift_labels.shape:
             problem = f"are not of the {list(shift_labels.shape)} rows and positions of this rank's labels"
             raise config_error("logits", list(logits.shape), problem, f"set {FIELD}.joined")
@@ -165,7 +165,7 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
         total = F.cross_entropy(rows, targets, ignore_index=ignore_index, reduction="sum")
         if num_items_in_batch is None:
             return mean_over(total, (targets != ignore_index).sum(), place)
-        # Each rank brings a part of the count, which is that of all.
+        # num_items_in_batch counts the whole group's tokens; `mean_over` sums the ranks' counts.
         return mean_over(total, torch.as_tensor(num_items_in_batch, device=total.device) / place.size, place)
 
     return causal_loss

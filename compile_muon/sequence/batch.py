@@ -1,4 +1,4 @@
-"""The batch that ranks of a group share: made whole or found the same, and what of a call says how it is to be cut."""
+"""The batch that ranks of a group share: joined from parts or compared, and cut as the model is called."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["check_shapes", "note_batch"]
 
-_PERIOD = 8191
-#: arguments that losses are made of
+_PERIOD = 8191  # a prime: weights of positions repeat with it
+#: arguments that losses read
 _LABELS = ("labels", "shift_labels")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _digest(given: Sequence[Tensor]) -> Tensor:
-    """A number that two batches hardly share: sums of the integers in them, weighed by their places."""
+    """Return an int64 digest of a batch: the sum of its integers, weighted by position modulo a prime."""
     total = torch.zeros((), dtype=torch.int64, device=given[0].device)
     for number, x in enumerate(given):
         flat = x.reshape(-1).to(torch.int64)
@@ -35,71 +35,68 @@ def _digest(given: Sequence[Tensor]) -> Tensor:
 
 
 def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
-    """See to it that a group was given batches of one shape: exchanges of others would wait for each other.
+    """Raise, on every rank, if a group has batches of different shapes: its exchanges would hang.
 
-    Shapes that this rank has not met are compared, by a collective that the host waits for.
-
-    Raises:
-        ConfigError: on every rank of the group.
+    Shapes that are new to this rank are compared by a collective that the host waits for.
     """
     shapes = tuple(tuple(x.shape) for x in given)
     if shapes in batch.shapes:
         return
     group = group_named(place.group)
-    shown = [list(x) for x in shapes]
-    if found := compare({"batch": shown}, group):
-        said = by_rank(found["batch"], dist.get_process_group_ranks(group))
+    shape_lists = [list(x) for x in shapes]
+    if differing := compare({"batch": shape_lists}, group):
+        said = by_rank(differing["batch"], dist.get_process_group_ranks(group))
         problem = f"ranks share a sequence and were given {said}"
-        raise config_error("batch", shown, problem, "give the ranks of a group the same batch (optimizer.data_place)")
+        raise config_error(
+            "batch", shape_lists, problem, "give the ranks of a group the same batch (optimizer.data_place)"
+        )
     batch.shapes.add(shapes)
 
 
 def note_batch(batch: Batch, place: Place, *, loss: bool, compares: bool) -> Callable[..., Call]:
-    """A hook ahead of the model: see to it that a group has one batch, and whether the loss is computed inside.
+    """Return a pre-hook of the model that joins or compares the group's batch, and sets ``batch.joins``.
 
-    Nothing is waited for: a difference turns what blocks compute into NaN, which no step writes.
+    The host does not wait: ``batch.doubt`` turns the blocks' values into NaN if batches differ, and no step writes NaN.
 
-    Args:
-        place: of this rank in the group.
-        loss: whether the model computes a causal loss where it is given labels; head and loss stay cut then.
-        compares: whether there are other ranks, which a plan has not.
+    `loss`: whether the model computes a causal loss from labels; head and loss then stay cut. `compares`: whether the
+    group's other ranks exist (not in a plan).
     """
 
     def note(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         batch.doubt = None
         if batch.sharded and not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:
-            return args, kwargs  # generation: whole on every rank, and perhaps on one alone
-        keeps = (batch.sharded or (loss and kwargs.get("labels") is not None)) and batch.wanted != "joined"
-        kept = kwargs.get("logits_to_keep", 0)
-        if keeps and not (isinstance(kept, int) and kept == 0):
+            return args, kwargs  # generation: every rank has all positions, and may be alone
+        stays_cut = (batch.sharded or (loss and kwargs.get("labels") is not None)) and batch.wanted != "joined"
+        logits_to_keep = kwargs.get("logits_to_keep", 0)
+        if stays_cut and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             problem = "counts positions from the end, and with labels each rank has its own"
-            raise config_error("logits_to_keep", kept, problem, f"leave it out, or set {FIELD}.joined")
-        batch.joins = not keeps
+            raise config_error("logits_to_keep", logits_to_keep, problem, f"leave it out, or set {FIELD}.joined")
+        batch.joins = not stays_cut
         config = getattr(model, "config", None)
-        reads = not torch.is_grad_enabled() and kwargs.get("use_cache", getattr(config, "use_cache", False))
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
-        if compares and given and not torch.compiler.is_compiling() and (batch.sharded or not reads):
-            check_shapes(batch, place, given)  # graphs do by themselves
+        reads_cache = not torch.is_grad_enabled() and kwargs.get("use_cache", getattr(config, "use_cache", False))
+        integers = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
+        if compares and integers and not torch.compiler.is_compiling() and (batch.sharded or not reads_cache):
+            check_shapes(batch, place, integers)  # compiled graphs do so in SharedSequences.before_forward
         if batch.sharded:
             args, kwargs = _whole(args, kwargs, place, loss=loss)
             if not torch.is_grad_enabled() and hasattr(config, "use_cache"):
-                kwargs["use_cache"] = False  # who reads one computes all positions
+                kwargs["use_cache"] = False  # with a cache every rank would compute all positions
         batch.latest = model, args, kwargs
-        if given and not (reads or batch.sharded):
-            batch.digest = digest = _digest(given)
-            most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
-            most = torch.ops._c10d_functional.wait_tensor(most)
-            batch.doubt = torch.where(most[0] == -most[1], 0.0, torch.nan)
+        if integers and not (reads_cache or batch.sharded):
+            batch.digest = digest = _digest(integers)
+            extremes = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
+            extremes = torch.ops._c10d_functional.wait_tensor(extremes)
+            # Maximum and minimum are equal where all digests are.
+            batch.doubt = torch.where(extremes[0] == -extremes[1], 0.0, torch.nan)
         return args, kwargs
 
     return note
 
 
 def _whole(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place, *, loss: bool) -> Call:
-    """The batch out of the parts of the ranks: all that has a row of each sequence, and a column of each position.
+    """Join the ranks' parts of a call's tensors [batch, positions, ...]; other arguments stay.
 
-    Raises:
-        ConfigError: there is no such tensor, or there are labels, and the model has a loss that is not cut.
+    Raises a ConfigError if the call has no such tensor, or has labels for a loss that is not cut.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1}
@@ -116,5 +113,5 @@ def _whole(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place, *, lo
     if numbers:  # ids, labels, positions and masks travel together
         together = join(torch.stack([x.to(torch.int64) for x in numbers.values()], -1), place, columns * place.size)
         whole |= {name: x.to(numbers[name].dtype) for name, x in zip(numbers, together.unbind(-1), strict=True)}
-    found = {name: whole.get(name, value) for name, value in named.items()}
-    return tuple(found[number] for number in range(len(args))), {name: found[name] for name in kwargs}
+    joined = {name: whole.get(name, value) for name, value in named.items()}
+    return tuple(joined[number] for number in range(len(args))), {name: joined[name] for name in kwargs}

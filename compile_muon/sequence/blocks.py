@@ -1,4 +1,4 @@
-"""The ends of a stack of blocks: positions are cut in front of the first, and joined behind the last."""
+"""Hooks at the ends of a stack of blocks: positions are cut in front of the first, and joined behind the last."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
 
-#: what blocks hand on to attention: positions in all, where they are padded, and all position ids
+#: keyword arguments that blocks hand on to attention: the number of all positions, if padded, and all position ids
 LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"
-#: beginnings of the names of blocks' arguments that hold a row for each position, along dim -2
+#: name prefixes of blocks' arguments that have a row per position, along dim -2
 _PER_POSITION = ("position_embeddings", "per_layer_input", "cos", "sin", "freqs", "rotary")
 
 
@@ -39,12 +39,10 @@ def _own_rows(name: str, value: Any, whole: int, place: Place) -> Any:
 
 
 def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -> Callable[..., Any]:
-    """A hook ahead of a block.
+    """Return a pre-hook of `block` that cuts its arguments, and the hidden states of the first block.
 
-    Args:
-        block: the block.
-        first: whether the block is the first of its stack, which gets all positions.
-        passes_on: whether blocks hand keyword arguments on to their attention.
+    `first`: whether the block is the first of its stack. `passes_on`: whether blocks hand keyword arguments on to
+    attention.
     """
     place = running.place
     names = list(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:]
@@ -62,7 +60,7 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
             if running.batch.doubt is not None:
                 part = part + running.batch.doubt.to(part.dtype)
             args, kwargs = ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
-            if passes_on:  # hooks of Transformers' layers run outside of checkpointed regions: in one nothing is noted
+            if passes_on:  # Transformers' layers run hooks outside of checkpointed regions; inside, none may set state
                 running.whole = whole
         else:
             whole = running.whole if passes_on else hidden.shape[1] * place.size
@@ -70,30 +68,30 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
             _own_rows(per_position[number], value, whole, place) if number in per_position else value
             for number, value in enumerate(args)
         )
-        found = dict(kwargs)
+        new_kwargs = dict(kwargs)
         for name, value in kwargs.items():
             if name.startswith(_PER_POSITION):
-                found[name] = _own_rows(name, value, whole, place)
+                new_kwargs[name] = _own_rows(name, value, whole, place)
             elif name == "position_ids" and isinstance(value, Tensor) and passes_on:
                 # Blocks scale queries by them; attention finds packed sequences in them.
-                found[name], found[POSITIONS] = place.cut(value, -1), value
+                new_kwargs[name], new_kwargs[POSITIONS] = place.cut(value, -1), value
             elif name.startswith("past_key_value"):
-                found[name] = None
+                new_kwargs[name] = None
             elif name == "use_cache":
-                found[name] = False
+                new_kwargs[name] = False
         if place.local(whole) * place.size != whole:
             if not passes_on:
                 problem = f"does not divide {whole} positions, and {type(block).__name__} hands nothing on to attention"
                 multiple = place.local(1) * place.size
                 raise config_error(f"{FIELD}.size", place.size, problem, f"pad to a multiple of {multiple}")
-            found[LENGTH] = whole
-        return args, found
+            new_kwargs[LENGTH] = whole
+        return args, new_kwargs
 
     return hook
 
 
 def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
-    """A hook behind the last block."""
+    """Return a hook of the last block that joins positions where the model needs all."""
     place = running.place
 
     def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -111,7 +109,7 @@ def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
 
 
 class _Calls(TorchFunctionMode):
-    """Attention of blocks outside of graphs."""
+    """Redirects eager calls of ``scaled_dot_product_attention`` in blocks to :func:`attention`."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -126,7 +124,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _is_mask(hidden: Any, place: Place, value: Any) -> bool:
-    """Whether ``value`` has a row and a column for each position of all."""
+    """Return whether `value` is a mask [..., S, S] over all positions."""
     whole = hidden.shape[1] * place.size if isinstance(hidden, Tensor) else 0
     return isinstance(value, Tensor) and value.ndim > 1 and tuple(value.shape[-2:]) == (whole, whole)
 
@@ -138,7 +136,7 @@ def _outside_of_graphs(forward: Callable[..., Any], place: Place, args: Any, kwa
 
 
 def intercepting(cls: type) -> type:
-    """``cls``, whose calls of ``scaled_dot_product_attention`` see all positions."""
+    """Return a subclass of `cls` whose calls of ``scaled_dot_product_attention`` see all positions."""
     base: Any = cls
 
     class Block(base):

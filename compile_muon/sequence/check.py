@@ -1,4 +1,4 @@
-"""Whether a model computes with cut positions what it computes with all of them."""
+"""Comparison of a model's outputs with cut and with whole positions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from compile_muon.sequence.running import FIELD
 
 __all__ = ["check_first", "check_sequence"]
 
-#: positions of a rank that the first step looks at
+#: positions per rank that the first step compares
 _PIECE = 128
-#: what a relative difference may be, in float32 and in half precision, whose rounding moves routers
+#: largest relative difference, in float32 and in half precision, whose rounding moves routers' choices
 _OF_SINGLE, _OF_HALF = 1e-3, 5e-2
-#: arguments that only say what the loss is of
+#: arguments that only the loss reads
 _OF_THE_LOSS = ("labels", "num_items_in_batch", "shift_labels")
 
 
@@ -32,10 +32,10 @@ def _called(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _numbers(output: Any) -> Tensor:
-    """Of what a model returns its logits or hidden states, ``[B, S or s, ...]``; its loss where that is all."""
+    """Return the logits or hidden states [B, S or s, ...] of a model's output, else its loss."""
     for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
-            return found
+        if isinstance(tensor := getattr(output, name, None), Tensor):
+            return tensor
     numbers = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     if not numbers:
         raise config_error(FIELD, type(output).__name__, "holds no tensor to compare", "return logits or a loss")
@@ -43,18 +43,18 @@ def _numbers(output: Any) -> Tensor:
 
 
 def check_sequence(model: nn.Module, batch: Any, *, tolerance: float = 1e-3) -> float:
-    """Compare what ranks compute of their positions with what each computes by itself; collective over all ranks.
+    """Compare a model's outputs from cut positions with those from whole positions; collective over all ranks.
 
     Args:
-        model: which a MuonZero with ``sequence_parallel`` has sharded.
-        batch: keyword arguments of it, or a tuple of positional ones, or one; the same on all ranks of a group, and
-            short enough for one rank.
-        tolerance: of the norm of the difference, as a part of the norm.
+        model: sharded by a MuonZero with ``sequence_parallel``.
+        batch: keyword arguments of the model, a tuple of positional ones, or one argument; equal on all ranks of a
+            group, and short enough for one rank.
+        tolerance: largest norm of the difference, relative to the norm of the outputs.
     Returns:
         The largest relative difference, over all ranks.
     Raises:
-        ConfigError: it is larger, on every rank: something in the blocks knows positions otherwise than by what it is
-            given, or mixes them otherwise than by attention. Or the model is not cut.
+        ConfigError: on every rank, if the difference is larger: blocks know positions otherwise than by their
+            arguments, or mix them otherwise than by attention. Or if the model is not cut.
     """
     plan = plan_of(model)
     if plan is None:
@@ -64,13 +64,7 @@ def check_sequence(model: nn.Module, batch: Any, *, tolerance: float = 1e-3) -> 
 
 
 def check_first(plan: SequencePlan) -> None:
-    """The same of a piece of the batch that the first step was made of, once; nothing where images belong to it.
-
-    The model runs outside of graphs.
-
-    Raises:
-        ConfigError: as :func:`check_sequence`.
-    """
+    """Run :func:`check_sequence` once, eagerly, on a piece of the first step's batch, unless the batch has images."""
     latest = plan.batch.latest
     if not plan.unchecked or latest is None:
         return
@@ -109,7 +103,7 @@ def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor
                 wholes = outputs()
     finally:
         model.train(training)
-    if parts.shape != wholes.shape:  # this rank's positions, and what pads them
+    if parts.shape != wholes.shape:  # `parts` has this rank's positions, and padding, which `valid` zeroes
         valid = place.cut(torch.ones_like(wholes))
         wholes, parts = place.cut(wholes), parts * valid
     norm = wholes.float().norm()
@@ -117,15 +111,15 @@ def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor
     error = torch.nan_to_num(error, nan=torch.inf).reshape(1)
     if plan.everyone is not None:
         dist.all_reduce(error, dist.ReduceOp.MAX, group=plan.everyone)
-    found = float(error)
-    if not found <= tolerance:
-        raise _differs(plan, type(model).__name__, found)
-    return found
+    largest = float(error)
+    if not largest <= tolerance:
+        raise _differs(plan, type(model).__name__, largest)
+    return largest
 
 
 def _differs(plan: SequencePlan, kind: str, found: float) -> ConfigError:
-    if said := plan.differing_batches():
-        return config_error(FIELD, kind, said, "give the ranks of a group the same batch (optimizer.data_place)")
+    if differing := plan.differing_batches():
+        return config_error(FIELD, kind, differing, "give the ranks of a group the same batch (optimizer.data_place)")
     problem = (
         f"changes what {kind} computes, by {found:.1e} of it: its blocks count positions from their own first one, or "
         "mix them otherwise than by attention"

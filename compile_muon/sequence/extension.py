@@ -1,4 +1,4 @@
-"""What sequence parallelism adds to an optimizer."""
+"""Sequence parallelism as an extension of an optimizer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ __all__ = ["SharedSequences"]
 
 
 class SharedSequences(Extension):
-    """Ranks that share sequences: attention in their graphs meets, and they are given the same batches.
+    """Passes for attention in graphs of ranks that share sequences, and checks that these ranks have equal batches.
 
-    Args:
-        plan: of what is cut.
-        compares: whether the other ranks are there, to be asked for their batches.
+    `compares`: whether the other ranks exist and can compare batches (not in a plan).
     """
 
     dynamo_passes = (ATTEND, LOOK_UP_OWN)
@@ -29,18 +27,18 @@ class SharedSequences(Extension):
         self.plan, self._compares = plan, compares
 
     def before_forward(self, groups: frozenset[str], integers: Sequence[Tensor]) -> None:
-        """See to it that a graph in which the ranks meet is given batches of one shape."""
+        """Check that a graph with collectives of the group gets batches of one shape on all its ranks."""
         place = self.plan.place
         if self._compares and integers and place is not None and place.group in groups:
             check_shapes(self.plan.batch, place, integers)
 
     def before_step(self) -> None:
-        """In the first step, see to it that the model computes the same of a part."""
+        """In the first step, check that the model computes the same from cut positions."""
         if self._compares:
             check_first(self.plan)
 
     def why_not_finite(self) -> tuple[str, str] | None:
-        """Different batches make all that is computed NaN."""
-        found = self.plan.differing_batches() if self._compares else ""
+        """Return problem and remedy if ranks of a group have different batches, which makes all values NaN."""
+        differing = self.plan.differing_batches() if self._compares else ""
         remedy = "optimizer.data_place says which data a rank is to load"
-        return (f"{found}, which makes them NaN", remedy) if found else None
+        return (f"{differing}, which makes them NaN", remedy) if differing else None

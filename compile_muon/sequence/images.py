@@ -1,7 +1,7 @@
-"""Images of vision-language models: each rank of a group computes its share of whole images, tower and projector.
+"""Images of vision-language models: each rank of a group runs tower and projector on its share of whole images.
 
-What is joined behind the projector the model merges into the text itself, for all positions, ahead of its blocks.
-Images are alike and come one a row, or come as patches one behind the other, with a grid that says how many each has.
+Features are joined behind the projector, and the model itself merges them into the text, for all positions, ahead of
+its blocks. Images have one shape and one row each, or are concatenated patches, with a grid of patches per image.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["add_own_positions", "collect", "deal", "deal_patches", "grid_towers", "vision_parts"]
 
-#: of models of Transformers: what turns images into features, and what is behind it, image by image
+#: Transformers' names of a vision tower and of the projector behind it, which works image by image
 _PARTS = (("vision_tower", "multi_modal_projector"), ("vision_model", "connector"))
-#: of pixels: images, channels, height, width
+#: dimensions of pixels: images, channels, height, width
 _IMAGES = 4
 
 
 def vision_parts(model: nn.Module) -> tuple[str, str] | None:
-    """Paths of a tower and a projector; None where there are none that take whole images."""
+    """Return the paths of a vision tower that takes whole images and of its projector, or None."""
     for path, module in model.named_modules():
         children = dict(module.named_children())
         for tower, projector in _PARTS:
@@ -41,29 +41,29 @@ def vision_parts(model: nn.Module) -> tuple[str, str] | None:
 
 
 def deal(running: Running) -> Callable[..., Any]:
-    """A hook ahead of the tower: this rank's images; ``running.whole`` counts all, 0 where each rank computes them.
+    """Return a pre-hook of the tower that keeps this rank's images, and sets ``running.whole`` to the count of all.
 
-    Each does without gradients, as one of them may be alone, and where something else belongs to the images.
+    Every rank computes all images, with ``running.whole`` 0, without gradients, as a rank may be alone, and if the
+    call has more tensors than the pixels.
     """
 
     def hook(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]
         pixels = args[0] if args else kwargs.get("pixel_values")
         running.whole = 0
-        if len(given) > 1 or not running.deals or not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
+        if len(tensors) > 1 or not running.deals or not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
             return args, kwargs
         running.whole = pixels.shape[0]
-        own = running.place.cut(pixels, 0)
-        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": own})
+        own_images = running.place.cut(pixels, 0)
+        return ((own_images, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": own_images})
 
     return hook
 
 
 def collect(running: Running) -> Callable[..., Any]:
-    """A hook behind the projector: the features of all images.
+    """Return a hook of the projector that joins the features of all images.
 
-    Raises:
-        ConfigError: it returns something else than a row for each image.
+    The hook raises a ConfigError if the projector does not return one row per image.
     """
     place = running.place
 
@@ -79,13 +79,13 @@ def collect(running: Running) -> Callable[..., Any]:
 
 
 def add_own_positions(stack: Any, running: Running) -> None:
-    """Features of images that Transformers adds between blocks (``_deepstack_process``) go to this rank's positions."""
+    """Patch ``_deepstack_process``, by which Transformers adds image features between blocks, to cut positions."""
     plain = getattr(stack, "_deepstack_process", None)
     if plain is None:
         return
 
     def process(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-        """As the model's: ``features`` are of those of all positions ``[B, S]`` where ``places`` is True."""
+        """Add `features` where `places` [B, S], a mask over all positions, is True."""
         if hidden.shape[1] == places.shape[1]:
             return plain(hidden, places, features)
         everywhere = hidden.new_zeros(*places.shape, hidden.shape[-1])
@@ -99,18 +99,18 @@ def add_own_positions(stack: Any, running: Running) -> None:
 
 
 def grid_towers(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the outermost modules that take the patches of several images, and ``grid_thw`` of each (Qwen2-VL)."""
-    found: list[str] = []
+    """Return the paths of the outermost modules that take patches of several images and ``grid_thw`` (Qwen2-VL)."""
+    towers: list[str] = []
     for path, module in model.named_modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         takes = code is not None and "grid_thw" in code.co_varnames[: code.co_argcount]
-        if takes and not any(path.startswith(f"{other}.") for other in found):
-            found.append(path)
-    return tuple(found)
+        if takes and not any(path.startswith(f"{other}.") for other in towers):
+            towers.append(path)
+    return tuple(towers)
 
 
 def deal_out(patches: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which images each rank computes: the largest first, each to the rank that has the fewest patches so far."""
+    """Return the images of each rank: the largest first, each to the rank with the fewest patches so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for image in sorted(range(len(patches)), key=lambda image: -patches[image]):
@@ -121,16 +121,17 @@ def deal_out(patches: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def deal_patches(tower: nn.Module, running: Running) -> None:
-    """Have ``tower`` compute this rank's images, and give the features of all.
+    """Hook `tower` to compute this rank's images and to return the features of all.
 
-    Without gradients, and where something else belongs to the images, each rank computes all.
+    Every rank computes all images without gradients, and if the call has more tensors than patches and grid.
     """
     names = list(inspect.signature(inspect.unwrap(type(tower).forward)).parameters)[1:]
-    dealt: list[tuple[list[int], list[list[int]]]] = []  # of the call under way: patches of each image, and shares
+    # of the call that runs: patches per image, and images per rank
+    deals: list[tuple[list[int], list[list[int]]]] = []
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def ahead(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dealt.clear()
+        deals.clear()
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name for name, value in call.items() if isinstance(value, Tensor)}
         if tensors != {names[0], "grid_thw"} or not running.deals:
@@ -138,34 +139,33 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
         grid: Tensor = call["grid_thw"]
         patches = grid.prod(-1).tolist()
         shares = deal_out(patches, running.place.size)
-        own = shares[running.place.index] or [0]  # something: its features are not read
-        dealt.append((patches, shares))
+        own_images = shares[running.place.index] or [0]  # a tower needs an input: these features are dropped
+        deals.append((patches, shares))
         pieces = call[names[0]].split(patches)
-        return (), {**call, names[0]: torch.cat([pieces[image] for image in own]), "grid_thw": grid[own]}
+        return (), {**call, names[0]: torch.cat([pieces[image] for image in own_images]), "grid_thw": grid[own_images]}
 
     @torch.compiler.disable(reason="sequence_parallel: how many patches an image has is data")
     def behind(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return tree_map_only(Tensor, partial(_all_images, running.place, *dealt.pop()), output) if dealt else output
+        return tree_map_only(Tensor, partial(_all_images, running.place, *deals.pop()), output) if deals else output
 
     tower.register_forward_pre_hook(ahead, with_kwargs=True)
     tower.register_forward_hook(behind)
 
 
 def _all_images(place: Place, patches: list[int], shares: list[list[int]], own: Tensor) -> Tensor:
-    """Features of all images, of which ``own`` has a row for every so many patches of this rank's.
+    """Gather the features of all images, in order, from `own`, which has a row for a fixed number of own patches.
 
-    Raises:
-        ConfigError: it has not.
+    Ranks pad to the longest share, so that one gather joins them.
     """
-    mine = sum(patches[image] for image in shares[place.index] or [0])
-    if own.ndim == 0 or own.shape[0] == 0 or mine % own.shape[0]:
-        problem = f"of what a vision tower returns for {mine} patches does not go by them"
+    own_patches = sum(patches[image] for image in shares[place.index] or [0])
+    if own.ndim == 0 or own.shape[0] == 0 or own_patches % own.shape[0]:
+        problem = f"of what a vision tower returns for {own_patches} patches does not go by them"
         raise config_error(FIELD, list(own.shape), problem, f"leave {FIELD} out")
-    rows = [number * own.shape[0] // mine for number in patches]
+    rows = [number * own.shape[0] // own_patches for number in patches]
     lengths = [[rows[image] for image in share] for share in shares]
-    most = max(map(sum, lengths))
-    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, most - own.shape[0])), place, most * place.size, 0)
-    found: dict[int, Tensor] = {}
-    for share, own_rows, part in zip(shares, lengths, whole.split(most), strict=True):
-        found |= dict(zip(share, part[: sum(own_rows)].split(own_rows), strict=True) if share else ())
-    return torch.cat([found[image] for image in range(len(patches))])
+    longest = max(map(sum, lengths))
+    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, longest - own.shape[0])), place, longest * place.size, 0)
+    features: dict[int, Tensor] = {}
+    for share, own_rows, part in zip(shares, lengths, whole.split(longest), strict=True):
+        features |= dict(zip(share, part[: sum(own_rows)].split(own_rows), strict=True) if share else ())
+    return torch.cat([features[image] for image in range(len(patches))])

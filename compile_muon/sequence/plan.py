@@ -1,12 +1,11 @@
-"""Which stacks of blocks work on a part of the positions, and what is put at their ends.
+"""Plan of sequence parallelism: the stacks of blocks whose positions are cut, and the hooks at their ends.
 
-Every rank of a group is given the whole batch. What a model does ahead of its blocks (embeddings, merging of images,
-positions, masks) it does for all positions, as it always did, so nothing in it has to know where this rank's begin. In
-front of the first block hidden states are cut; attention exchanges positions for heads and sees the whole length, with
-the model's own mask; behind the last block positions are joined, or head and loss stay cut.
+Every rank of a group has the whole batch. Ahead of its blocks (embeddings, merging of images, positions, masks) a model
+computes all positions, so its code needs no offset of this rank. In front of the first block hidden states are cut;
+attention exchanges positions for heads and sees the whole length, with the model's own mask; behind the last block
+positions are joined, or head and loss stay cut.
 
-Attention of Transformers' models is found by its interface, that of others by the calls of
-``scaled_dot_product_attention`` in their blocks.
+Attention is found by Transformers' interface, or by calls of ``scaled_dot_product_attention`` in the blocks.
 """
 
 from __future__ import annotations
@@ -42,52 +41,32 @@ _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks one behind the other.
+    """A stack: blocks that run one after the other."""
 
-    Args:
-        path: of the ``ModuleList``.
-        attentions: paths of the modules of attention in them, of Transformers; none where attention is a function.
-        passes_on: whether blocks hand keyword arguments on to attention, so that lengths need not divide.
-        tail: whether what stands behind the last block wants all positions, see :mod:`.tail`.
-    """
-
-    path: str
-    attentions: tuple[str, ...]
-    passes_on: bool
-    tail: bool = False
+    path: str  # of the ``ModuleList``
+    attentions: tuple[str, ...]  # paths of Transformers' attention modules; () where attention is a function
+    passes_on: bool  # whether blocks hand keyword arguments on to attention, so that lengths need not divide
+    tail: bool = False  # whether the modules behind the last block need all positions, see :mod:`.tail`
 
 
 @dataclass(eq=False)
 class SequencePlan:
-    """What will be cut, and how.
+    """The parts of a model to cut, and after :meth:`apply` the state of this rank."""
 
-    Args:
-        size: ranks along ``sequence``.
-        ring: groups of them that keys and values go around.
-        stacks: of blocks.
-        images: paths of a vision tower and of the projector behind it, whose images are dealt out; None without.
-        towers: of those that take patches of several images.
-        causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
-        place: of this rank, once applied.
-        batch: that is computed.
-        everyone: all ranks, once applied.
-        unchecked: whether the first step is still to compare, see :func:`~compile_muon.sequence.check.check_first`.
-    """
-
-    size: int
-    ring: int
+    size: int  # ranks along ``sequence``
+    ring: int  # groups of these ranks that keys and values go around
     stacks: tuple[Stack, ...]
-    causal: str | None
-    images: tuple[str, str] | None = None
-    towers: tuple[str, ...] = ()
-    place: Place | None = None
+    causal: str | None  # path of the module whose loss stays cut; None joins positions behind the last block
+    images: tuple[str, str] | None = None  # paths of a vision tower, whose images are dealt out, and of its projector
+    towers: tuple[str, ...] = ()  # paths of towers that take patches of several images
+    place: Place | None = None  # of this rank; set by apply
     batch: Batch = field(default_factory=Batch)
-    everyone: dist.ProcessGroup | None = None
-    unchecked: bool = False
+    everyone: dist.ProcessGroup | None = None  # all ranks; set by apply
+    unchecked: bool = False  # whether the first step still has to run ``check.check_first``
 
     @contextlib.contextmanager
     def wanting(self, wanted: str) -> Iterator[None]:
-        """Inside this block batches are computed so, see :class:`~compile_muon.sequence.running.Batch`."""
+        """Set ``batch.wanted`` inside the ``with`` block, see :class:`~compile_muon.sequence.running.Batch`."""
         self.batch.wanted = wanted
         try:
             yield
@@ -95,7 +74,7 @@ class SequencePlan:
             self.batch.wanted = ""
 
     def differing_batches(self) -> str:
-        """Which ranks of a group were given other batches than the rest of it; collective over all ranks."""
+        """Return a clause about groups whose ranks have different batches, or ""; collective over all ranks."""
         if self.batch.digest is None or self.place is None or self.everyone is None:
             return ""
         ranks = dist.get_process_group_ranks(group_named(self.place.group))
@@ -103,22 +82,20 @@ class SequencePlan:
         groups: dict[tuple[int, ...], set[int]] = {}
         for group, digest in digests:
             groups.setdefault(group, set()).add(digest)
-        found = [ranks_named(list(group)) for group, seen in groups.items() if len(seen) > 1]
-        return f"{listed(found)} share a sequence and were given different batches" if found else ""
+        differing = [ranks_named(list(group)) for group, group_digests in groups.items() if len(group_digests) > 1]
+        return f"{listed(differing)} share a sequence and were given different batches" if differing else ""
 
     def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup, *, compares: bool) -> None:
-        """Put hooks at the blocks, and ours in place of attention and loss; sends nothing.
+        """Hook the blocks, and replace attention and loss; no communication.
 
-        Args:
-            place: of this rank among those that share a sequence, in the order of its parts.
-            everyone: all ranks.
-            compares: whether they are there, to be asked for their batches.
+        `place`: of this rank in its group, in the order of the sequence. `everyone`: all ranks. `compares`: whether
+        these ranks exist and can compare batches (not in a plan).
         """
-        self.place = around = replace(place, ring=self.ring)
+        self.place = ring_place = replace(place, ring=self.ring)
         self.everyone = everyone
         configs: dict[int, Any] = {}
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
-        stacks = [Running(around, self.batch, tail=stack.tail) for stack in self.stacks]
+        stacks = [Running(ring_place, self.batch, tail=stack.tail) for stack in self.stacks]
         for stack, running in zip(self.stacks, stacks, strict=True):
             blocks: Any = model.get_submodule(stack.path)
             for number, block in enumerate(blocks):
@@ -136,9 +113,9 @@ class SequencePlan:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
             tower, projector = map(model.get_submodule, self.images)
-            dealt = Running(place, self.batch)
-            tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
-            projector.register_forward_hook(collect(dealt))
+            image_running = Running(place, self.batch)
+            tower.register_forward_pre_hook(deal(image_running), with_kwargs=True)
+            projector.register_forward_hook(collect(image_running))
         for path in self.towers:
             deal_patches(model.get_submodule(path), Running(place, self.batch))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
@@ -150,16 +127,12 @@ class SequencePlan:
 
 
 def plan_of(model: nn.Module) -> SequencePlan | None:
-    """The plan that was applied to ``model``, or to what is compiled or wrapped in it."""
+    """Return the plan applied to `model` or to a module inside (of a compiled or wrapped model), or None."""
     return next((module.__dict__[_PLAN] for module in model.modules() if _PLAN in module.__dict__), None)
 
 
 def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequencePlan:
-    """Find what can be cut; nothing is changed.
-
-    Raises:
-        ConfigError: about all that cannot.
-    """
+    """Plan the cuts of `model`, which stays unchanged; raise a ConfigError about everything that cannot be cut."""
     mistakes = Mistakes()
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     attentions = _attentions(lists)
@@ -167,8 +140,8 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.blocks is None and len(paths) != 1:
         _check_model(model, mistakes)
         mistakes.raise_all()
-        found = f"finds {listed(list(paths))}" if paths else "finds no stack of blocks"
-        problem, fitting = f"{found} behind Transformers' attention interface", _fitting(lists, attentions)
+        listing = f"finds {listed(list(paths))}" if paths else "finds no stack of blocks"
+        problem, fitting = f"{listing} behind Transformers' attention interface", _fitting(lists, attentions)
         if not fitting:
             problem += ", nor one that calls scaled_dot_product_attention and mixes positions by that alone"
         remedy = f'name the ModuleList, "blocks": ["{fitting[0]}"]' if fitting else f"leave {FIELD} out"
@@ -180,10 +153,10 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     _check_model(model, mistakes)
     stacks = []
     for path in paths:
-        own = attentions.get(path, ())
-        _check_blocks(path, lists[path], own, mistakes)
-        passing = (*lists[path], *(model.get_submodule(each) for each in own))
-        stacks.append(Stack(path, own, bool(own) and all(map(accepts_any, passing))))
+        stack_attentions = attentions.get(path, ())
+        _check_blocks(path, lists[path], stack_attentions, mistakes)
+        receivers = (*lists[path], *(model.get_submodule(each) for each in stack_attentions))
+        stacks.append(Stack(path, stack_attentions, bool(stack_attentions) and all(map(accepts_any, receivers))))
     ring = _ring(model, config, [path for stack in stacks for path in stack.attentions], mistakes)
     mistakes.raise_all()
     causal = None
@@ -195,54 +168,56 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if causal is not None:
         inside = stacks[-1].path.removeprefix(f"{causal}." if causal else "")
         stacks[-1] = replace(stacks[-1], tail=not takes_parts(model.get_submodule(causal), inside))
-    of_images = any(map(_sees_images, paths))
-    images, towers = (None, ()) if of_images else (vision_parts(model), grid_towers(model))
+    cuts_vision = any(map(_sees_images, paths))
+    images, towers = (None, ()) if cuts_vision else (vision_parts(model), grid_towers(model))
     batch = Batch(sharded=config.inputs == "sharded")
     return SequencePlan(config.size, ring, tuple(stacks), causal, images, towers, batch=batch, unchecked=config.check)
 
 
 def _fitting(lists: Mapping[str, nn.ModuleList], attentions: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Paths of the outermost lists of blocks that could be named."""
-    found: list[str] = []
+    """Return the paths of the outermost lists of blocks that ``blocks`` may name."""
+    fitting: list[str] = []
     for path, blocks in lists.items():
-        mistakes, own = Mistakes(), attentions.get(path, ())
-        _check_blocks(path, blocks, own, mistakes)
-        if not (mistakes.found or any(path.startswith(f"{other}.") for other in found)) and (
-            own or all(map(_attends, blocks))
+        mistakes, block_attentions = Mistakes(), attentions.get(path, ())
+        _check_blocks(path, blocks, block_attentions, mistakes)
+        if not (mistakes.found or any(path.startswith(f"{other}.") for other in fitting)) and (
+            block_attentions or all(map(_attends, blocks))
         ):
-            found.append(path)
-    return found
+            fitting.append(path)
+    return fitting
 
 
 def _attends(block: nn.Module) -> bool:
-    """Whether code of a block, or a function that it calls, names ``scaled_dot_product_attention``."""
-    left = [function for module in block.modules() for function in _functions(type(module))]
-    for function in left:
+    """Return whether a method of `block`, or a function it calls, names ``scaled_dot_product_attention``."""
+    queue = [function for module in block.modules() for function in _functions(type(module))]
+    for function in queue:
         names = set(function.__code__.co_names)
         if "scaled_dot_product_attention" in names:
             return True
-        if function.__qualname__ != function.__name__:  # a method; what functions call is not followed
+        if function.__qualname__ != function.__name__:  # a method; calls by functions are not followed
             called = (function.__globals__.get(name) for name in names)
-            left += [inspect.unwrap(each) for each in called if inspect.isfunction(each)]
+            queue += [inspect.unwrap(each) for each in called if inspect.isfunction(each)]
     return False
 
 
 def _functions(cls: type) -> list[Any]:
-    """Methods of ``cls``, but for those that every module has."""
-    own = (each for base in cls.__mro__ if not base.__module__.startswith("torch.nn") for each in vars(base).values())
+    """Return the methods of `cls` without those of ``torch.nn`` classes."""
+    members = (
+        each for base in cls.__mro__ if not base.__module__.startswith("torch.nn") for each in vars(base).values()
+    )
     return [
-        function for each in own if inspect.isfunction(function := inspect.unwrap(each) if callable(each) else None)
+        function for each in members if inspect.isfunction(function := inspect.unwrap(each) if callable(each) else None)
     ]
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:
-    """Modules of attention of Transformers, by the outermost ``ModuleList`` that they are in."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return outermost ``ModuleList`` -> the paths of Transformers' attention modules inside."""
+    by_list: dict[str, tuple[str, ...]] = {}
     for path, module in lists.items():
-        own = tuple(f"{path}.{name}" for name, each in module.named_modules() if attends(each))
-        if own and not any(path.startswith(f"{other}.") for other in found):
-            found[path] = own
-    return found
+        inside = tuple(f"{path}.{name}" for name, each in module.named_modules() if attends(each))
+        if inside and not any(path.startswith(f"{other}.") for other in by_list):
+            by_list[path] = inside
+    return by_list
 
 
 def _sees_images(path: str) -> bool:
@@ -277,10 +252,12 @@ def _check_blocks(path: str, blocks: nn.ModuleList, attentions: tuple[str, ...],
 
 
 def _ring(model: nn.Module, config: SequenceParallelConfig, attentions: Sequence[str], mistakes: Mistakes) -> int:
-    """How many groups of ranks keys and values go around, where each group exchanges heads."""
+    """Return the number of groups that keys and values go around; each group exchanges positions for heads."""
     configs = {path: getattr(model.get_submodule(path), "config", None) for path in attentions}
     heads = {
-        path: n for path, own in configs.items() if isinstance(n := getattr(own, "num_attention_heads", None), int)
+        path: n
+        for path, module_config in configs.items()
+        if isinstance(n := getattr(module_config, "num_attention_heads", None), int)
     }
     uneven = next((path for path, number in heads.items() if number % config.size), None)
     if config.attention == "heads":
@@ -295,8 +272,8 @@ def _ring(model: nn.Module, config: SequenceParallelConfig, attentions: Sequence
     if config.attention == "both" and not heads:
         remedy = 'use "heads" or "ring"'
         mistakes.add(config_error(field, "both", "divides heads, and blocks of your own do not say how many", remedy))
-    for path, own in configs.items():
-        kind = getattr(own, "_attn_implementation", None)
+    for path, module_config in configs.items():
+        kind = getattr(module_config, "_attn_implementation", None)
         if kind != "sdpa":
             problem = f"takes plain softmax attention in parts, and that of {path} is {kind!r}"
             remedy = 'load the model with attn_implementation="sdpa", or use "heads"'

@@ -1,4 +1,4 @@
-"""What the parts of a model know of the batch that is being computed."""
+"""State of a running forward that the hooks of a model share."""
 
 from __future__ import annotations
 
@@ -12,64 +12,48 @@ from compile_muon.passes.sequence.place import Place
 
 __all__ = ["FIELD", "Batch", "Running"]
 
-#: of the configuration, for errors
+#: section of the configuration, for errors
 FIELD = "sequence_parallel"
 
 
 @dataclass(eq=False)
 class Batch:
-    """What all stacks of blocks know of it.
+    """The running batch, for all stacks of a model."""
 
-    Args:
-        sharded: whether each rank is given its own part of the positions.
-        wanted: "whole" for all positions on every rank, "cut" for parts of them though a cache is read, "joined" for
-            logits of all positions though the loss could do with parts; "" for as the model is called.
-        joins: whether positions are joined behind the last block, and not only behind the loss.
-        latest: module, arguments and keyword arguments that the ranks were given.
-        shapes: of batches that were found the same on all ranks of the group.
-        digest: of what they were given, int64; and ``doubt``, 0 or NaN where it is not the same.
-    """
-
-    sharded: bool = False
+    sharded: bool = False  # whether loaders give each rank its own part of the positions
+    # "whole": all positions on every rank; "cut": parts although a cache is read; "joined": logits of all positions
+    # although the loss needs only parts; "": as the model is called
     wanted: str = ""
-    joins: bool = True
+    joins: bool = True  # whether positions are joined behind the last block; else head and loss stay cut
+    # module, arguments and keyword arguments of the last call
     latest: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
-    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
-    digest: Tensor | None = field(default=None, repr=False)
-    doubt: Tensor | None = field(default=None, repr=False)
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # that were equal on all ranks of the group
+    digest: Tensor | None = field(default=None, repr=False)  # int64 scalar of this rank's batch
+    doubt: Tensor | None = field(default=None, repr=False)  # scalar: 0, or NaN where the group's digests differ
 
 
 @dataclass(eq=False)
 class Running:
-    """Of one stack of blocks.
-
-    Args:
-        place: of this rank.
-        batch: that is computed.
-        whole: positions of it, as the first block has found them.
-        reads: whether the blocks read a cache of keys and values.
-        tail: whether what stands behind the last block gets all positions, though head and loss stay cut.
-        shape: rows and positions that it got, where positions stay cut behind it.
-    """
+    """The running forward of one stack of blocks."""
 
     place: Place
     batch: Batch
-    whole: int = 0
-    reads: bool = False
-    tail: bool = False
-    shape: tuple[int, ...] = ()
+    whole: int = 0  # positions of the batch, set ahead of the first block
+    reads: bool = False  # whether the blocks read a cache of keys and values
+    tail: bool = False  # whether the modules behind the last block get all positions although head and loss stay cut
+    shape: tuple[int, ...] = ()  # rows and positions behind the last block
 
     @property
     def alone(self) -> bool:
-        """Whether every rank computes all positions: a cache holds all, so who reads one does."""
+        """Whether every rank computes all positions, as with a cache, which holds all keys and values."""
         return self.reads or self.batch.wanted == "whole"
 
     @property
     def deals(self) -> bool:
-        """Whether ranks have a share of the images each; all of them without gradients, as a rank may be alone then."""
+        """Whether each rank computes a share of the images; without gradients a rank may be alone and computes all."""
         return torch.is_grad_enabled() and self.batch.wanted != "whole"
 
     def look_for_cache(self, kwargs: dict[str, Any]) -> None:
-        """Note whether a block that is called with these reads one."""
-        there = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
-        self.reads = there and self.batch.wanted != "cut"
+        """Set ``reads`` from the keyword arguments of the first block."""
+        has_cache = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
+        self.reads = has_cache and self.batch.wanted != "cut"

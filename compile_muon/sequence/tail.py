@@ -1,7 +1,7 @@
-"""What stands behind the last block of a stack whose positions stay cut: whether it takes a part for the whole.
+"""The tail of a model whose positions stay cut: the modules between its last block and its head.
 
-GPT-2 views its hidden states in the shape of the ids behind its last norm: of a part of the positions that makes other
-rows, or an error. Positions are joined in front of such a tail, and cut again behind it.
+GPT-2 views the hidden states behind its last norm in the shape of the ids: with a part of the positions that makes
+other rows, or an error. Positions are joined in front of such a tail, and cut again behind it.
 """
 
 from __future__ import annotations
@@ -20,55 +20,51 @@ from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["behind_tail", "takes_parts"]
 
-#: of the batch that is tried: an odd number of rows, so that views of other lengths cannot fit
+#: shape of the trial batch: with an odd number of rows, a view in another length cannot fit
 _ROWS, _LENGTH = 3, 4
 
 
 def takes_parts(model: nn.Module, path: str) -> bool:
-    """Whether logits of half the positions come of half the positions behind the last block, tried without numbers.
+    """Return whether the tail turns hidden states of half the positions into logits of half the positions.
 
-    Nothing of ``model`` is changed, and nothing computed. True where a copy of it does not run so: what comes of a
-    batch is checked all the same.
-
-    Args:
-        model: with a causal loss.
-        path: in it, of the ``ModuleList`` of blocks.
+    `model` has a causal loss, `path` leads to its ``ModuleList`` of blocks. The trial runs a copy on fake tensors. True
+    if the copy does not run at all: :func:`behind_tail` checks the shapes of real batches.
     """
     mode = without_numbers()
     try:
-        tried = _copied(model, path, mode)
+        trial = _copied(model, path, mode)
         with mode:
-            whole = _logits(tried)
-    except Exception:  # whatever a model of others raises where there are no numbers
+            whole = _logits(trial)
+    except Exception:  # foreign code may raise anything on fake tensors
         return True
-    blocks: Any = tried.get_submodule(path)
+    blocks: Any = trial.get_submodule(path)
     blocks[-1].register_forward_hook(_first_half)
     try:
         with mode:
-            part = _logits(tried)
+            part = _logits(trial)
     except Exception:
         return False
     return part.shape == (_ROWS, _LENGTH // 2, *whole.shape[2:])
 
 
 def _copied(model: nn.Module, path: str, mode: AbstractContextManager[Any]) -> nn.Module:
-    """A copy without numbers, with one block and without hooks."""
+    """Return a copy of `model` on fake tensors, with one block and without hooks."""
 
     def emptied(x: Tensor) -> Tensor:
-        # Grouped products of experts are known without numbers in this dtype only.
+        # Experts' grouped products accept fake tensors in this dtype only.
         empty = torch.empty(x.shape, dtype=torch.bfloat16 if x.is_floating_point() else x.dtype, device="cpu")
         return nn.Parameter(empty, requires_grad=False) if isinstance(x, nn.Parameter) else empty
 
     with mode:
         memo: dict[int, Any] = {id(x): emptied(x) for x in (*model.parameters(), *model.buffers())}
-    tried = copy.deepcopy(model, memo).eval()
-    for module in tried.modules():
+    trial = copy.deepcopy(model, memo).eval()
+    for module in trial.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     owner, _, name = path.rpartition(".")
-    blocks: Any = tried.get_submodule(path)
-    tried.get_submodule(owner)._modules[name] = blocks[:1]
-    return tried
+    blocks: Any = trial.get_submodule(path)
+    trial.get_submodule(owner)._modules[name] = blocks[:1]
+    return trial
 
 
 @torch.no_grad()
@@ -85,10 +81,9 @@ def _first_half(block: nn.Module, args: Any, output: Any) -> Any:
 
 
 def behind_tail(running: Running) -> Callable[..., Any]:
-    """A hook behind the module that has the blocks: this rank's positions, where those of all went through its tail.
+    """Return a forward hook of the blocks' owner that cuts its output, where positions are joined for its tail.
 
-    Raises:
-        ConfigError: its output has other rows or positions than its last block.
+    The hook raises a ConfigError if the output has other rows or positions than that of the last block.
     """
     place = running.place
 
@@ -104,10 +99,10 @@ def behind_tail(running: Running) -> Callable[..., Any]:
             )
         if not running.tail:
             return output
-        own = place.cut(hidden)
+        part = place.cut(hidden)
         if named:
-            output["last_hidden_state"] = own
+            output["last_hidden_state"] = part
             return output
-        return own if isinstance(output, Tensor) else type(output)((own, *output[1:]))
+        return part if isinstance(output, Tensor) else type(output)((part, *output[1:]))
 
     return hook

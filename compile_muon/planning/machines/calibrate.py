@@ -32,24 +32,23 @@ def run(
 ) -> int:
     """Measure, print each measurement beside its prediction, write the description to `out`; return 0.
 
-    The stem of `out` is the machine's name. Under torchrun the ranks are torchrun's; else `ranks` are spawned here, by
-    default as many as GPUs, or twice as many as cores, at most 4. Rank 0 prints and writes. `disk` is a folder on the
-    disk that offload would use; None leaves the disk out. `base` names the machine that supplies what is not measured;
-    default: "h100" on GPUs, none on CPUs. Raises a ConfigError if `base` is no machine, or one of the other device
-    type.
+    The stem of `out` is the machine's name. Outside of torchrun `ranks` processes are spawned, by default as many as
+    GPUs, or twice as many as cores, at most 4. Rank 0 prints and writes. `disk` is a folder on the disk that offload
+    would use, None leaves the disk out. The machine `base` supplies numbers that are not measured; default: "h100" on
+    GPUs, none on CPUs. Raises a ConfigError if `base` is no machine of this device type.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = base or ("h100" if device == "cuda" else None)
-    rest = None if base is None else load_machine(base, "--base")
-    if rest is not None and rest.device != device:
-        raise config_error("--base", base, f"describes {rest.device!r}, and this is {device!r}", "name another")
-    given = (device, out, quick, disk, rest)
+    base_machine = None if base is None else load_machine(base, "--base")
+    if base_machine is not None and base_machine.device != device:
+        raise config_error("--base", base, f"describes {base_machine.device!r}, and this is {device!r}", "name another")
+    args = (device, out, quick, disk, base_machine)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _calibrate(int(os.environ["LOCAL_RANK"]), 0, None, *given)
+        _calibrate(int(os.environ["LOCAL_RANK"]), 0, None, *args)
         return 0
     world = ranks or (torch.cuda.device_count() if device == "cuda" else min(4, 2 * cores()))
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_calibrate, (world, Path(folder, "store"), *given), nprocs=world)
+        mp.spawn(_calibrate, (world, Path(folder, "store"), *args), nprocs=world)
     return 0
 
 

@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements of a machine."""
+    """Measurements of a machine."""
 
     device: str  # "cuda" or "cpu"
     kernel_seconds: float  # of the least kernel
@@ -117,11 +117,13 @@ def fit(measured: Measured, name: str) -> Machine:
     groups: dict[str, list[Sample]] = {group: [] for group in _FORMULAS}
     for sample in measured.samples:
         groups[sample.group].append(sample)
-    least = measured.kernel_seconds
+    kernel_seconds = measured.kernel_seconds
     # A kernel hardly slower than the least one would seem infinitely fast: subtract at most 90 % of its time.
-    bandwidths = tuple((float(s.work), s.work / max(s.seconds - least, 0.1 * s.seconds)) for s in groups["kernels"])
+    bandwidths = tuple(
+        (float(s.work), s.work / max(s.seconds - kernel_seconds, 0.1 * s.seconds)) for s in groups["kernels"]
+    )
     products = _by("dtype", groups["products"])
-    starts = {dtype: _start(same, least) for dtype, same in products.items()}
+    starts = {dtype: _start(same, kernel_seconds) for dtype, same in products.items()}
     link, start_seconds, kinds = _link(groups["collectives"], measured.cores)
     late_seconds = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
     # Bytes/s of a rank, by way.
@@ -131,7 +133,7 @@ def fit(measured: Measured, name: str) -> Machine:
         device=measured.device,
         memory_bytes=measured.memory_bytes,
         memory_bandwidth=bandwidths[-1][1],
-        kernel_seconds=least,
+        kernel_seconds=kernel_seconds,
         rates={dtype: _rates(same, starts[dtype]) for dtype, same in products.items()},
         product_starts=starts,
         links=(link,),
@@ -164,11 +166,11 @@ def completed(machine: Machine, base: Machine) -> Machine:
 
     Of the links only the one inside a node is measured, or none if there was one rank.
     """
-    alone = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
+    single_rank = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
     fields = ["fill_entries", "architecture", "processors", "collective_processors"]
     fields += ["host_seconds", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"]
     from_base = {name: getattr(base, name) for name in fields if not getattr(machine, name)}
-    if alone:
+    if single_rank:
         from_base |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}
     elif base.node is not None and machine.node is None:
         from_base["links"] = (replace(machine.links[0], within=base.node), *base.links[1:])
@@ -215,10 +217,12 @@ def _attention_rates(attention: Sequence[Sample], start: float) -> Table:
 def _host(steps: Sequence[Sample], collectives: Sequence[Sample]) -> dict[str, float]:
     """Return host seconds by kind: of a graph and a parameter from single ranks; of a collective from what several
     ranks add."""
-    alone = [sample for sample in steps if sample.of["ranks"] == 1]
-    if not alone:
+    single_rank_steps = [sample for sample in steps if sample.of["ranks"] == 1]
+    if not single_rank_steps:
         return {}
-    graph, parameter = _solve([[_GRAPHS, _GRAPHS * s.work] for s in alone], [s.seconds for s in alone])
+    graph, parameter = _solve(
+        [[_GRAPHS, _GRAPHS * s.work] for s in single_rank_steps], [s.seconds for s in single_rank_steps]
+    )
     host_seconds = {"graph": graph, "parameter": parameter}
     several = [s for s in steps if s.of["collectives"]]
     if several:
@@ -238,7 +242,7 @@ def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[
     """
     if not collectives:
         return Link(None, 1.0, 0.0), 0.0, {}
-    (_, base), *others = _by("kind", collectives).items()
+    (_, base), *other_kinds = _by("kind", collectives).items()
     hops = {id(s): _load(s, cores) * (s.of["ranks"] - 1) for s in collectives}
     several = len(_by("ranks", base)) > 1  # with one number of ranks, start and hop cannot be told apart
     columns = [[_load(s, cores) * several, hops[id(s)], s.work] for s in base]
@@ -255,7 +259,7 @@ def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[
     bandwidth = bandwidths[-1][1] if bandwidths else 1 / max(per_byte, 1e-12)
     link = Link(None, bandwidth, latency, bandwidths=bandwidths)
     factors = {}
-    for kind, same in others:
+    for kind, same in other_kinds:
         columns = [[hops[id(s)] * latency, link.transfer_seconds(s.work)] for s in same]
         of_hops, of_bytes = _solve(columns, [s.seconds for s in same], [_load(s, cores) * start for s in same])
         factors[kind] = (of_hops, of_bytes)
@@ -275,10 +279,10 @@ def _solve(
     b = 1 - np.array(starts) / np.array(seconds)
     best, coefficients = np.inf, np.zeros(a.shape[1])
     for size in range(1, a.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(a.shape[1]), size)):
-            part = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
-            rest = float(((a[:, chosen] @ part - b) ** 2).sum())
-            if (part >= 0).all() and rest < best:
-                best, coefficients = rest, np.zeros(a.shape[1])
-                coefficients[chosen] = part
+        for subset in map(list, itertools.combinations(range(a.shape[1]), size)):
+            part = np.linalg.lstsq(a[:, subset], b, rcond=None)[0]
+            residual = float(((a[:, subset] @ part - b) ** 2).sum())
+            if (part >= 0).all() and residual < best:
+                best, coefficients = residual, np.zeros(a.shape[1])
+                coefficients[subset] = part
     return coefficients.tolist()

@@ -162,12 +162,12 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(1)
     busy = world if device == "cuda" else min(world, cores())
-    together = dist.new_group(list(range(busy)))
-    alone = [dist.new_group([number]) for number in range(world)][rank]
+    busy_group = dist.new_group(list(range(busy)))
+    own_group = [dist.new_group([number]) for number in range(world)][rank]
     samples: list[Sample] = []
     kernel_seconds = math.nan
     if rank < busy:
-        clock = _Clock(plan, device, together)
+        clock = _Clock(plan, device, busy_group)
         note("the least kernel")
         # A tiny product: the least that a call of aten from Inductor's code takes.
         a, out = torch.ones(2, 4, 4, device=device)
@@ -182,7 +182,7 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
         samples += _transfers(clock, disk, busy)
         if device == "cpu":
             note("training steps")
-            samples += _steps(_Clock(plan, device, together, timer=time.process_time), alone)
+            samples += _steps(_Clock(plan, device, busy_group, timer=time.process_time), own_group)
     dist.barrier()
     for count in sorted({min(2, world), world} - {1}):
         group = dist.new_group(list(range(count)))
@@ -283,14 +283,13 @@ def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
 
 
 def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:
-    """Return a compiled step of `layers` linear layers with biases, their number of parameters, and the collectives of
-    a step.
+    """Return a compiled step of `layers` linear layers, their number of parameters, and the collectives of a step.
 
-    The layers compute next to nothing, so that the host takes all the time. Ranks of `group` train at stage 3, a single
-    rank at stage 0.
+    Ranks of `group` train at stage 3, a single rank at stage 0.
     """
     sharded = group.size() > 1
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    # Layers so small that the host takes all the time.
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
     optimizer = MuonZero(model, stage=3 if sharded else 0, gradient_accumulation_steps=1, mesh=mesh)
     compiled = torch.compile(model, backend="muon_zero")
@@ -305,10 +304,10 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
         return sum(count for _, count in optimizer.traffic.collectives)
 
     step()
-    before = sent()
+    count_before = sent()
     step()
     # The all-reduce of the step checks is not in `traffic`.
-    return step, len(list(model.parameters())), sent() - before + sharded
+    return step, len(list(model.parameters())), sent() - count_before + sharded
 
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
@@ -316,16 +315,16 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
     rounds: dict[tuple[str, int], list[float]] = {}
     at_work: dict[tuple[str, int], float] = {}
     for _ in range(clock.plan.passes):
-        for (kind, start), sent in itertools.product(kinds.items(), clock.plan.sent):
-            part = _part(kind, sent, count)
+        for (kind, start), sent_bytes in itertools.product(kinds.items(), clock.plan.sent):
+            part = _part(kind, sent_bytes, count)
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
             runs, began = clock.runs, time.process_time()
             seconds = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
-            at_work[kind, sent] = (time.process_time() - began) / (clock.runs - runs)
-            rounds.setdefault((kind, sent), []).extend(seconds)
-    for (kind, sent), seconds in rounds.items():
-        nbytes = _part(kind, sent, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
-        core_seconds = at_work[kind, sent] if clock.device == "cpu" else 0.0
+            at_work[kind, sent_bytes] = (time.process_time() - began) / (clock.runs - runs)
+            rounds.setdefault((kind, sent_bytes), []).extend(seconds)
+    for (kind, sent_bytes), seconds in rounds.items():
+        nbytes = _part(kind, sent_bytes, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
+        core_seconds = at_work[kind, sent_bytes] if clock.device == "cpu" else 0.0
         parameters = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
         yield Sample("collectives", statistics.median(seconds), nbytes, parameters)
 
@@ -402,13 +401,13 @@ def _transfers(clock: _Clock, disk: Path | None, ranks: int) -> Iterator[Sample]
 
 
 def _host_link(nbytes: int) -> Callable[[], object]:
-    there = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
-    here = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
+    on_host = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def run() -> None:
         current = torch.cuda.current_stream()
-        for stream, target, source in zip(streams, (there[0], here[1]), (here[0], there[1]), strict=True):
+        for stream, target, source in zip(streams, (on_device[0], on_host[1]), (on_host[0], on_device[1]), strict=True):
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)

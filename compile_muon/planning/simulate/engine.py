@@ -119,25 +119,23 @@ def simulate(
 ) -> Timeline:
     """Simulate `graphs` one after the other, as one of many equal steps.
 
-    The graph that is finished by forward (the refresh) comes first, since the previous step starts it. `groups`: the
-    ranks of every process group that a collective names; `ranks`: the size of the job, which on a machine of shared
-    cores all compute at once; `resident`: bytes by category that are live all the time (weights, optimizer state);
-    `codegen`: "inductor", which fuses kernels, or "eager".
-
-    `others`: by the ranks of a group, when the last of the other ranks issues each of its collectives, none of which
-    begins earlier (:func:`~.together.simulate_together`); in groups without an entry all ranks keep the pace of this
-    one. `transfers` carries out the moves of offloaded state.
+    `groups`: ranks of every process group that a collective names; `ranks`: size of the job, whose ranks share the
+    cores of a CPU; `resident`: bytes by category that are live all the time (weights, optimizer state); `codegen`:
+    "inductor", which fuses kernels, or "eager". `others`: ranks of a group -> when the last of the other ranks issues
+    each of its collectives (:func:`~.together.simulate_together`); in groups without an entry all ranks keep the pace
+    of this one. `transfers` carries out the moves of offloaded state.
     """
     machine = machine.shared_by(ranks)
     player = _Player(machine, groups, others or {}, transfers)
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
+    # The refresh, which forward finishes, comes first: the previous step has started it.
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
-        found = kernels(played.gm, "eager" if played.eager else codegen)
-        player.run(played, _timed(played, found, machine, codegen))
+        members_of = kernels(played.gm, "eager" if played.eager else codegen)
+        player.run(played, _timed(played, members_of, machine, codegen))
         for category in played.drops:
             memory.drop(category)
-        roots = {node: root for root, members in found.items() for node in members}
+        roots = {node: root for root, members in members_of.items() for node in members}
         memory.run(played.gm, played.kind, played.frame, played.user_outputs, roots, replayed=played.replayed)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
@@ -200,18 +198,18 @@ class _Wires:
     def advance(self, until: float, awaited: _Sent | None = None) -> None:
         """Let time pass to `until`, or to the end of `awaited` if that comes first."""
         while self.now < until and (awaited is None or math.isnan(awaited.end)):
-            left, sharing = self._under_way()
-            step = min(left.values(), default=math.inf)
+            seconds_left, sharing = self._under_way()
+            step = min(seconds_left.values(), default=math.inf)
             if math.isinf(passed := min(step, until - self.now)):
                 return
             self.now = until if step > passed else self.now + step
-            for head in left:
-                over = left[head] == step == passed
+            for head in seconds_left:
+                over = seconds_left[head] == step == passed
                 if head.hops:
                     head.hops = 0.0 if over else head.hops - passed
                 else:
                     head.transfer = 0.0 if over else max(0.0, head.transfer - passed / sharing[head.link])
-            for head in left:
+            for head in seconds_left:
                 if not head.hops and not head.transfer:
                     head.end = self.now
                     queue = self.queues[head.stream]
@@ -266,7 +264,7 @@ class _Player:
         if played.parameters is not None or (self._runs_behind and not self._launches):
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters or 0)
         sending = dict(collectives(played.gm))
-        sent: dict[Node, _Sent] = {}
+        collective_of: dict[Node, _Sent] = {}
         lifted: dict[Node, float] = {}
         refresh_of = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
@@ -287,11 +285,11 @@ class _Player:
                     read = (x for of in kernel.nodes for view in of.all_input_nodes for x in view.all_input_nodes)
                     if behind := [lifted[x] for x in read if x in lifted]:
                         act = partial(self._landed, max(behind), act)
-            elif is_wait(node) and node.args[0] in sent:
-                act = partial(self._wait, node, sent[node.args[0]])
+            elif is_wait(node) and node.args[0] in collective_of:
+                act = partial(self._wait, node, collective_of[node.args[0]])
             else:
                 if node in sending:
-                    sent[node] = self._issue(node, sending[node], played.title)
+                    collective_of[node] = self._issue(node, sending[node], played.title)
                 continue
             if node in refresh_of:
                 self._refreshes.setdefault(refresh_of[node], []).append(act)

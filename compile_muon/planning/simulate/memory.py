@@ -107,12 +107,12 @@ class Memory:
         *,
         replayed: bool = False,
     ) -> None:
-        """Run one graph.
+        """Count the bytes of one run of a graph.
 
-        `frame` is the name that its forward and backward share. The outputs of a forward graph behind the first
-        `user_outputs` are saved for backward. `roots` maps each node to the last node of its kernel. Of `replayed`
-        graphs, those of forward and backward share a private pool, and those of the step another.
+        Forward and backward share the name `frame`. Outputs of a forward graph after the first `user_outputs` are saved
+        for backward. `roots` maps each node to the last node of its kernel.
         """
+        # Replayed forward and backward graphs share a private pool; those of the step have another.
         pool = "" if not replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         outputs = _outputs(gm)
@@ -172,11 +172,11 @@ class Memory:
             live["exchange"] += extra
         if pool:
             self._most[pool] = max(self._most[pool], live.total())
-        reached = self._live[""].total(), sum(each.total() for each in self._live.values())
+        reached = self._live[""].total(), sum(pool_live.total() for pool_live in self._live.values())
         if reached > self._reached:
             self._reached, self._peak = reached, Counter[str]()
-            for each in self._live.values():
-                self._peak.update(each)
+            for pool_live in self._live.values():
+                self._peak.update(pool_live)
             self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
         if extra:
             live["exchange"] -= extra

@@ -143,21 +143,21 @@ class OffloadTransfers:
 
 def _reads(moves: Moves) -> Iterator[Bucket]:
     """Yield the buckets that a step reads. A bucket opened again right after it was left is still on the device."""
-    left = None
+    left_bucket = None
     for move, bucket in moves:
         if isinstance(bucket, OnHost):
             continue
-        if move is Move.OPEN and bucket is not None and bucket is not left:
+        if move is Move.OPEN and bucket is not None and bucket is not left_bucket:
             yield bucket
         if move is not Move.CLOSE:
-            left = bucket if move is Move.LEAVE else None
+            left_bucket = bucket if move is Move.LEAVE else None
 
 
 def _together(moves: Moves) -> int:
     """Return the most buckets that are open at a time."""
     steps = {Move.OPEN: 1, Move.CLOSE: -1, Move.LEAVE: -1, Move.COMMIT: 0, Move.COMPUTE: 0}
-    count = most = 0
+    count = peak = 0
     for move, _ in moves:
         count += steps[move]
-        most = max(most, count)
-    return most
+        peak = max(peak, count)
+    return peak

@@ -25,15 +25,12 @@ def simulate_together(
 ) -> dict[int, Timeline]:
     """Return the timeline of each rank, in which no collective begins before all simulated ranks have issued it.
 
-    All ranks are simulated again with the times of the others until no collective is issued later. A collective is
-    final once those ahead of it are, so there are no more rounds than collectives.
-
     `plays`: :func:`~.engine.simulate` of each rank, or of some, as a function of ``others``. `kind` maps the ranks of a
     group to its kind: in groups of one kind all simulated ranks wait for each other, as if they stood for ranks that
-    are not simulated; by default only ranks of the same group do. A collective that another rank has none of (ranks
-    that own nothing of a bucket) does not wait for that rank. Raises a ValueError if two ranks of a group issue
-    different collectives.
+    are not simulated; by default only ranks of the same group do. A collective does not wait for a rank without it
+    (which owns nothing of a bucket). Raises a ValueError if two ranks of a group issue different collectives.
     """
+    # Repeat until no collective is issued later. One is final once all ahead of it are: at most a round per collective.
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
         timelines = {rank: play(others[rank]) for rank, play in plays.items()}
