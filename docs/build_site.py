@@ -27,6 +27,8 @@ VERSION = "compile_muon/__init__.py"
 #: what is copied as it is rather than shown in a page
 COPIED = {".png", ".svg", ".json"}
 
+#: where pages lie in the site that lie elsewhere in the repository: README is no landing page
+MOVED = {"docs/index.md": "index.md", "README.md": "overview.md"}
 #: the page of tables of settings, each of which is an anchor and a page for the search
 SETTINGS = "docs/reference/configuration.md"
 
@@ -129,22 +131,24 @@ def _lay_out_pages(folder: Path) -> None:
         if not path.endswith(".md"):
             there.write_text(_named(path, _shown(path, text), "search: {exclude: true}\n"), encoding="utf-8")
             continue
-        laid = page(with_anchors(text) if path == SETTINGS else text)
+        laid = page(path, with_anchors(text) if path == SETTINGS else text)
         there.write_text(_named(path, laid), encoding="utf-8")
         new = [target for target in targets(path, text) if target not in seen and (ROOT / target).is_file()]
         seen.update(new)
         waiting += new
 
 
-def page(text: str) -> str:
-    """A page whose links lead to pages of the site, without what only a code host draws."""
+def page(path: str, text: str) -> str:
+    """Return the page with links that lead to pages of the site, without what only a code host draws."""
+    here = posixpath.dirname(path)
 
     def point(found: re.Match[str]) -> str:
         before, link, after = found.groups()
         target, mark, anchor = link.partition("#")
         if "://" in link or not target:
             return found.group()
-        target = site_path(target)
+        there = site_path(posixpath.normpath(posixpath.join(here, target)))
+        target = posixpath.relpath(there, posixpath.dirname(site_path(path)) or ".")
         if before != "](":  # HTML, whose links nobody turns into those of the built page
             target = re.sub(r"\.md$", ".html", target)
         return f"{before}{target}{mark}{anchor}{after}"
@@ -155,9 +159,11 @@ def page(text: str) -> str:
 def site_path(path: str) -> str:
     """Where a file of the repository is in the site, or a link to it leads.
 
-    >>> site_path("docs/why/ledger.md"), site_path("../examples/train_gpt.py")
-    ('docs/why/ledger.md', '../examples/train_gpt.py.md')
+    >>> site_path("docs/why/ledger.md"), site_path("examples/train_gpt.py"), site_path("README.md")
+    ('docs/why/ledger.md', 'examples/train_gpt.py.md', 'overview.md')
     """
+    if path in MOVED:
+        return MOVED[path]
     return path if Path(path).suffix in COPIED | {".md"} else f"{path}.md"
 
 

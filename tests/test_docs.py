@@ -83,12 +83,13 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
     start = None
     for number, line in enumerate(lines, 1):
         if start is None:
-            if found := re.fullmatch(r"```+(\S*)", line):
-                start, language = number + 1, found[1]
+            if found := re.fullmatch(r"( *)```+(\S*)", line):
+                start, (indent, language) = number + 1, found.groups()
                 above = lines[number - 2] if number > 1 else ""
                 marker = above if above.startswith("<!--") else ""
-        elif line.startswith("```"):
-            yield Block(page, start, language, "\n".join(lines[start - 1 : number - 1]) + "\n", marker)
+        elif line.startswith(f"{indent}```"):
+            code = "".join(f"{line.removeprefix(indent)}\n" for line in lines[start - 1 : number - 1])
+            yield Block(page, start, language, code, marker)
             start = None
         if start is None and line.startswith("<!--") and not NOT_RUN.fullmatch(line) and not TABLE.fullmatch(line):
             raise ValueError(f"{page}:{number}: unknown marker {line}")
@@ -332,6 +333,7 @@ TRAINERS = ("transformers", "accelerate", "lightning")
 #: page to what is there before its first block
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": loop,
+    "docs/index.md": loop,
     "docs/start/training.md": loop,
     "docs/start/from-torch-muon.md": two_optimizers,
     "docs/start/from-nanogpt.md": nanogpt,
@@ -625,7 +627,7 @@ _INLINE = re.compile(r"`((?:python (?:-m compile_muon|benchmarks|tests|examples)
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
     for command in _INLINE.findall(text):
         words = shlex.split(command)
         if words[1:3] == ["-m", "compile_muon"] and len(words) == 4:
@@ -703,12 +705,15 @@ def test_a_page_begins_with_its_question(page: str) -> None:
     assert re.split(r"(?<=[.?!])\s", paragraph)[0].endswith("?")
 
 
-def test_every_page_is_in_the_navigation_and_in_the_list_of_pages():
-    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+def test_every_page_is_in_the_navigation_and_by_its_title_in_the_list_of_pages():
+    titles = {page: text.splitlines()[0].removeprefix("# ").lower() for page, text in PAGES.items() if "/" in page}
+    del titles["docs/index.md"]  # the landing page
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert pages == set(re.findall(r"^ +- docs/(\S+\.md)$", site, re.MULTILINE))
+    assert set(titles) == set(re.findall(r"^ +- (docs/\S+\.md)$", site, re.MULTILINE))
     listed = PAGES["README.md"].partition("\n## Pages\n")[2].partition("\n## ")[0]
-    assert pages == set(re.findall(r"\]\(docs/([\w-]+/[\w-]+\.md)\)", listed))
+    assert titles == {
+        page: name.lower() for name, page in re.findall(r"\[([^]]+)\]\((docs/[\w-]+/[\w-]+\.md)\)", listed)
+    }
 
 
 def test_every_public_name_is_in_the_reference():
