@@ -97,13 +97,9 @@ def assign(
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is examined. The model is not changed. ``use_muon=False``
-    gives everything trainable to AdamW. ``partial`` allows a model without a matrix for Muon, such as a pipeline stage.
-    ``chosen`` maps names to a method and its reason, ahead of all rules but the first; ``methods`` replaces Muon and
-    AdamW in the result of the rules.
-
-    Raises:
-        ConfigError: for a ``use_muon`` that is no bool or sits on a vector, a pattern that matches nothing, or a model
-            in which nothing gets Muon.
+    gives everything trainable to AdamW. ``partial`` allows a model without a matrix for Muon, such as a pipeline stage;
+    another one raises. ``chosen`` maps names to a method and its reason, ahead of all rules but the first; ``methods``
+    replaces Muon and AdamW in the result of the rules.
 
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]

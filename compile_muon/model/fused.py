@@ -1,8 +1,7 @@
 """Which rows of a fused projection reach queries, keys and values, found by running the module that has it.
 
 The module, or its model, runs up to the attention with a stand-in for the projection whose output is known: gradients
-tell which rows of that output reach queries, keys and values. Every other weight is one number expanded to its shape,
-so nothing large is computed.
+tell which of its rows reach queries, keys and values. Other weights are one number each, expanded to their shapes.
 """
 
 from __future__ import annotations
@@ -130,24 +129,20 @@ def _sources(made: Tensor, found: Tensor) -> set[int]:
 
 
 def rows_of(model: nn.Module, path: str, child: str, rows: int) -> list[set[int]] | None:
-    """Return the rows of projection ``child`` of the module at ``path`` that reach queries, keys and values, in this
-    order.
+    """Return the rows of projection ``child`` of the module at ``path`` that reach queries, keys and values.
 
-    None where the attention is reached neither by the module on hidden states nor by the model on ids. ``rows``: how
-    many rows the projection has.
+    None where neither the module on hidden states nor the model on ids reaches attention. ``child`` has ``rows`` rows.
     """
     reached = _reached(model, path, child, rows, _Attention)
     return None if reached is None else [_sources(reached[0], tensor) for tensor in reached[1]]
 
 
 def halves_meet(model: nn.Module, path: str, child: str, rows: int) -> bool:
-    """Return whether element i of the next layer's input depends on exactly rows i and i + rows / 2 (a gated MLP).
-
-    Three elements are tried: the first, the middle and the last. ``rows``: how many ``child`` has.
-    """
+    """Return whether element i of the next layer's input depends on rows i and i + rows / 2 alone (a gated MLP)."""
     reached = _reached(model, path, child, rows, _Product)
     half = rows // 2
     if reached is None or reached[1][0].shape[-1] != half:
         return False
     made, (found,) = reached
+    # Samples: the first, the middle and the last element.
     return all(_sources(made, found[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})

@@ -45,12 +45,7 @@ class Group:
 
 
 def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, GroupConfig]:
-    """Map each parameter of ``names`` to its configured group, if it is in one.
-
-    Raises:
-        ConfigError: one for all groups that overlap or match nothing, and, where groups list all parameters, for
-            parameters in none.
-    """
+    """Map each parameter of ``names`` to its configured group, if it has one; raise all mistakes of groups at once."""
     mistakes, group_of, wanted = Mistakes(), dict[str, GroupConfig](), set(names)
     for group in config.groups:
         hits = group.members(parameters)  # of all parameters: frozen ones may be unfrozen later
@@ -76,9 +71,6 @@ def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, 
     """Return the assignment of every parameter, by groups, rules and views, and the groups of those that train.
 
     ``partial``: the model is one stage of a pipeline, which may have nothing for Muon.
-
-    Raises:
-        ConfigError: a rate, method, view or group that does not fit.
     """
     named = dict(model.named_parameters())
     members = _members(config, [name for name, param in named.items() if param.requires_grad], named)

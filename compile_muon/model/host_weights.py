@@ -15,7 +15,7 @@ __all__ = ["on_host"]
 
 
 class _Pages:
-    """Pinned host memory as CUDA's array interface, so that torch wraps it as a tensor of the GPU.
+    """Pinned host memory behind CUDA's array interface, so that torch wraps it as a tensor of the GPU.
 
     https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html. Pages are registered with the driver at their
     exact size: torch's pinned memory comes in powers of two, half of it unused at worst.
@@ -40,12 +40,9 @@ def _unpin(begin: int) -> None:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """Return a copy in pinned host memory that still counts as a tensor of its GPU; ``values``: contiguous.
+    """Return a copy of contiguous ``values`` in pinned host memory that still counts as a tensor of its GPU.
 
     CPU tensors, empty ones and fake ones (plans) come back as they are.
-
-    Raises:
-        OffloadError: the driver cannot pin that much memory.
     """
     if not values.is_cuda or not values.numel() or isinstance(values, FakeTensor):
         return values

@@ -22,11 +22,7 @@ __all__ = ["describe", "muon_spec"]
 
 
 def muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
-    """Return how a matrix of this layout is orthogonalized; None where no matrix method trains the parameter.
-
-    Raises:
-        ConfigError, UnsupportedModelError: Newton-Schulz cannot run with these settings, or not on this parameter.
-    """
+    """Return how a matrix of this layout is orthogonalized; None where no matrix method trains the parameter."""
     if assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
@@ -68,7 +64,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
 def describe(
     param: Tensor, assignment: Assignment, config: Config, mesh: Mesh | None, device: torch.device, role: Role = DENSE
 ) -> ParamSpec:
-    """Return the static facts of a parameter that is, or will be, on ``device``; raises as `muon_spec` does."""
+    """Return the static facts of a parameter that is, or will be, on ``device``."""
     shape, stage = tuple(param.shape), config.zero.stage
     if role.expert and role.placed is None:  # a plain tensor marked as this rank's experts
         assert mesh is not None

@@ -28,10 +28,6 @@ def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
 
     Forward reads a parameter as it is now: as a DTensor where it is one. ``param.mesh = mesh["expert"]`` on a plain
     tensor marks it as this rank's experts of a stack.
-
-    Raises:
-        UnsupportedModelError: a parameter is placed on ranks that are no axis of the mesh, on two axes, or in a way
-            that is not known; naming parameter, axis, placement and remedy.
     """
     return {name: _role(name, param, mesh) for name, param in model.named_parameters()}
 
@@ -39,11 +35,7 @@ def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
 def planned_roles(
     model: nn.Module, mesh: Mesh | None, experts: ExpertParallelConfig
 ) -> tuple[dict[str, Role], ExpertPlan | None]:
-    """Return :func:`roles_of` after the experts of a Transformers model will be spread, and the plan to spread them.
-
-    Raises:
-        ConfigError: the experts cannot be spread, or no parameter is cut over an existing axis ``tensor``.
-    """
+    """Return :func:`roles_of` once a Transformers model's experts are spread, and the plan to spread them."""
     roles = roles_of(model, mesh)
     if mesh is not None and "tensor" in mesh.names and all(role.tensor_dim is None for role in roles.values()):
         problem = "has no parameter cut over it: its ranks would be copies that no gradient is averaged over"

@@ -80,14 +80,10 @@ def agree(
     mesh: Mesh,
     heartbeat: Heartbeat | None,
 ) -> None:
-    """Compare this rank's facts with the other ranks'; collective: one all-gather of a few digests.
+    """Compare this rank's facts with the other ranks'; collective: one all-gather of a few digests; all ranks raise.
 
     ``costs``: the cost model read from this rank's machine file; ``specs``, ``algorithms``: static facts and method by
     parameter name; ``heartbeat`` learns the number of each rank's optimizer.
-
-    Raises:
-        ConfigError: versions or settings differ; all ranks raise, naming what differs and on which ranks.
-        UnsupportedModelError: parameters or layouts differ.
     """
     sections = {
         "library versions": _versions(),

@@ -65,9 +65,9 @@ def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
 def _view_alone(rows: Tensor) -> Tensor:
     """Return the same memory as a storage of its own, from the first element of ``rows`` to their last.
 
-    torch 2.13 takes a DTensor whose shard starts in the middle of a storage for an ordinary tensor (its data pointer is
-    not null); ``torch.save`` and ``copy.deepcopy`` then fail on its missing storage. And a shard in a file would bring
-    the whole resident weight with it.
+    torch 2.13 takes a DTensor whose shard starts inside a storage (its data pointer is not null) for an ordinary
+    tensor; ``torch.save`` and ``copy.deepcopy`` then fail. And a saved shard would bring the whole resident weight with
+    it.
     """
     if not rows.numel():
         return rows.clone()
@@ -85,7 +85,7 @@ def _cut(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _split(
     param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, role: Role, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
-    """Return the sharded parameter, and the resident weight (or this rank's part of it) beside it, None without one.
+    """Return the sharded parameter, and the resident weight (or this rank's part of it), None without one.
 
     A parameter on the meta device gets memory on ``device`` for this rank's part, without values.
     """
@@ -151,10 +151,9 @@ def shard_model(
 ) -> list[ShardedParam]:
     """Shard every parameter of ``model`` in place, put markers in front of it, and return the sharded parameters.
 
-    All parameters are on one device, or on the meta device; ``assignments``, ``roles`` and ``hypers`` (the fp32 tensor
-    ``(1 - momentum, momentum)``) are by parameter name, the result in ``named_parameters()`` order. ``mesh`` is None
-    for one process. ``provider`` keeps states that are not resident. ``spread`` moves experts to their ranks once all
-    ranks agree.
+    Parameters are all on one device, or all on the meta device; the result is in ``named_parameters()`` order.
+    ``hypers``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``provider`` keeps states that are not resident.
+    ``spread`` moves experts to their ranks once all ranks agree.
     """
     named = dict(model.named_parameters())
     costs = costs_for(config.machine, device.type)
@@ -200,10 +199,7 @@ def shard_model(
 
 
 def _drop_gradients(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Drop gradients of a backward before sharding, with a warning: each rank's are of its own batch.
-
-    ``sharded_params``: by the original parameter.
-    """
+    """Drop gradients of a backward before sharding, with a warning; each rank's are of its own batch."""
     if names := [sharded.name for original, sharded in sharded_params.items() if original.grad is not None]:
         for sharded in sharded_params.values():
             sharded.param.grad = None

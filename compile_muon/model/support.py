@@ -25,9 +25,6 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
 
     ``meta`` allows parameters without memory, which will get some; ``dtensors`` allows DTensors, which
     :func:`compile_muon.model.roles.roles_of` has checked.
-
-    Raises:
-        UnsupportedModelError: naming the module or parameter, the problem, and the remedy.
     """
     check_modules(model)
     if torch.is_inference_mode_enabled():

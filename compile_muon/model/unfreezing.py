@@ -28,12 +28,7 @@ __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 def group_of(
     param_group: Mapping[str, Any], model: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> tuple[GroupConfig, list[str]]:
-    """Return the group given to ``add_param_group``, and the names of its parameters; ``groups``: the existing ones.
-
-    Raises:
-        ConfigError: a tensor is none of the model's, or needs no gradient; a rate is unknown; the name is taken.
-        ValueError: a parameter is in another group.
-    """
+    """Return the group given to ``add_param_group``, and the names of its parameters; ``groups``: the existing ones."""
     taken_names = [group["name"] for group in groups]
     name = str(param_group.get("name", f"added_{len(taken_names)}"))
     if name in taken_names:
@@ -51,11 +46,7 @@ def group_of(
 
 
 def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | None) -> None:
-    """Compare the unfrozen parameters with the other ranks; collective.
-
-    Raises:
-        UnsupportedModelError: they differ, or have a dtype that cannot be trained; on all ranks.
-    """
+    """Raise on all ranks if they unfreeze other parameters, or some of a dtype that cannot be trained; collective."""
     if differences := compare({"names": [sharded.name for sharded in sharded_params]}, group):
         names_by_rank = by_rank([listed(names) for names in differences["names"]])
         raise UnsupportedModelError(
@@ -71,9 +62,6 @@ def plan_unfrozen(
     """Return the assignments of these parameters, and their groups with no other members.
 
     ``own``: a group for them in place of the configuration's; ``partial``: the model is one stage of a pipeline.
-
-    Raises:
-        ConfigError: a rate, method or view that does not fit them.
     """
     if own is not None:
         config = replace(config, groups=(own,))
@@ -89,7 +77,7 @@ def take_up(
     hyper: Tensor,
     like: ShardedParam | None,
 ) -> None:
-    """Train these parameters, all of one group, from now on; layout and dtype stay as they were while frozen.
+    """Train these parameters of one group from now on, in their present layout and dtype.
 
     ``hyper``: the tensor of any group, for its device; ``like``: another parameter of their group, where they join one.
     """

@@ -35,9 +35,6 @@ def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.
 
     ``param.muon_view`` wins over ``muon_views``, and that over the views that ``per_head_muon`` and ``split_fused``
     read from the model.
-
-    Raises:
-        ConfigError: a view that does not fit its parameter, or is not of a matrix; a pattern that matches none.
     """
     named, mistakes = dict(model.named_parameters()), Mistakes()
     requests = dict(_of_modules(config, model)) | dict(_of_patterns(config, assignments, mistakes))

@@ -1,6 +1,6 @@
-"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to.
+"""Offloaded state as users and checkpoints see it: entries of the optimizer's state, which they may write to.
 
-Parameters that they may write to as well are rounded copies of master weights, where these are offloaded.
+With offloaded master weights the parameters, which users may write to as well, are rounded copies of these.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ __all__ = ["Shown"]
 
 
 class Shown:
-    """The states of an optimizer that are offloaded.
-
-    Args:
-        optimizer: that has them.
-        sharded_params: of the parameters.
-        layout, buffers: of the states.
-        device: that computes.
-    """
+    """The offloaded states in ``optimizer.state``; ``device`` computes the steps."""
 
     def __init__(
         self,
@@ -46,13 +39,13 @@ class Shown:
     ) -> None:
         self._optimizer, self._layout, self._buffers, self._device = optimizer, layout, buffers, device
         self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in sharded_params}
-        # Edits of the parameter when it was last rounded to its master weight; -1: as given, or filled since.
+        # `edits_of` the parameter when it was last rounded to its master weight; -1 before the first.
         self._rounded_at = {sharded: -1 for sharded in self._tensors if sharded.spec.master}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Master weights of parameters that were edited become these, where they are not rounded to them."""
+        """Write parameters that were edited into their master weights, where these do not round to them."""
         for sharded, rounded_at in self._rounded_at.items():
             if edits_of(sharded.param) == rounded_at:
                 continue
@@ -64,7 +57,7 @@ class Shown:
             self._rounded_at[sharded] = edits_of(sharded.param)
 
     def show(self) -> None:
-        """What is kept stands there."""
+        """Put the stored tensors into the optimizer's state."""
         for sharded, found in self._tensors.items():
             for name, slot in self._layout.kept[sharded.name].items():
                 tensor = self._buffers.current(slot)
@@ -85,7 +78,7 @@ class Shown:
         return as_state(sharded, tensor, "element" if tensor.shape == sharded.local.shape else "row", mesh)
 
     def take_back(self) -> bool:
-        """Write what users put there, as they may, to what is kept; whether there was any."""
+        """Copy tensors that users put in place of the shown ones into the stored ones; return whether any were."""
         moved = False
         for sharded, shown in self._tensors.items():
             slots = self._optimizer.state[sharded.param]
@@ -94,7 +87,7 @@ class Shown:
                 if found.get(name) is tensor:
                     continue
                 self._buffers.settle()
-                # What was taken out begins anew, a master weight as what its parameter is.
+                # A deleted state begins at zero, a deleted master weight at its parameter's values.
                 anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
                 local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
                 slots[name] = tensor
@@ -102,13 +95,13 @@ class Shown:
         return moved
 
     def seen(self) -> None:
-        """What was written there until now is known of, and parameters are rounded to their masters as they are."""
+        """Count all edits until now as known, and parameters as rounded to their masters."""
         self._seen = self._edits()
         self._rounded_at = {sharded: edits_of(sharded.param) for sharded in self._rounded_at}
 
     @property
     def edited(self) -> bool:
-        """Whether someone wrote to it since."""
+        """Whether a shown tensor was written to since :meth:`seen`."""
         return self._edits() != self._seen
 
     def _edits(self) -> list[int]:
@@ -116,9 +109,9 @@ class Shown:
 
 
 class _Settled(dict[str, Tensor]):
-    """The states of one parameter, which a GPU may still be copying to the host: whoever reads one waits for that.
+    """The states of one parameter; reads wait until copies from the GPU to host memory have ended.
 
-    A copy of it, as in ``{**slots}``, is of the tensors as they are.
+    ``{**slots}`` copies the dict without waiting.
     """
 
     def __init__(self, settle: Callable[[], None], slots: Mapping[str, Tensor]) -> None:
