@@ -134,7 +134,7 @@ class PipelineStages(Peers, Extension):
         try:
             yield
         except Exception as error:
-            # Where a collective of this stage's own ranks failed, a gather would wait for its timeout ahead of the error.
+            # After a failed collective of this stage's own ranks a gather would only delay the error by its timeout.
             if self._owes and not collective_failed(error):
                 with contextlib.suppress(Exception):
                     self._gather(_Told(number, refused=1.0))
@@ -181,9 +181,9 @@ class PipelineStages(Peers, Extension):
             )
         steps = [int(row.step) for row in rows]
         if len(set(steps)) > 1:
-            steps_by_stage = ", ".join(f"{number} on stage {stage}" for stage, number in enumerate(steps))
+            text = ", ".join(f"{number} on stage {stage}" for stage, number in enumerate(steps))
             raise LedgerError(
-                f"pipeline stages are in different steps ({steps_by_stage}): nothing was updated; call optimizer.step() as often "
+                f"pipeline stages are in different steps ({text}): nothing was updated; call optimizer.step() as often "
                 "on every stage, and load the same checkpoint on all"
             )
         return rows
