@@ -1,6 +1,6 @@
-"""Numbers that nobody computes: what the host reads in ``optimizer.step()`` is made up.
+"""Made-up values of the numbers that the host reads in ``optimizer.step()``.
 
-Every gradient has a norm, every direction holds, and all ranks say what this one says.
+Every gradient has a norm, every direction holds, and all ranks agree with this one.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 __all__ = ["script"]
 
-#: facts that ranks add up; of the others all say the same
+#: facts that ranks add up; the other facts are the same on all ranks
 _ADDED = ("ready", "missing", "refused", "rate")
 
 
 def script(checks: Any) -> None:
-    """Have the class ``compile_muon.engine.step_checks.StepChecks`` read such numbers."""
+    """Patch the class ``compile_muon.engine.step_checks.StepChecks`` to read made-up numbers."""
     add_facts, wait, found_inf = checks.add_facts, checks.wait, checks.found_inf
     said: dict[Any, dict[str, dict[str, float]]] = {}
 
@@ -33,7 +33,7 @@ def script(checks: Any) -> None:
 
     def nothing_found(self: Any) -> Any:
         found = found_inf(self)
-        ctypes.memset(found.data_ptr(), 0, found.nbytes)  # a host that asks reads it; in no log
+        ctypes.memset(found.data_ptr(), 0, found.nbytes)  # not by an operator, which the log would show
         return found
 
     def each(self: Any, what: str) -> list[tuple[float, ...]]:
