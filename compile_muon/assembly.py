@@ -75,9 +75,7 @@ def assemble(
     check_extensions(extensions)
     values = Values.of(model, weights, init)
     meta = values is not None and values.meta
-    model_device = next(
-        (param.device for param in model.parameters()), torch.device("cpu")
-    )  # assign() requires it to be one
+    model_device = next((param.device for param in model.parameters()), torch.device("cpu"))  # all share one device
     device = target_device(mesh, process_group) if meta else model_device
     zero, experts = config.zero, config.expert_parallel
     ranks = resolve_mesh(mesh, process_group, device, config)

@@ -232,9 +232,9 @@ def compile_frame(
     costs = ledgers[0].costs if ledgers else Costs()
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
     # By name: a frame may have parameters of two optimizers with the same extension, whose passes run once.
-    extension_passes = {each.name: each for ledger in ledgers for each in ledger.hooks.dynamo_passes}
-    first, *rest = DYNAMO_PASSES
-    gm = run_passes(gm, (first, *extension_passes.values(), *rest), ctx)
+    extension_passes = {graph_pass.name: graph_pass for ledger in ledgers for graph_pass in ledger.hooks.dynamo_passes}
+    first, *later = DYNAMO_PASSES
+    gm = run_passes(gm, (first, *extension_passes.values(), *later), ctx)
     inputs = _with_shards(example_inputs, ctx.shards) if ctx.shards else list(example_inputs)
     for place in ctx.shards:
         inputs[place] = of_constant_shape(inputs[place])

@@ -52,10 +52,10 @@ class Check:
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     """Check that Python is at least 3.10."""
-    found = f"{dotted(version)} on {platform.system()} {platform.machine()}"
+    text = f"{dotted(version)} on {platform.system()} {platform.machine()}"
     if version < OLDEST_PYTHON:
-        return Check("python", found, Verdict.FAIL, f"use Python {dotted(OLDEST_PYTHON)} or newer")
-    return Check("python", found)
+        return Check("python", text, Verdict.FAIL, f"use Python {dotted(OLDEST_PYTHON)} or newer")
+    return Check("python", text)
 
 
 def check_torch(version: str = torch.__version__) -> Check:
@@ -79,8 +79,8 @@ def asked_of(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         lines = ()
     for line in lines:
-        wanted, _, marker = line.partition(";")
-        if "extra" not in marker and (match := re.fullmatch(rf"{re.escape(name)}\s*\(?([^\[\]()]*)\)?\s*", wanted)):
+        spec, _, marker = line.partition(";")
+        if "extra" not in marker and (match := re.fullmatch(rf"{re.escape(name)}\s*\(?([^\[\]()]*)\)?\s*", spec)):
             return match[1].replace(" ", "")
     return ""
 
@@ -114,9 +114,9 @@ def check_package(name: str) -> Check:
 
 
 def _within(name: str, version: str) -> Check:
-    if fits(version, asked := asked_of(name)):
+    if fits(version, bounds := asked_of(name)):
         return Check(name, version)
-    return Check(name, version, Verdict.FAIL, f"pip install '{name}{asked}'")
+    return Check(name, version, Verdict.FAIL, f"pip install '{name}{bounds}'")
 
 
 def check_triton() -> Check:
@@ -174,8 +174,8 @@ def check_entry_point(name: str = BACKEND) -> Check:
     try:
         backend = torch._dynamo.lookup_backend(name)
     except Exception as error:  # whatever the import of the backend raises
-        found = f"{name} fails to import: {type(error).__name__}: {error}"
-        return Check("entry point", found, Verdict.FAIL, "reinstall compile_muon together with this torch")
+        text = f"{name} fails to import: {type(error).__name__}: {error}"
+        return Check("entry point", text, Verdict.FAIL, "reinstall compile_muon together with this torch")
     module = getattr(backend, "__module__", type(backend).__module__)
     return Check("entry point", f"{name} → {module}")
 
@@ -193,10 +193,10 @@ def check_config(path: Path, world: int) -> Check:
         axes = axis_sizes(config, world)
     except MuonZeroError as error:
         return Check("config", str(path), Verdict.FAIL, str(error))
-    found = f"stage {config.zero.stage} on {world} ranks: " if world > 1 else f"stage {config.zero.stage}, one rank"
-    found += " x ".join(f"{name} {size}" for name, size in axes.items())
+    text = f"stage {config.zero.stage} on {world} ranks: " if world > 1 else f"stage {config.zero.stage}, one rank"
+    text += " x ".join(f"{name} {size}" for name, size in axes.items())
     notes = "; ".join(str(warning.message) for warning in config_warnings)
-    return Check("config", found, Verdict.NOTE if notes else Verdict.OK, notes)
+    return Check("config", text, Verdict.NOTE if notes else Verdict.OK, notes)
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (

@@ -176,8 +176,8 @@ def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
     """Join ``errors`` (at least one) into one, a line each for the first 40; a single error is returned as it is."""
     if len(errors) == 1:
         return errors[0]
-    more = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
-    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors[:_LINES]), *more)))
+    ending = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
+    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors[:_LINES]), *ending)))
     joined._several = tuple(errors)
     return joined
 

@@ -302,18 +302,18 @@ def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:
     """Return the size of each axis, which together make up ``world`` ranks."""
     if sizes is None:
         return {"shard": world}
-    wanted = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
-    fixed = math.prod(size for size in wanted.values() if size > 0)
-    if -1 in wanted.values():
-        fits, rest = world % fixed == 0, world // fixed
+    requested = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    fixed = math.prod(size for size in requested.values() if size > 0)
+    if -1 in requested.values():
+        fits, remaining = world % fixed == 0, world // fixed
     else:
-        fits, rest = fixed == world, 1
+        fits, remaining = fixed == world, 1
     if not fits:
-        product = " x ".join(f"{name} {size}" for name, size in wanted.items() if name != "tensor" or size != 1)
+        product = " x ".join(f"{name} {size}" for name, size in requested.items() if name != "tensor" or size != 1)
         raise config_error(
             "mesh", product, f"does not make up {world} ranks", "set one of the sizes to -1, for the rest"
         )
-    return {name: size if size > 0 else rest for name, size in wanted.items()}
+    return {name: size if size > 0 else remaining for name, size in requested.items()}
 
 
 def axis_sizes(config: Config, world: int) -> dict[str, int]:

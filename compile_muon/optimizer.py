@@ -322,9 +322,9 @@ class MuonZero(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         status = self.engine.status
-        others = self.engine.hooks.peers.step(status.step)
+        peers_step = self.engine.hooks.peers.step(status.step)
         range_ = self.engine.ledger.range("step", payload=status.step)
-        with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
+        with ordinary_tensors(), status.at("the optimizer's step"), peers_step, range_:
             self.check()
             if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
                 # DeepSpeed's engine steps the schedule of its configuration behind each step; here the loop must.
@@ -333,8 +333,8 @@ class MuonZero(Optimizer):
                     "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
                 )  # fmt: skip
             self._unfreeze()
-            for before in self.engine.hooks.before_step:
-                before()
+            for hook in self.engine.hooks.before_step:
+                hook()
             if self.engine.step.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss

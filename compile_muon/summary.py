@@ -28,7 +28,7 @@ __all__ = ["Row", "Summary", "summarize"]
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter."""
+    """A row of the summary: one parameter."""
 
     name: str
     shape: tuple[int, ...]

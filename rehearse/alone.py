@@ -1,4 +1,4 @@
-"""One rank of a world without the other ranks: answers that they would give, and numbers that no kernel computes.
+"""A single rank without the others of its world: answers that they would give, and numbers that no kernel computes.
 
 No kernel runs, so the numbers that the host reads are made up (:mod:`scripted`). Functions of torch and of the package
 are patched in this process alone, which does nothing else.
@@ -106,8 +106,8 @@ class Alone:
             return new_group_helper(size, rank, *args, **kwargs)
 
         def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            mine = next((several for several in split_ranks if dist.get_rank() in several), [])
-            self._device.next_split(len(mine), mine.index(dist.get_rank()) if mine else -1)
+            members = next((several for several in split_ranks if dist.get_rank() in several), [])
+            self._device.next_split(len(members), members.index(dist.get_rank()) if members else -1)
             return original_split(parent_pg, split_ranks, *args, **kwargs)
 
         c10d._new_process_group_helper = helper

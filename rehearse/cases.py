@@ -32,10 +32,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        given = {**self.params, **self.more}
-        said = [self.method] * (self.method != "Muon")
-        said += [f"{key} {value}" for key, value in given.items()] + list(self.inductor)
-        return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *said]).translate(_PLAIN)
+        settings = {**self.params, **self.more}
+        words = [self.method] * (self.method != "Muon")
+        words += [f"{key} {value}" for key, value in settings.items()] + list(self.inductor)
+        return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *words]).translate(_PLAIN)
 
     @property
     def micro_batches(self) -> int:

@@ -65,8 +65,8 @@ def _only_read() -> dict[str, list[bool]]:
     read_only: dict[str, list[bool]] = {}
     for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"):
         for name, parameters in _KERNEL.findall(file.read_text()):
-            pointers = [each.strip() for each in parameters.split(",") if "_ptr" in each]
-            reads = [each.startswith("in_ptr") for each in pointers]
+            pointers = [parameter.strip() for parameter in parameters.split(",") if "_ptr" in parameter]
+            reads = [parameter.startswith("in_ptr") for parameter in pointers]
             if read_only.setdefault(name, reads) != reads:
                 read_only[name] = []
     return read_only
@@ -150,13 +150,13 @@ class Touches(TorchDispatchMode):
         if func.is_view or any(part in name for part in _TOUCH_NOTHING):
             return out
         arguments = zip(func._schema.arguments, args, strict=False)
-        written = {
+        written_ids = {
             id(leaf)
             for argument, value in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
             for leaf in tree_leaves(value)
         }
-        touched = [(leaf, id(leaf) in written) for leaf in tree_leaves((args, kwargs))]
+        touched = [(leaf, id(leaf) in written_ids) for leaf in tree_leaves((args, kwargs))]
         touched += [(leaf, True) for leaf in tree_leaves(out)]
         accesses = [
             _Access(x.data_ptr(), x.numel() * x.element_size(), int(writes))

@@ -25,9 +25,9 @@ def host_adamw(training_of: Callable[[Case], Any]) -> dict[str, bool]:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         disk = {"device": "nvme", "nvme_path": folder}  # on one rank: others would have to report their disks
-        for stage, world, more in ((3, 4, {}), (0, 1, disk)):
+        for stage, world, settings in ((3, 4, {}), (0, 1, disk)):
             for masters in (True, False):
-                offload = FEW | more | {"masters": masters, "adamw_on": "cpu"}
+                offload = FEW | settings | {"masters": masters, "adamw_on": "cpu"}
                 case = Case(stage, world, params={"checks": "next_step", "offload": offload})
                 with group_of(case.world, case.rank):
                     name = f"AdamW on the host is torch's: {offload['device']}, masters {masters}"
@@ -88,10 +88,10 @@ def _skipped() -> Iterator[None]:
     """Make every step inside the block find a number that is not finite, on the device."""
     from compile_muon.engine.step_checks import StepChecks
 
-    before = StepChecks.found_inf
+    original = StepChecks.found_inf
 
     def found_inf(self: StepChecks) -> Tensor:
-        flag = before(self)
+        flag = original(self)
         _memory(flag).fill_(1.0)
         return flag
 
@@ -99,4 +99,4 @@ def _skipped() -> Iterator[None]:
     try:
         yield
     finally:
-        StepChecks.found_inf = before  # type: ignore[method-assign]
+        StepChecks.found_inf = original  # type: ignore[method-assign]

@@ -62,13 +62,15 @@ def build() -> Path:
     (FOLDER / "include").mkdir(parents=True, exist_ok=True)
     for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # nccl.h includes them for types that are unused here
         (FOLDER / "include" / name).touch()
-    wanted = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
+    undefined = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
     launcher = (site / "triton/backends/nvidia/driver.c").read_text()
-    wanted |= set(re.findall(r"\b(cu[A-Z]\w+)\(", launcher))
+    undefined |= set(re.findall(r"\b(cu[A-Z]\w+)\(", launcher))
     served = set().union(*(_nm(path, "--defined-only") for path in nvidia))
-    rest = FOLDER / "rest.c"
+    stubs = FOLDER / "rest.c"
     visible = '__attribute__((visibility("default")))'
-    rest.write_text("".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(wanted, served, source)))
+    stubs.write_text(
+        "".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(undefined, served, source))
+    )
     # Triton's headers last: they may be of another CUDA version than torch's.
     folders = [
         SOURCE.parent,
@@ -77,9 +79,9 @@ def build() -> Path:
         site / "triton/backends/nvidia/include",
     ]
     include = [part for folder in folders for part in ("-I", str(folder))]
-    subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(rest), "-o", str(rest.with_suffix(".o"))], check=True)
+    subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(stubs), "-o", str(stubs.with_suffix(".o"))], check=True)
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-O1", "-w", "-fno-strict-aliasing", *include, str(SOURCE)]
-    command += [str(rest.with_suffix(".o")), "-o", str(LIBRARY), "-Wl,-soname,libcuda.so.1", "-ldl"]
+    command += [str(stubs.with_suffix(".o")), "-o", str(LIBRARY), "-Wl,-soname,libcuda.so.1", "-ldl"]
     subprocess.run(command, check=True)
     stamp.write_text(key)
     return LIBRARY

@@ -33,7 +33,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of the log."""
+    """An operation in the log of the device."""
 
     kind: str  # of ``device.KINDS``
     stream: int

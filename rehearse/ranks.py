@@ -93,12 +93,12 @@ def compile_slowly(seconds: float) -> None:
     from compile_muon import backend
     from compile_muon.engine import frame, step_graph
 
-    left = [seconds]
+    delays = [seconds]
     for module in (frame, backend, step_graph):
         lower_and_compile = module.lower_and_compile
 
         def slowly(*args: Any, compiled: Any = lower_and_compile, **kwargs: Any) -> Any:
-            time.sleep(left.pop() if left else 0)
+            time.sleep(delays.pop() if delays else 0)
             return compiled(*args, **kwargs)
 
         module.lower_and_compile = slowly  # type: ignore[attr-defined]

@@ -154,10 +154,10 @@ def yardsticks(alone: Alone) -> dict[str, Any]:
         torch.compiler.reset()
         model: Any = model_of()
         model.compile(mode="reduce-overhead" if name == graphs else None)
-        muon = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
-        others = [p for p in model.parameters() if all(p is not q for q in muon)]
-        adamw = torch.optim.AdamW(others, lr=1e-3, fused=name == graphs)
-        optimizers = [adamw, *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
+        muon_params = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
+        adamw_params = [p for p in model.parameters() if all(p is not q for q in muon_params)]
+        adamw = torch.optim.AdamW(adamw_params, lr=1e-3, fused=name == graphs)
+        optimizers = [adamw, *([torch.optim.Muon(muon_params, lr=1e-3)] if muon_params else [])]
         batch = batch_of()
 
         def forward(model: Any = model, batch: Any = batch) -> Tensor:
@@ -198,7 +198,7 @@ def gradients_of_dtensors(count: int) -> float:
 
     mesh, shard = init_device_mesh("cuda", (1,)), torch.empty(8, 8, device="cuda")
     params = [nn.Parameter(DTensor.from_local(shard.clone(), mesh, [Shard(0)], run_check=False)) for _ in range(count)]
-    fields, kept = params[0].__tensor_flatten__()
+    fields, metadata = params[0].__tensor_flatten__()
 
     class Graph(torch.autograd.Function):
         @staticmethod
@@ -207,8 +207,8 @@ def gradients_of_dtensors(count: int) -> float:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            made = [dict(zip(fields, (shard.view(8, 8), mesh), strict=True)) for _ in params]
-            return tuple(DTensor.__tensor_unflatten__(inner, kept, (8, 8), (8, 1)) for inner in made)
+            inner_tensors = [dict(zip(fields, (shard.view(8, 8), mesh), strict=True)) for _ in params]
+            return tuple(DTensor.__tensor_unflatten__(inner, metadata, (8, 8), (8, 1)) for inner in inner_tensors)
 
     def step() -> None:
         Graph.apply(*params).backward()
@@ -227,11 +227,14 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
             training.step()
         host_ms = milliseconds(training.step)
         torch.cuda.reset_peak_memory_stats()
-        before = training.optimizer.traffic.bytes_sent
+        bytes_before = training.optimizer.traffic.bytes_sent
         device.clear()
         training.step()
         waits, ops = dict(device.waits), device.ops()
-        counted, replayed = training.optimizer.traffic.bytes_sent - before, sum(op.name == "graph launch" for op in ops)
+        counted, replayed = (
+            training.optimizer.traffic.bytes_sent - bytes_before,
+            sum(op.name == "graph launch" for op in ops),
+        )
         peak = torch.cuda.memory_stats()["reserved_bytes.all.peak" if replayed else "requested_bytes.all.peak"]
         races = races_of(training, device, alone)
         del training
@@ -360,7 +363,7 @@ def main() -> int:
     if options.list:
         print("\n".join(case.name for case in CASES))
         return 0
-    known = json.loads(BUDGETS.read_text())
+    budgets = json.loads(BUDGETS.read_text())
     console, problems, figures = Console(width=150), {}, {}
     table = Table(
         "one steady step", "waits", "unordered", "kernels", "copies", "NCCL calls", "MB sent", "peak MiB (plan)",
@@ -376,11 +379,11 @@ def main() -> int:
         row = figures[case.name] = Figures(**result)
         if options.write:
             ratio = round(row.ratio, 2)
-            known["cases"][case.name] = {
+            budgets["cases"][case.name] = {
                 "kernels": row.kernels, "copies": row.copies, "of_plan": round(row.of_plan, 3), "ratio": ratio,
             }  # fmt: skip
-        budget = known["cases"].get(case.name)
-        problems[case.name] = over(row, budget, known["limits"], case.waits) if budget else ["has no budget: --write"]
+        budget = budgets["cases"].get(case.name)
+        problems[case.name] = over(row, budget, budgets["limits"], case.waits) if budget else ["has no budget: --write"]
         console.print("; ".join(problems[case.name]) or "within its budget", highlight=False)
         table.add_row(
             case.name, str(sum(row.waits.values())), str(len(row.unordered)), str(row.kernels),
@@ -403,7 +406,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps({name: row.to_json() for name, row in figures.items()}, indent=1) + "\n")
     if options.write:
-        BUDGETS.write_text(json.dumps(known, indent=1) + "\n")
+        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
     return int(any(problems.values()))
 
 

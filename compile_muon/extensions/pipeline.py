@@ -109,23 +109,23 @@ class PipelineStages(Peers, Extension):
 
     def _meet(self, own: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
         heartbeat = self._status.heartbeat
-        mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+        ranks = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
         shared = {name: getattr(settings, name) for name in _SHARED}
-        gathered = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
-        stages, everyone, numbers, matrices = zip(*gathered, strict=True)
-        if len(set().union(*stages)) < sum(map(len, stages)):
-            shown = dist.get_process_group_ranks(self._group)
-            raise config_error("norm_group", shown, "has several ranks of one stage's own group", _REMEDY)
-        differences = differing(everyone)
+        gathered = gather_objects((ranks, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
+        ranks_by_stage, settings_by_stage, optimizer_numbers, has_matrices = zip(*gathered, strict=True)
+        if len(set().union(*ranks_by_stage)) < sum(map(len, ranks_by_stage)):
+            group_ranks = dist.get_process_group_ranks(self._group)
+            raise config_error("norm_group", group_ranks, "has several ranks of one stage's own group", _REMEDY)
+        differences = differing(settings_by_stage)
         problem = "differs between pipeline stages (their places in norm_group are called ranks here)"
         raise_all(
             config_error(n, by_rank(values), problem, "give every stage the same") for n, values in differences.items()
         )
-        if not any(matrices):
+        if not any(has_matrices):
             remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
-            raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)
+            raise config_error("model", f"{len(ranks_by_stage)} parts", "no stage has a parameter for Muon", remedy)
         if heartbeat is not None:
-            heartbeat.meet(numbers)
+            heartbeat.meet(optimizer_numbers)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -192,10 +192,10 @@ class PipelineStages(Peers, Extension):
         """Return the numbers of every stage."""
         self._owes = False
         with self._status.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
-            mine = torch.tensor(told, dtype=torch.float32, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-            dist.all_gather(everyone, mine, group=self._group)
-            return [_Told(*row) for row in torch.stack(everyone).tolist()]
+            local = torch.tensor(told, dtype=torch.float32, device=self._device)
+            gathered = [torch.empty_like(local) for _ in range(self._group.size())]
+            dist.all_gather(gathered, local, group=self._group)
+            return [_Told(*row) for row in torch.stack(gathered).tolist()]
 
 
 def _resolved(norm_group: Any) -> dist.ProcessGroup:

@@ -89,11 +89,11 @@ class _Projection:
         for sharded, dim in ((self.weight, self.dim), (self.bias, 0)):
             if sharded is None:
                 continue
-            layout = sharded.spec.layout  # a bias is cut otherwise than its weight
-            own = numbers[layout.part[dim]]
+            layout = sharded.spec.layout  # the bias has another layout than its weight
+            local_numbers = numbers[layout.part[dim]]
             if dim == 0 and layout.sharded:
-                own = own[layout.local_rows]
-            yield sharded, _Heads(dim, own.to(sharded.local.device), count)
+                local_numbers = local_numbers[layout.local_rows]
+            yield sharded, _Heads(dim, local_numbers.to(sharded.local.device), count)
 
 
 def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tuple[ShardedParam, _Heads, float]]:
@@ -101,7 +101,7 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
 
     Raises UnsupportedModelError where rows of heads are not known, or a parameter to be scaled is frozen.
     """
-    query, key = (_Projection(*given) for given in zip((sharded, noted.key), noted.biases, noted.dims, strict=True))
+    query, key = (_Projection(*args) for args in zip((sharded, noted.key), noted.biases, noted.dims, strict=True))
     heads, size, per_head = len(noted.largest), noted.size, noted.own
     rows, key_rows = query.rows, key.rows
     fused, latent = noted.key is sharded, per_head < size
@@ -115,7 +115,7 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
         for projection in (query, key)
         if (bias := projection.bias) is not None
     ]
-    frozen = next((each.name for each in (noted.key, *noted.biases) if each and not each.param.requires_grad), None)
+    frozen = next((entry.name for entry in (noted.key, *noted.biases) if entry and not entry.param.requires_grad), None)
     unfit = next(
         (f"{name} has {length} entries, not {number}" for name, length, number in bias_lengths if length != number),
         None,
@@ -132,14 +132,14 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
         remedy = "set split_fused, or say in muon_views which rows are queries, keys and values"
     elif latent:
         return [
-            *((*each, alpha) for each in query.heads(0, heads, size, slice(0, per_head))),
-            *((*each, 1.0) for each in query.heads(0, heads, size, slice(per_head, size))),
-            *((*each, 1 - alpha) for each in key.heads(0, heads, key_rows // heads, slice(0, per_head))),
+            *((*entry, alpha) for entry in query.heads(0, heads, size, slice(0, per_head))),
+            *((*entry, 1.0) for entry in query.heads(0, heads, size, slice(per_head, size))),
+            *((*entry, 1 - alpha) for entry in key.heads(0, heads, key_rows // heads, slice(0, per_head))),
         ]
     else:
         return [
-            *((*each, alpha) for each in query.heads(0, heads, size)),
-            *((*each, 1 - alpha) for each in key.heads(heads * size if fused else 0, keys, size)),
+            *((*entry, alpha) for entry in query.heads(0, heads, size)),
+            *((*entry, 1 - alpha) for entry in key.heads(heads * size if fused else 0, keys, size)),
         ]
     raise UnsupportedModelError(f"qk_clip of {sharded.name}, {list(sharded.spec.layout.whole)}: {remedy}")
 
@@ -169,19 +169,19 @@ class MuonClip(Extension):
         """Note the largest logit of each head for the gradient that the backward under way adds to ``.grad``."""
         if what != LOGITS or not sharded.visits.delivers:
             return
-        key_state, largest, size, dims, own, biases = facts
+        key_state, largest, size, dims, per_head, biases = facts
         if sharded not in self._attentions:
-            key, added = sharded_param_of(key_state), (sharded_param_of(biases[0]), sharded_param_of(biases[1]))
+            key, key_biases = sharded_param_of(key_state), (sharded_param_of(biases[0]), sharded_param_of(biases[1]))
             assert key is not None
-            before = torch.full_like(largest, -math.inf)
-            self._attentions[sharded] = _Attention(key, added, before, size, tuple(dims), own)
-        noted = self._attentions[sharded]
-        noted.largest.copy_(torch.maximum(noted.largest, largest))
+            largest_before = torch.full_like(largest, -math.inf)
+            self._attentions[sharded] = _Attention(key, key_biases, largest_before, size, tuple(dims), per_head)
+        attention = self._attentions[sharded]
+        attention.largest.copy_(torch.maximum(attention.largest, largest))
 
     def dropped(self, sharded: ShardedParam) -> None:
         """Drop the logits that belong to dropped gradients."""
-        if (noted := self._attentions.get(sharded)) is not None:
-            noted.largest.fill_(-math.inf)
+        if (attention := self._attentions.get(sharded)) is not None:
+            attention.largest.fill_(-math.inf)
 
     def check(self) -> None:
         """Raise if no logit was noted or heads cannot be scaled, and note which rows belong to which head."""
@@ -190,10 +190,10 @@ class MuonClip(Extension):
                 "qk_clip: no compiled graph has noted a logit in backward; compile the model with backend='muon_zero', "
                 "and let its attention call scaled_dot_product_attention or flex_attention"
             )
-        for sharded, noted in self._noted.items():
-            specs = tuple(each.spec for each in (sharded, noted.key, *noted.biases) if each is not None)
-            if noted.made_for != specs:
-                noted.scaled, noted.made_for = _scaled(sharded, noted, self._alpha), specs
+        for sharded, attention in self._noted.items():
+            specs = tuple(param.spec for param in (sharded, attention.key, *attention.biases) if param is not None)
+            if attention.made_for != specs:
+                attention.scaled, attention.made_for = _scaled(sharded, attention, self._alpha), specs
 
     @property
     def _noted(self) -> dict[ShardedParam, _Attention]:
@@ -203,17 +203,17 @@ class MuonClip(Extension):
     @torch.no_grad()
     def after_commit(self, found_inf: Tensor | None) -> None:
         """Scale the rows of queries and keys; one all-reduce for all heads, which the host does not wait for."""
-        noted = list(self._noted.values())
-        if not noted:
+        attentions = list(self._noted.values())
+        if not attentions:
             return
-        largest = torch.cat([attention.largest for attention in noted])
+        largest = torch.cat([attention.largest for attention in attentions])
         if self.engine.group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.engine.group)
-        sizes = [len(attention.largest) for attention in noted]
-        for attention, own in zip(noted, largest.split(sizes), strict=True):
+        sizes = [len(attention.largest) for attention in attentions]
+        for attention, logits in zip(attentions, largest.split(sizes), strict=True):
             _, keys, _ = attention.scaled[-1]
             # The factor is 1, too, where no logit was noted (-inf) or one was NaN.
-            factor = torch.where(own > self._threshold, self._threshold / own, torch.ones_like(own))
+            factor = torch.where(logits > self._threshold, self._threshold / logits, torch.ones_like(logits))
             if found_inf is not None:
                 factor = torch.where(found_inf == 1, torch.ones_like(factor), factor)
             shared = factor.view(keys.count, -1).amin(1)

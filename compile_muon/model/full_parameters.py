@@ -69,22 +69,22 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             )
     with ordinary_tensors():
         gathered = gather_whole(sharded_params)
-        whole: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
-    fingerprints = None if write else _fingerprints(sharded_params, whole)
+        params: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
+    fingerprints = None if write else _fingerprints(sharded_params, params)
     for snapshot in snapshots:
-        snapshot.open(whole)
+        snapshot.open(params)
     for sharded in sharded_params:
         sharded.ledger.whole.add(sharded.name)
     try:
         yield
         problems = [problem for snapshot in snapshots for problem in snapshot.problems()] + _came(snapshots)
         for snapshot in snapshots:
-            # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
-            whole |= {
+            # Tied modules write one key; `_untied` reports those that hold different parameters by now.
+            params |= {
                 id(sharded): snapshot.module.__dict__["_parameters"].get(name)
                 for name, sharded in snapshot.sharded_params.items()
             }
-        problems = problems or _untied(snapshots, whole)
+        problems = problems or _untied(snapshots, params)
     finally:
         children = [dict(snapshot.module._modules) for snapshot in snapshots]
         for snapshot in snapshots:
@@ -94,14 +94,14 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     if write:
         problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
-        problems = _edited(sharded_params, fingerprints, _fingerprints(sharded_params, whole))
+        problems = _edited(sharded_params, fingerprints, _fingerprints(sharded_params, params))
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
-        for snapshot, kept in zip(snapshots, children, strict=True):
+        for snapshot, new_children in zip(snapshots, children, strict=True):
             snapshot.module._modules.clear()
-            snapshot.module._modules.update(kept)
-        _write(sharded_params, whole)
+            snapshot.module._modules.update(new_children)
+        _write(sharded_params, params)
 
 
 class Held:
@@ -148,11 +148,11 @@ class Held:
 
     def rearranged(self) -> list[str]:
         """List the child modules that were added, taken out or replaced."""
-        now = self.module._modules
+        modules = self.module._modules
         return [
             f"{self.prefix}{name}: a module was added, removed or replaced"
-            for name in {**self.children, **now}
-            if self.children.get(name) is not now.get(name)
+            for name in {**self.children, **modules}
+            if self.children.get(name) is not modules.get(name)
         ]
 
     def _problem(self, name: str, sharded: ShardedParam, param: Tensor | None) -> str | None:

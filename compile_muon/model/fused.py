@@ -1,4 +1,4 @@
-"""Which rows of a fused projection reach queries, keys and values, found by running the module that has it.
+"""Rows of a fused projection that reach queries, keys and values, found by running the module that has it.
 
 The module, or its model, runs up to the attention with a stand-in for the projection whose output is known: gradients
 tell which of its rows reach queries, keys and values. Other weights are one number each, expanded to their shapes.
@@ -98,11 +98,11 @@ def _reached(
         yield lambda: module(torch.ones(1, _LENGTH, in_features, device="cpu"))
 
     def in_model() -> Iterator[Callable[[], Any]]:
-        whole = _copied(model)
-        setattr(whole.get_submodule(path), child, stand_in)
+        model_copy = _copied(model)
+        setattr(model_copy.get_submodule(path), child, stand_in)
         ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="cpu")
-        yield lambda: whole(input_ids=ids)
-        yield lambda: whole(ids)
+        yield lambda: model_copy(input_ids=ids)
+        yield lambda: model_copy(ids)
 
     for attempts in (module_alone, in_model):
         try:
@@ -143,6 +143,6 @@ def halves_meet(model: nn.Module, path: str, child: str, rows: int) -> bool:
     half = rows // 2
     if reached is None or reached[1][0].shape[-1] != half:
         return False
-    made, (found,) = reached
+    output, (layer_input,) = reached
     # Samples: the first, the middle and the last element.
-    return all(_sources(made, found[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})
+    return all(_sources(output, layer_input[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})

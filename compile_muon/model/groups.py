@@ -46,14 +46,14 @@ class Group:
 
 def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, GroupConfig]:
     """Map each parameter of ``names`` to its configured group, if it has one; raise all mistakes of groups at once."""
-    mistakes, group_of, wanted = Mistakes(), dict[str, GroupConfig](), set(names)
+    mistakes, group_of, name_set = Mistakes(), dict[str, GroupConfig](), set(names)
     for group in config.groups:
         hits = group.members(parameters)  # of all parameters: frozen ones may be unfrozen later
         if not hits:
             remedy = "match one, or leave the group out"
             mistakes.add(config_error(f"groups[{group.name}]", group.said, "holds no parameter", remedy))
         for name in hits:
-            if name not in wanted:
+            if name not in name_set:
                 continue
             if name in group_of and group_of[name] is not group:
                 problem = f"is in the groups {group_of[name].name} and {group.name}"
@@ -244,12 +244,12 @@ def group_problems(here: Mapping[str, Sequence[str]], saved: Mapping[str, Sequen
     ]
     problems += [f"group {name}: was saved, and is not among the optimizer's" for name in saved if name not in here]
     saved_group = {param: name for name, members in saved.items() for param in members or ()}
-    moved: dict[tuple[str, str], list[str]] = {}
+    moves: dict[tuple[str, str], list[str]] = {}
     for name, members in here.items():
         for param in members:
             if saved_group.get(param, name) != name:
-                moved.setdefault((saved_group[param], name), []).append(param)
-    return problems + [f"{listed(params)}: was in group {old}, is in {new} now" for (old, new), params in moved.items()]
+                moves.setdefault((saved_group[param], name), []).append(param)
+    return problems + [f"{listed(params)}: was in group {old}, is in {new} now" for (old, new), params in moves.items()]
 
 
 def value_problems(group: Mapping[str, Any], saved: Any) -> list[str]:

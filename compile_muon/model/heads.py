@@ -113,10 +113,10 @@ def _sequential_head(module: nn.Module) -> nn.Module | None:
     children = [child for child in module if next(child.parameters(), None) is not None]
     if not children:
         return None
-    last, before = children[-1], any(_has_matrix(child) for child in children[:-1])
+    last, has_earlier_matrix = children[-1], any(_has_matrix(child) for child in children[:-1])
     if type(last) is nn.Sequential:
         return _sequential_head(nn.Sequential(*children[:-1], *last))
-    return last if isinstance(last, nn.Linear) and before else None
+    return last if isinstance(last, nn.Linear) and has_earlier_matrix else None
 
 
 def _has_matrix(module: nn.Module) -> bool:

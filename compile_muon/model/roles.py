@@ -52,10 +52,10 @@ def planned_roles(
         )
         raise config_error("expert_parallel.size", experts.size, problem, remedy) from None
     plan = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
-    stacks, placed = set(plan.parameters), mesh.given["expert"]
+    stacks, expert_mesh = set(plan.parameters), mesh.given["expert"]
     for name, param in model.named_parameters():
         if name in stacks:
-            roles[name] = Role(expert=True, placed=(placed, (Shard(0),), tuple(param.shape)))
+            roles[name] = Role(expert=True, placed=(expert_mesh, (Shard(0),), tuple(param.shape)))
     return roles, plan
 
 
@@ -95,8 +95,8 @@ def _placed(
         return Role(placed=read_as)
     axis, placement = _axis_of(placed, cut_dims[0], mesh), placements[cut_dims[0]]
     if axis not in ("expert", "tensor"):
-        there = "one rank" if mesh is None else " x ".join(f"{n} {mesh.axis(n).size}" for n in mesh.names)
-        what = f"the axis {axis} of which MuonZero cuts itself" if axis else f"which is no axis of the mesh ({there})"
+        ranks = "one rank" if mesh is None else " x ".join(f"{n} {mesh.axis(n).size}" for n in mesh.names)
+        what = f"the axis {axis} of which MuonZero cuts itself" if axis else f"which is no axis of the mesh ({ranks})"
         raise _no(name, f"is placed {how}, {what}")
     if isinstance(placement, Replicate):
         return Role(placed=read_as)

@@ -92,10 +92,10 @@ def agree(
         "layouts": dict(_layouts(specs, algorithms)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
-    mine = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)
-    everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
-    dist.all_gather(everyone, mine, group=mesh.everyone)
-    rows = torch.stack(everyone).tolist()
+    local_numbers = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)
+    gathered = [torch.empty_like(local_numbers) for _ in range(mesh.size)]
+    dist.all_gather(gathered, local_numbers, group=mesh.everyone)
+    rows = torch.stack(gathered).tolist()
     if heartbeat is not None:
         heartbeat.meet([row[-1] for row in rows])
     for column, (title, facts) in enumerate(sections.items()):

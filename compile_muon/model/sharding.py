@@ -46,6 +46,7 @@ def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.Pro
     """Broadcast parameters and buffers, as DDP does, from the first rank that has the same part of the model."""
     for name, param in model.named_parameters():
         layout = specs[name].layout
+        # Ranks along `tensor` hold different slices, or else copies, which must become equal too.
         axes = [layout.everyone] if layout.joined else [layout.everyone, layout.tensor]
         _spread(local_tensor(param), [group_named(axis.group) for axis in axes if not axis.alone])
     for buffer in model.buffers():
@@ -55,7 +56,7 @@ def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.Pro
 def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
     if not has_memory(tensor):
         return
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().contiguous()  # collectives take no strided tensors
     for group in groups:
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
     if whole.data_ptr() != tensor.data_ptr():
@@ -73,7 +74,7 @@ def _view_alone(rows: Tensor) -> Tensor:
         return rows.clone()
     if not has_memory(rows):
         return rows.detach()
-    # As bytes: DLPack does not know every dtype.
+    # DLPack does not know every dtype, so the rows pass through it as bytes.
     return torch.from_dlpack(rows.reshape(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
 
 
@@ -162,6 +163,7 @@ def shard_model(
     if mesh is not None:
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
+            # Every check that one rank may fail comes ahead of the first change of the model.
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
             provider.reserve(specs, owners)
             if spread is not None:

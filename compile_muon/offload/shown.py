@@ -58,13 +58,13 @@ class Shown:
 
     def show(self) -> None:
         """Put the stored tensors into the optimizer's state."""
-        for sharded, found in self._tensors.items():
+        for sharded, shown_states in self._tensors.items():
             for name, slot in self._layout.kept[sharded.name].items():
                 tensor = self._buffers.current(slot)
-                if name not in found or local_tensor(found[name]) is not tensor:
-                    found[name] = self._state(sharded, name, tensor)
+                if name not in shown_states or local_tensor(shown_states[name]) is not tensor:
+                    shown_states[name] = self._state(sharded, name, tensor)
             slots = self._optimizer.state[sharded.param]
-            slots.update(found)
+            slots.update(shown_states)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
                 self._optimizer.state[sharded.param] = _Settled(self._buffers.settle, slots)
         self.seen()
@@ -79,20 +79,20 @@ class Shown:
 
     def take_back(self) -> bool:
         """Copy tensors that users put in place of the shown ones into the stored ones; return whether any were."""
-        moved = False
-        for sharded, shown in self._tensors.items():
+        changed = False
+        for sharded, shown_states in self._tensors.items():
             slots = self._optimizer.state[sharded.param]
-            found = {**slots}
-            for name, tensor in shown.items():
-                if found.get(name) is tensor:
+            states = {**slots}
+            for name, tensor in shown_states.items():
+                if states.get(name) is tensor:
                     continue
                 self._buffers.settle()
                 # A deleted state begins at zero, a deleted master weight at its parameter's values.
                 anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
-                local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
+                local_tensor(tensor).copy_(local_tensor(states.get(name, anew)))
                 slots[name] = tensor
-                moved = True
-        return moved
+                changed = True
+        return changed
 
     def seen(self) -> None:
         """Count all edits until now as known, and parameters as rounded to their masters."""

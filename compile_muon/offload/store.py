@@ -40,7 +40,7 @@ def _up(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class Slot:
-    """One tensor of optimizer state on this rank."""
+    """A slot: one tensor of optimizer state on this rank."""
 
     name: str  # in errors
     shape: tuple[int, ...]
