@@ -110,9 +110,8 @@ def _to_the_end() -> int:
         print("interrupted", file=sys.stderr)
         return 130  # the shells' convention: 128 + SIGINT
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes stdout at exit, which would fail again
+        # Python flushes stdout at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

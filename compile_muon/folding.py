@@ -35,7 +35,8 @@ def _one(group: Sequence[tuple[list[str], int, _Same]], place: int) -> tuple[lis
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """
+    """Join ascending numbers, runs of neighbours as "first…last".
+
     >>> _runs([0, 1, 2, 4, 6, 7])
     '0…2,4,6…7'
     """

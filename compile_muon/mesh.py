@@ -53,7 +53,7 @@ DENSE = Role()
 
 @dataclass(frozen=True)
 class Mesh:
-    """Several ranks, by axis.
+    """The ranks of one model, by axis.
 
     Ranks along ``expert`` share everything but experts, so for all other parameters they are part of ``shard``; ranks
     along ``sequence`` have the same batch, and are part of ``shard`` for all parameters.
@@ -151,7 +151,7 @@ class Mesh:
 
     @cached_property
     def sequence(self) -> Place:
-        """This rank's place among those that share a sequence; its exchanges wait for no other collective."""
+        """This rank's place among the ranks of a sequence, with the name of the group for their exchanges."""
         group = self.given.get_group(self.names.index("sequence"))
         return Place(group.size(), group.rank(), self._communicator(group, "sequence") or group.group_name)
 

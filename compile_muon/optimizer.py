@@ -235,10 +235,9 @@ class MuonZero(Optimizer):
         The call waits for the device only where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` before clipping; metrics of extensions (with ``qk_clip``, ``max_logit``); and the rates of the
-            next
-            step, of the first group of each method: ``muon_lr``, ``adamw_lr``. Unknown numbers are left out: before the
-            first step, and of a skipped step, whose norm is inf or NaN.
+            ``grad_norm`` before clipping; metrics of extensions (with ``qk_clip``, ``max_logit``); and the next step's
+            rates, of the first group of each method: ``muon_lr``, ``adamw_lr``. Unknown numbers are left out: before
+            the first step, and of a skipped step, whose norm is inf or NaN.
         """
         self.check()
         # Reversed, so that the first group of a method wins.
@@ -271,8 +270,7 @@ class MuonZero(Optimizer):
     def check(self) -> None:
         """Read the results of the latest step's checks, if the host has not yet (``checks="next_step"``).
 
-        The next step does so, ``metrics()``, ``totals()`` and ``Checkpointer.save``; with "in_step" nothing is left to
-        read.
+        The next step does so, ``metrics()``, ``totals()`` and ``Checkpointer.save``; with "in_step" nothing is left.
 
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.
@@ -374,8 +372,7 @@ class MuonZero(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters that were frozen when the model was sharded, in a group of their own; on all ranks alike.
 
-        Without this call, parameters that begin to require a gradient join the groups of the configuration in the next
-        step.
+        Without this call, parameters that require a gradient by now join groups of the configuration in the next step.
 
         Args:
             param_group: ``params``, which require a gradient by now, rates that differ from the defaults, and perhaps

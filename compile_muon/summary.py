@@ -115,9 +115,8 @@ class Summary:
         from rich.console import Console
 
         buffer, table = io.StringIO(), self.__rich__()
-        plain = (
-            "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-        )  # print() would raise on box characters
+        # Without UTF print() would raise on box characters.
+        plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
         if plain:
             table.box = box.ASCII
         Console(file=buffer, width=_width(), no_color=True).print(table)

@@ -1,4 +1,4 @@
-"""Whole parameters for a while, at any ZeRO stage: initialize, operate on, read or save what is sharded."""
+"""Whole parameters for a while, at any ZeRO stage, to initialize, edit, read or save a sharded model."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
 
 
 def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
-    """Agree with the other ranks that all may write: the broadcasts of a rank that writes alone never end."""
+    """Return ``problems``, or that another rank has some: the broadcasts of a rank that writes alone never end."""
     axes = {axis.group: a.hyper.device for a in sharded_params for axis in a.spec.layout.axes}
     refused = False
     for group, device in axes.items():

@@ -67,8 +67,7 @@ def _view_alone(rows: Tensor) -> Tensor:
     """Return the same memory as a storage of its own, from the first element of ``rows`` to their last.
 
     torch 2.13 takes a DTensor whose shard starts inside a storage (its data pointer is not null) for an ordinary
-    tensor; ``torch.save`` and ``copy.deepcopy`` then fail. And a saved shard would bring the whole resident weight with
-    it.
+    tensor; ``torch.save`` and ``copy.deepcopy`` then fail. And a saved shard would carry the whole resident weight.
     """
     if not rows.numel():
         return rows.clone()

@@ -35,7 +35,7 @@ class Codec:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows can be encoded apart; random bits and scales need a momentum's whole rows at once."""
+        """Whether some rows can be encoded without the others; random bits and scales are of the whole momentum."""
         return self.dtype is None
 
     def check(self, name: str, spec: ParamSpec) -> None:

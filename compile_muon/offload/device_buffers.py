@@ -107,7 +107,7 @@ class DeviceBuffers:
                 tensor.copy_(found[slot])
             return
         buffer = self._buffer_of(bucket)
-        # The copy to the host waits for the work on the bucket, and no other work waits for the copy.
+        # The copy to the host comes behind the device's work on the bucket.
         self._out.wait_event(torch.accelerator.current_stream().record_event())
         with self._out:
             for slot, tensor in host.items():

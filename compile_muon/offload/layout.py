@@ -250,7 +250,7 @@ def keeps_momentum_alone(method: MatrixMethod) -> bool:
 
 
 def _cut(slots: Sequence[Slot], nbytes: int) -> list[range]:
-    """Cut tensors of one shape into ranges of rows of at most ``nbytes`` together, where possible; [] if one has
+    """Return ranges of rows, of at most ``nbytes`` in all tensors (of one shape) together, or a page; [] if one has
     all.
 
     Ranges begin at a page boundary in each tensor, as O_DIRECT requests must.

@@ -133,8 +133,7 @@ class Store:
         """Make the stored contents of these closed buckets current; other buckets keep their former contents."""
 
     def forget(self, bucket: Bucket | None = None) -> None:
-        """Drop what was read ahead of a bucket, because its :meth:`current` tensors will be written to; nobody works on
-        it.
+        """Drop what was read ahead of a bucket that nobody works on: its :meth:`current` tensors will be written to.
 
         None drops all buckets, with the contents that were closed since the last commit.
         """
@@ -189,9 +188,7 @@ class FileStore(Store):
         self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
-        self._places: dict[
-            Slot, tuple[int, int]
-        ] = {}  # offsets in bytes: in generation 0 of the file, and in the bucket
+        self._places: dict[Slot, tuple[int, int]] = {}  # offsets: in generation 0 of the file, and in the bucket
         # One mapping for all slots: each mapping keeps a file descriptor open, and a process may have a thousand.
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         start_of = dict(zip(wholes, starts, strict=True))
@@ -263,11 +260,7 @@ class FileStore(Store):
                     self._finish(other)
             held = next(held for held in self._held if held.bucket is bucket)
             held.writing = self._requests(self._write, held, bucket, True, ready)
-            held.bucket, held.wrote, held.opened = (
-                None,
-                bucket,
-                False,
-            )  # the buffer has the next generation, not the current one
+            held.bucket, held.wrote, held.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
         """Wait for the writes."""
@@ -335,10 +328,9 @@ class FileStore(Store):
         other: bool,
         ready: Callable[[], object] | None,
     ) -> list[Future[int]]:
-        """Submit reads or writes of a bucket, in pieces, once ``ready`` returns; ``other``: of the generation not
-        current.
+        """Submit reads or writes of a bucket in pieces, neighbours in the file together, once ``ready`` returns.
 
-        Slots that are neighbours in the file share requests.
+        ``other``: of the generation that is not current.
         """
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
