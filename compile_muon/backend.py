@@ -69,10 +69,8 @@ def _has_markers(gm: GraphModule) -> bool:
 
 
 def _check_writes(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Refuse a frame that writes to a gathered weight, since no parameter would see the edit.
-
-    Dynamo has run the frame on fake tensors, whose version counters show writes.
-    """
+    """Refuse a frame that writes to a gathered weight, since no parameter would see the edit. Dynamo has run the frame
+    on fake tensors, whose version counters show writes."""
     name_of = {
         node: sharded.name
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
@@ -224,10 +222,8 @@ def muon_zero(
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions, lowering: Lowering | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo frame with parsed options.
-
-    ``lowering`` lowers and compiles forward and backward graphs; None for the one that ``options.codegen`` names.
-    """
+    """Compile one Dynamo frame with parsed options. ``lowering`` lowers and compiles forward and backward graphs; None
+    for the one that ``options.codegen`` names."""
     ledgers = list(dict.fromkeys(a.ledger for a in map(sharded_param_of, example_inputs) if a is not None))
     costs = ledgers[0].costs if ledgers else Costs()
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)

@@ -196,10 +196,8 @@ def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
 
 
 def warn_user(message: str, *, own: bool = False) -> None:
-    """Warn at the user's line that led here, above all frames of compile_muon and other libraries.
-
-    ``own``: the warning is about this rank, and its message names the rank; else rank 0 alone warns.
-    """
+    """Warn at the user's line that led here, above all frames of compile_muon and other libraries. ``own``: the warning
+    is about this rank, and its message names the rank; else rank 0 alone warns."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)
     if rank != 0 and not own:

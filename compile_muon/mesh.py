@@ -230,10 +230,8 @@ class Mesh:
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def gradient_placements(self, role: Role = DENSE) -> list[Placement]:
-        """Return the placements of a gradient that each rank computed of a whole parameter.
-
-        Ranks along ``tensor`` have the same batch, so their gradients are equal, not partial.
-        """
+        """Return the placements of a gradient that each rank computed of a whole parameter. Ranks along ``tensor`` have
+        the same batch, so their gradients are equal, not partial."""
         return [Replicate() if names == ("tensor",) else Partial() for names in self._order(role)]
 
 

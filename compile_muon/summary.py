@@ -180,10 +180,8 @@ def summarize(
     outside: str | None = None,
     launched: str | None = None,
 ) -> Summary:
-    """Collect the rows of a sharded model.
-
-    ``decayed``: names of parameters whose group has a weight decay; ``outside``, ``launched``: see :class:`Summary`.
-    """
+    """Collect the rows of a sharded model. ``decayed``: names of parameters whose group has a weight decay;
+    ``outside``, ``launched``: see :class:`Summary`."""
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(a, assignments[a.name], decays=a.name in decayed) for a in sharded_params),

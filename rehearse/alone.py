@@ -152,10 +152,8 @@ _STORES: list[dist.Store] = []  # torch holds only the C++ half of one that is w
 
 @contextlib.contextmanager
 def group_of(world: int, rank: int, *, of_one: bool = False) -> Iterator[None]:
-    """Make this process ``rank`` of ``world`` over NCCL inside the block.
-
-    One rank has no process group, unless ``of_one`` asks for it.
-    """
+    """Make this process ``rank`` of ``world`` over NCCL inside the block. One rank has no process group, unless
+    ``of_one`` asks for it."""
     if world == 1 and not of_one:
         yield
         return

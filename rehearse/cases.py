@@ -43,11 +43,8 @@ class Case:
 
     @property
     def waits(self) -> int:
-        """Waits of the host for the device in a steady step.
-
-        The host waits for the numbers that it reads, or, where it computes AdamW, for each of three buckets of
-        gradients.
-        """
+        """Waits of the host for the device in a steady step. The host waits for the numbers that it reads, or, where it
+        computes AdamW, for each of three buckets of gradients."""
         if self.params.get("offload", {}).get("adamw_on") == "cpu":
             return 3
         return 0 if self.params.get("checks") == "next_step" else 1
@@ -149,11 +146,8 @@ class Figures:
 
 
 def without_checks(ops: Sequence[Op]) -> list[Op]:
-    """Drop collectives that ``optimizer.traffic`` does not count.
-
-    These are the sums of numbers that the host reads in ``step()``, all-reduces on the main stream, and the digest of
-    the batch that the ranks of a sequence compare.
-    """
+    """Drop collectives that ``optimizer.traffic`` does not count. These are the sums of numbers that the host reads in
+    ``step()``, all-reduces on the main stream, and the digest of the batch that the ranks of a sequence compare."""
     return [op for op in ops if op.name != "ncclAllReduce" or (op.stream and op.amount != _DIGEST)]
 
 

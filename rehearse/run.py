@@ -318,10 +318,8 @@ def misaligned_map(device: Device) -> int:
 
 
 def rehearsed(name: str) -> Any:
-    """Return the figures of a case, or the results of "mistakes", "host" or "yardsticks".
-
-    Each runs in a process of its own, whose device memory is unwritten.
-    """
+    """Return the figures of a case, or the results of "mistakes", "host" or "yardsticks". Each runs in a process of its
+    own, whose device memory is unwritten."""
     out = FOLDER / "figures.json"
     out.unlink(missing_ok=True)
     run = subprocess.run([sys.executable, __file__, "--one", name, "--json", str(out)], capture_output=True, text=True)

@@ -80,9 +80,7 @@ class _Projection:
 
     def heads(self, first: int, count: int, size: int, of: slice = _ALL) -> Iterator[tuple[ShardedParam, _Heads]]:
         """Yield weight and bias with the heads of the ``count * size`` rows behind the ``first`` ones, in that order.
-
-        ``of``: the rows of each head that count.
-        """
+        ``of``: the rows of each head that count."""
         numbers = torch.full((self.rows,), count, device="cpu")
         rows = self._order()[first : first + count * size].view(count, size)[:, of]
         numbers[rows] = torch.arange(count, device="cpu")[:, None].expand_as(rows)
@@ -98,9 +96,7 @@ class _Projection:
 
 def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tuple[ShardedParam, _Heads, float]]:
     """Return the parameters and heads to scale of an attention whose queries ``sharded`` projects, with powers of g_h.
-
-    Raises UnsupportedModelError where rows of heads are not known, or a parameter to be scaled is frozen.
-    """
+    Raises UnsupportedModelError where rows of heads are not known, or a parameter to be scaled is frozen."""
     query, key = (_Projection(*args) for args in zip((sharded, noted.key), noted.biases, noted.dims, strict=True))
     heads, size, per_head = len(noted.largest), noted.size, noted.own
     rows, key_rows = query.rows, key.rows
@@ -145,10 +141,8 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
 
 
 class MuonClip(Extension):
-    """Scales down heads whose largest logit is over ``threshold`` (setting ``qk_clip``), behind each step.
-
-    Attention on this rank has part ``part`` of ``parts`` equal parts of the heads.
-    """
+    """Scales down heads whose largest logit is over ``threshold`` (setting ``qk_clip``), behind each step. Attention on
+    this rank has part ``part`` of ``parts`` equal parts of the heads."""
 
     unrecorded = "qk_clip scales heads by what forward has seen"
 

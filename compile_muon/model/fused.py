@@ -129,10 +129,8 @@ def _sources(made: Tensor, found: Tensor) -> set[int]:
 
 
 def rows_of(model: nn.Module, path: str, child: str, rows: int) -> list[set[int]] | None:
-    """Return the rows of projection ``child`` of the module at ``path`` that reach queries, keys and values.
-
-    None where neither the module on hidden states nor the model on ids reaches attention. ``child`` has ``rows`` rows.
-    """
+    """Return the rows of projection ``child`` of the module at ``path`` that reach queries, keys and values. None where
+    neither the module on hidden states nor the model on ids reaches attention. ``child`` has ``rows`` rows."""
     reached = _reached(model, path, child, rows, _Attention)
     return None if reached is None else [_sources(reached[0], tensor) for tensor in reached[1]]
 

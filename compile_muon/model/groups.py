@@ -69,9 +69,7 @@ def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.P
 
 def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, Assignment], list[Group]]:
     """Return the assignment of every parameter, by groups, rules and views, and the groups of those that train.
-
-    ``partial``: the model is one stage of a pipeline, which may have nothing for Muon.
-    """
+    ``partial``: the model is one stage of a pipeline, which may have nothing for Muon."""
     named = dict(model.named_parameters())
     members = _members(config, [name for name, param in named.items() if param.requires_grad], named)
     assignments = assign(
@@ -232,10 +230,8 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group_problems(here: Mapping[str, Sequence[str]], saved: Mapping[str, Sequence[str] | None]) -> list[str]:
-    """List how groups differ from saved ones: a group that was not saved would keep its initial rates.
-
-    ``here`` and ``saved`` map group names to names of parameters; None in ``saved`` where these are not known.
-    """
+    """List how groups differ from saved ones: a group that was not saved would keep its initial rates. ``here`` and
+    ``saved`` map group names to names of parameters; None in ``saved`` where these are not known."""
     saved_names = listed(list(saved)) or "none"
     problems = [
         f"group {name}: was not saved (there are {saved_names}), so nothing says its rates"
@@ -293,10 +289,8 @@ def _is_finite(value: float) -> bool:
 
 
 def state_problems(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the misfits of ``state_dict()`` groups, which torch matches by their order alone.
-
-    Groups without names come from another optimizer and are not checked.
-    """
+    """List the misfits of ``state_dict()`` groups, which torch matches by their order alone. Groups without names come
+    from another optimizer and are not checked."""
     if not all("name" in group for group in saved):
         return []
     here = {group["name"]: group.get("param_names", ()) for group in groups}

@@ -40,10 +40,8 @@ def _unpin(begin: int) -> None:
 
 
 def on_host(values: Tensor) -> Tensor:
-    """Return a copy of contiguous ``values`` in pinned host memory that still counts as a tensor of its GPU.
-
-    CPU tensors, empty ones and fake ones (plans) come back as they are.
-    """
+    """Return a copy of contiguous ``values`` in pinned host memory that still counts as a tensor of its GPU. CPU
+    tensors, empty ones and fake ones (plans) come back as they are."""
     if not values.is_cuda or not values.numel() or isinstance(values, FakeTensor):
         return values
     # as_tensor keeps `_Pages` alive as long as the tensor; vLLM holds weights the same way ("UVA offloading").

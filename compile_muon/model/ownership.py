@@ -64,10 +64,8 @@ class Ownership:
         self._frozen = [sharded for sharded in self._frozen if sharded not in sharded_params]
 
     def check(self) -> None:
-        """Raise if the model lost, replaced, cast or gained parameters that train, or was wrapped by FSDP or DDP.
-
-        Cheap as long as nothing changed.
-        """
+        """Raise if the model lost, replaced, cast or gained parameters that train, or was wrapped by FSDP or DDP. Cheap
+        as long as nothing changed."""
         if self._kinds_now() != self._kinds:
             for sharded in self._sharded_params:
                 check_kind(sharded, sharded.param)

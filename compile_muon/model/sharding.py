@@ -85,10 +85,8 @@ def _cut(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _split(
     param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, role: Role, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
-    """Return the sharded parameter, and the resident weight (or this rank's part of it), None without one.
-
-    A parameter on the meta device gets memory on ``device`` for this rank's part, without values.
-    """
+    """Return the sharded parameter, and the resident weight (or this rank's part of it), None without one. A parameter
+    on the meta device gets memory on ``device`` for this rank's part, without values."""
     layout, dtype = spec.layout, decode_dtype(spec.dtype)
     whole = local_tensor(param).detach().contiguous()  # under tensor or expert parallelism, this rank's part
     if param.is_meta and not layout.gathered:

@@ -21,11 +21,8 @@ _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = False) -> None:
-    """Refuse a model that cannot be trained; nothing is changed.
-
-    ``meta`` allows parameters without memory, which will get some; ``dtensors`` allows DTensors, which
-    :func:`compile_muon.model.roles.roles_of` has checked.
-    """
+    """Refuse a model that cannot be trained; nothing is changed. ``meta`` allows parameters without memory, which will
+    get some; ``dtensors`` allows DTensors, which :func:`compile_muon.model.roles.roles_of` has checked."""
     check_modules(model)
     if torch.is_inference_mode_enabled():
         raise UnsupportedModelError(

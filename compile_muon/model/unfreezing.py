@@ -59,10 +59,8 @@ def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | 
 def plan_unfrozen(
     model: nn.Module, config: Config, names: Sequence[str], own: GroupConfig | None, *, partial: bool
 ) -> tuple[dict[str, Assignment], list[Group]]:
-    """Return the assignments of these parameters, and their groups with no other members.
-
-    ``own``: a group for them in place of the configuration's; ``partial``: the model is one stage of a pipeline.
-    """
+    """Return the assignments of these parameters, and their groups with no other members. ``own``: a group for them in
+    place of the configuration's; ``partial``: the model is one stage of a pipeline."""
     if own is not None:
         config = replace(config, groups=(own,))
     assignments, groups = plan(config, model, partial=partial)
@@ -77,10 +75,8 @@ def take_up(
     hyper: Tensor,
     like: ShardedParam | None,
 ) -> None:
-    """Train these parameters of one group from now on, in their present layout and dtype.
-
-    ``hyper``: the tensor of any group, for its device; ``like``: another parameter of their group, where they join one.
-    """
+    """Train these parameters of one group from now on, in their present layout and dtype. ``hyper``: the tensor of any
+    group, for its device; ``like``: another parameter of their group, where they join one."""
     algorithm = assignments[sharded_params[0].name].algorithm
     hyper_and_rates = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
     for sharded in sharded_params:

@@ -31,11 +31,8 @@ class _Said(NamedTuple):
 
 
 def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> dict[str, Assignment]:
-    """Return the assignments with the views of matrices in them.
-
-    ``param.muon_view`` wins over ``muon_views``, and that over the views that ``per_head_muon`` and ``split_fused``
-    read from the model.
-    """
+    """Return the assignments with the views of matrices in them. ``param.muon_view`` wins over ``muon_views``, and that
+    over the views that ``per_head_muon`` and ``split_fused`` read from the model."""
     named, mistakes = dict(model.named_parameters()), Mistakes()
     requests = dict(_of_modules(config, model)) | dict(_of_patterns(config, assignments, mistakes))
     for name, param in named.items():

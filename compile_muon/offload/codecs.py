@@ -53,17 +53,12 @@ class Codec:
 
     def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
         """Store ``momentum``, the result of :meth:`decode` after a step has moved it, in the tensors of ``kept``.
-
-        ``name`` and ``step`` seed random bits, so ranks that hold the same rows store the same.
-        """
+        ``name`` and ``step`` seed random bits, so ranks that hold the same rows store the same."""
 
 
 class BFloat16(Codec):
-    """Stochastic rounding to bfloat16, so that the mean is right.
-
-    Rounded to nearest, a moving average with a factor near 1 stands still: each addition is less than half of the last
-    place.
-    """
+    """Stochastic rounding to bfloat16, so that the mean is right. Rounded to nearest, a moving average with a factor
+    near 1 stands still: each addition is less than half of the last place."""
 
     name, dtype = "bfloat16", torch.bfloat16
 

@@ -128,10 +128,8 @@ class DeviceBuffers:
             store.finish()
 
     def forget(self, bucket: Bucket | None = None) -> None:
-        """Drop what was read ahead of a bucket, because its stored tensors will be written to; nobody works on it.
-
-        None drops all buckets, those in use too: their contents were replaced, or a step is given up.
-        """
+        """Drop what was read ahead of a bucket, because its stored tensors will be written to; nobody works on it. None
+        drops all buckets, those in use too: their contents were replaced, or a step is given up."""
         self.settle()
         if bucket is None:
             self._in_use.clear()

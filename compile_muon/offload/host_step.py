@@ -100,10 +100,8 @@ class HostStep:
 
 
 def _pinned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin a copy into pinned host memory.
-
-    PyTorch's pinned allocator reuses a block, still mapped, only when no stream copies from it or to it any more.
-    """
+    """Begin a copy into pinned host memory. PyTorch's pinned allocator reuses a block, still mapped, only when no
+    stream copies from it or to it any more."""
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu", pin_memory=True).copy_(
         tensor, non_blocking=True
     )

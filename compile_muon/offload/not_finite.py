@@ -15,9 +15,7 @@ __all__ = ["NotFinite"]
 
 class NotFinite:
     """Flags of offloaded states: ``[]`` tensors on ``device``, not 0 if a state has a number that is not finite.
-
-    ``labels``: the name of each state in errors, by names of parameter and state.
-    """
+    ``labels``: the name of each state in errors, by names of parameter and state."""
 
     def __init__(self, labels: Mapping[str, Mapping[str, str]], device: torch.device) -> None:
         self._labels, self._device = labels, device

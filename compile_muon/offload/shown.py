@@ -109,10 +109,8 @@ class Shown:
 
 
 class _Settled(dict[str, Tensor]):
-    """The states of one parameter; reads wait until copies from the GPU to host memory have ended.
-
-    ``{**slots}`` copies the dict without waiting.
-    """
+    """The states of one parameter; reads wait until copies from the GPU to host memory have ended. ``{**slots}`` copies
+    the dict without waiting."""
 
     def __init__(self, settle: Callable[[], None], slots: Mapping[str, Tensor]) -> None:
         super().__init__(slots)

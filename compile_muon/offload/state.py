@@ -40,10 +40,8 @@ _HOST = torch.device("cpu")
 
 
 class OffloadedStates(StateProvider, Extension):
-    """The states of one rank that are offloaded, or stored in fewer bits.
-
-    ``group``: all ranks of the optimizer; ``compares``: whether they exist (False in a plan); ``device`` computes.
-    """
+    """The states of one rank that are offloaded, or stored in fewer bits. ``group``: all ranks of the optimizer;
+    ``compares``: whether they exist (False in a plan); ``device`` computes."""
 
     all_resident = False
     unrecorded = "states are not resident"
@@ -212,10 +210,8 @@ class OffloadedStates(StateProvider, Extension):
                     self._step.written.append(bucket)
 
     def _note(self, sharded_params: Sequence[ShardedParam], what: StateRequest) -> None:
-        """Copy what a step is about to write in place, if a disk can still fail the step.
-
-        A request for masters alone writes no states; a request for states that are written moves parameters too.
-        """
+        """Copy what a step is about to write in place, if a disk can still fail the step. A request for masters alone
+        writes no states; a request for states that are written moves parameters too."""
         if not self._buffers.on_disk or what is StateRequest.MASTERS_READ:
             return
         for sharded in sharded_params:

@@ -134,15 +134,11 @@ class Store:
 
     def forget(self, bucket: Bucket | None = None) -> None:
         """Drop what was read ahead of a bucket that nobody works on: its :meth:`current` tensors will be written to.
-
-        None drops all buckets, with the contents that were closed since the last commit.
-        """
+        None drops all buckets, with the contents that were closed since the last commit."""
 
     def current(self, slot: Slot) -> Tensor:
         """Return the stored tensor of a whole slot, in host memory or mapped from the file, to read or write all of it.
-
-        A step writes all rows of a whole slot, or none, also where these are slots of their own.
-        """
+        A step writes all rows of a whole slot, or none, also where these are slots of their own."""
         return self._tensors[slot]
 
 
@@ -329,9 +325,7 @@ class FileStore(Store):
         ready: Callable[[], object] | None,
     ) -> list[Future[int]]:
         """Submit reads or writes of a bucket in pieces, neighbours in the file together, once ``ready`` returns.
-
-        ``other``: of the generation that is not current.
-        """
+        ``other``: of the generation that is not current."""
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot in bucket.slots:
