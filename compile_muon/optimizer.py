@@ -196,9 +196,9 @@ class MuonZero(Optimizer):
         step.create_state()
         step.sync_momentum()
         made.ledger.call_before_backward(step.before_backward)
-        refuse_shared(self)
+        refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
-        self._scheduled: int | None = None
+        self._scheduled: int | None = None  # the scheduler's epoch at the latest step that wrote
 
     # ------------------------------------------------------------------ reading
 
@@ -322,6 +322,7 @@ class MuonZero(Optimizer):
         status = self.engine.status
         peers_step = self.engine.hooks.peers.step(status.step)
         range_ = self.engine.ledger.range("step", payload=status.step)
+        # Inside torch.inference_mode(), too, state must be tensors that train.
         with ordinary_tensors(), status.at("the optimizer's step"), peers_step, range_:
             self.check()
             if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
@@ -397,6 +398,7 @@ class MuonZero(Optimizer):
         sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
         if not sharded_params:
             return
+        # Not by a collective: a rank that comes alone gets a PeerError in place of a hang.
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(sharded_params, self.engine.group if self.engine.compares else None)
         names, partial = [sharded.name for sharded in sharded_params], not self.engine.hooks.peers.alone

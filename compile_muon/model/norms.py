@@ -34,7 +34,7 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False) -> dict[str, f
         return {}
     if gradients:
         for sharded in sharded_params:
-            sharded.place_gradient()
+            sharded.place_gradient()  # as the step would: eager code may have left it in another placement
     local_tensors = {
         a: a.local_grad if gradients else a.local.detach()
         for a in sharded_params

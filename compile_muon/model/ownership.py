@@ -39,6 +39,7 @@ class Ownership:
     def _remember(self) -> None:
         self._modules = list(self.model.modules())
         self._classes = [type(module) for module in self._modules]
+        # nn.Module's own dicts, private to torch: named_parameters() of 2,000 modules at every step would be slow.
         self._tables: list[dict[str, Any]] = [
             table for module in self._modules for table in (module.__dict__["_parameters"], module._modules)
         ]

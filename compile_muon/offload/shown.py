@@ -105,6 +105,7 @@ class Shown:
         return self._edits() != self._seen
 
     def _edits(self) -> list[int]:
+        # `_version` is torch's private edit counter, which autograd checks saved tensors by.
         return [local_tensor(tensor)._version for shown in self._tensors.values() for tensor in shown.values()]
 
 
