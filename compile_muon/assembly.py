@@ -94,7 +94,8 @@ def assemble(
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
         stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
-    # Parameters of one configured group, or of a method that reads its rates in graphs, share one tensor of rates.
+    # Graphs read rates from tensors: one for the defaults, one for each configured group, and within these another one
+    # for each matrix method whose graphs read more than the momentum.
     hyper = torch.empty(2, dtype=torch.float32, device=device)
     hypers, sharing = dict.fromkeys(assignments, hyper), dict[tuple[object, ...], Tensor]()
     for each in groups:
