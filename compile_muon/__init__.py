@@ -10,8 +10,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# In a checkout passes/ and kernels/ lie beside this folder. Whoever starts Python in its root gets this folder, also
-# where nothing is installed, or a wheel is, which has them inside; without them `doctor` could not say so.
+# In a checkout passes/ and kernels/ lie beside this folder, in a wheel inside it. Python started in the checkout's root
+# imports this folder whatever is installed, and needs both at least for `doctor` to report that.
 if not Path(__file__).with_name("passes").is_dir():
     __path__.append(str(Path(__file__).resolve().parents[1]))
 
@@ -77,7 +77,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-#: what brings in torch.distributed.checkpoint and safetensors, for those who use it
+#: names imported on first use, since they import torch.distributed.checkpoint and safetensors
 _LATE = {
     "Checkpointer": "compile_muon.checkpoint",
     "check_sequence": "compile_muon.sequence",

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor", help="say whether this environment can train: versions, devices, compiler, entry point, a config"
     )
     doctor.add_argument("--config", type=Path, help="a config to look at: what it says, and which axes it makes")
-    # A string is read as if it were given, and only by this command.
+    # argparse passes a default that is a string through `type`, but only where this command is chosen.
     doctor.add_argument("--world", type=_count, default=os.environ.get("WORLD_SIZE") or "1", help="ranks it is for")
     calibrate = commands.add_parser("calibrate", help="measure this machine for the cost model, and write what it is")
     calibrate.add_argument("--out", type=Path, required=True, help="JSON file to write, for the setting machine")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    """At least one."""
+    """Parse a number of at least one."""
     try:
         number = int(text)
     except ValueError:
@@ -98,7 +98,7 @@ def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_the_end() -> int:
-    """:func:`main` on any terminal: one without our characters, one whose reader leaves (``... | head``), Ctrl-C."""
+    """Run :func:`main` on any terminal: without our characters, with a reader that leaves (``... | head``), Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -108,9 +108,10 @@ def _to_the_end() -> int:
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as shells have it: 128 and the signal
+        return 130  # the shells' convention: 128 + SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        # Python flushes stdout at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -1,4 +1,4 @@
-"""What a :class:`~compile_muon.MuonZero` is made of, out of a model and a configuration."""
+"""Assembly of the parts of a :class:`~compile_muon.MuonZero` from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -41,28 +41,18 @@ __all__ = ["Assembled", "assemble", "warn_of_half_masters"]
 
 @dataclass(frozen=True, eq=False)
 class Assembled:
-    """What the parts of an optimizer are.
-
-    Args:
-        mesh: of ranks, and ``group`` all of them; None for one process.
-        extensions: the features that there are, those of the user last.
-        ledger: with each sharded parameter.
-        ownership: of the model's parameters.
-        assignments: why each parameter is trained as it is; ``groups`` of those that are.
-        hyper: ``[2]`` fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`.
-        compares: whether there are other ranks to compare anything with.
-    """
+    """The parts of one optimizer."""
 
     config: Config
-    mesh: Mesh | None
-    group: dist.ProcessGroup | None
-    extensions: Sequence[Extension]
+    mesh: Mesh | None  # None for one process
+    group: dist.ProcessGroup | None  # all ranks of the mesh
+    extensions: Sequence[Extension]  # built-in features first, the user's last
     ledger: Ledger
     ownership: Ownership
-    assignments: dict[str, Assignment]
-    groups: Sequence[Group]
-    hyper: Tensor
-    compares: bool
+    assignments: dict[str, Assignment]  # of all parameters, by name
+    groups: Sequence[Group]  # of the trained ones
+    hyper: Tensor  # [2] fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`
+    compares: bool  # there are other ranks to compare anything with
 
     @property
     def trained(self) -> list[ShardedParam]:
@@ -85,13 +75,13 @@ def assemble(
     check_extensions(extensions)
     values = Values.of(model, weights, init)
     meta = values is not None and values.meta
-    here = next((param.device for param in model.parameters()), torch.device("cpu"))  # assign() requires it to be one
-    device = target_device(mesh, process_group) if meta else here
+    model_device = next((param.device for param in model.parameters()), torch.device("cpu"))  # all share one device
+    device = target_device(mesh, process_group) if meta else model_device
     zero, experts = config.zero, config.expert_parallel
     ranks = resolve_mesh(mesh, process_group, device, config)
     group = None if ranks is None else ranks.everyone
-    roles, spread = planned_roles(model, ranks, experts)
-    cut = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
+    roles, expert_plan = planned_roles(model, ranks, experts)
+    sequence_plan = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
     check_supported(model, meta=meta, dtensors=ranks is not None)
     assignments, groups = plan(config, model, partial=norm_group is not None)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
@@ -104,23 +94,27 @@ def assemble(
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
         stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
+    # Graphs read rates from tensors: one for the defaults, one for each configured group, and within these another one
+    # for each matrix method whose graphs read more than the momentum.
     hyper = torch.empty(2, dtype=torch.float32, device=device)
     hypers, sharing = dict.fromkeys(assignments, hyper), dict[tuple[object, ...], Tensor]()
     for each in groups:
-        own = isinstance(each.method, MatrixMethod) and bool(each.method.given)
-        if each.configured is not None or own:
-            key = each.configured, each.method.name if own else ""
+        reads_rates = isinstance(each.method, MatrixMethod) and bool(each.method.given)
+        if each.configured is not None or reads_rates:
+            key = each.configured, each.method.name if reads_rates else ""
             tensor = sharing.setdefault(key, new_hyper(each.method, device))
             hypers |= dict.fromkeys(each.members, tensor)
     costs = costs_for(config.machine, device.type).shared_by(1 if ranks is None else ranks.size)
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update, costs=costs, status=RankStatus(group, device))
-    shared = None if cut is None else SharedSequences(cut, compares=compares)
-    features: list[Extension] = [each for each in (stages, offloaded, shared) if each is not None]
+    shared_sequences = None if sequence_plan is None else SharedSequences(sequence_plan, compares=compares)
+    features: list[Extension] = [each for each in (stages, offloaded, shared_sequences) if each is not None]
     provider = hooks_of([*features, *extensions]).state_provider
-    sharded_params = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, provider, spread)
-    if shared is not None:
+    sharded_params = shard_model(
+        model, assignments, config, ranks, roles, ledger, hypers, device, provider, expert_plan
+    )
+    if shared_sequences is not None:
         assert ranks is not None
-        shared.plan.apply(model, ranks.sequence, ranks.everyone, compares=compares)
+        shared_sequences.plan.apply(model, ranks.sequence, ranks.everyone, compares=compares)
     if config.muon.qk_clip is not None:
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
@@ -130,19 +124,19 @@ def assemble(
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.sharded_params)
-    made = Assembled(config, ranks, group, features, ledger, ownership, assignments, groups, hyper, compares)
+    assembled = Assembled(config, ranks, group, features, ledger, ownership, assignments, groups, hyper, compares)
     if ranks is not None:
         saves_whole(model)
-    warn_of_half_masters(made.trained)
+    warn_of_half_masters(assembled.trained)
     warn_of_shared_rates(config, groups)
     warn_of_unread(config, groups)
     if config.compile.cuda_graphs and device.type == "cpu":
         warn_user("compile.cuda_graphs = True: there are none on a CPU, and nothing is recorded; leave it out")
-    return made
+    return assembled
 
 
 def warn_of_half_masters(trained: Sequence[ShardedParam]) -> None:
-    """Tell once that parameters in half precision are trained as they are."""
+    """Warn once of parameters that are trained in half precision, without fp32 master weights."""
     half = [sharded for sharded in trained if sharded.spec.state_dtype in ("bfloat16", "float16")]
     if half:
         warn_user(

@@ -1,8 +1,8 @@
 """The torch.compile backend: ``torch.compile(model, backend="muon_zero")``.
 
-Passes over Dynamo's graph, and then Inductor's own pipeline with three places of ours in it: the partition function
-(joint passes, then PyTorch's min-cut partitioner), and the inner compilers of forward and backward graphs (lowering
-passes, then Inductor's code generation, or none at all under ``options={"codegen": "eager"}``).
+Passes over Dynamo's graph come first, then Inductor's pipeline with three replaced parts: the partition function (joint
+passes, then PyTorch's min-cut partitioner), and the inner compilers of forward and backward graphs (lowering passes,
+then Inductor's code generation, or none under ``options={"codegen": "eager"}``).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from compile_muon.progress import underway
 
 __all__ = ["compile_frame", "muon_zero"]
 
+#: of the partitioner in Inductor's cache keys: another list of passes makes other graphs
 _IDENTITY = f"muon_zero {GraphKind.__module__} {[p.name for p in (*JOINT_PASSES, *LOWERING_PASSES)]}".encode()
 
 
@@ -68,35 +69,30 @@ def _has_markers(gm: GraphModule) -> bool:
 
 
 def _check_writes(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Refuse a frame that writes to a gathered weight, which no parameter would see.
-
-    Dynamo has run the frame on fake tensors, whose version counters tell.
-
-    Raises:
-        UnsupportedModelError: naming the parameters.
-    """
-    named = {
+    """Refuse a frame that writes to a gathered weight, since no parameter would see the edit. Dynamo has run the frame
+    on fake tensors, whose version counters show writes."""
+    name_of = {
         node: sharded.name
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
         if (sharded := sharded_param_of(value)) is not None
     }
-    written: dict[str, None] = {}
+    written_names: dict[str, None] = {}
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         values = {n: v for n in sub.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)}
-        edited = {_memory(value) for value in values.values() if edits_of(value)}
+        edited_memory = {_memory(value) for value in values.values() if edits_of(value)}
         for node in values:
-            if node.target in _UNSHARDS and _memory(values[node]) in edited:
+            if node.target in _UNSHARDS and _memory(values[node]) in edited_memory:
                 state = node.args[1]
-                written[named.get(state, str(state))] = None
-    if written:
-        raise written_in_forward(list(written))
+                written_names[name_of.get(state, str(state))] = None
+    if written_names:
+        raise written_in_forward(list(written_names))
 
 
 def _read_as_shards(gm: GraphModule, inputs: Sequence[Any]) -> list[str]:
-    """Parameters that a frame reads otherwise than as attributes: ``self.parameters()``, ``self._parameters``."""
-    read = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
-    direct = [value for node, value in read if any("to_local" not in called(user) for user in node.users)]
-    return [value.origin[0] for value in direct if isinstance(value, ShardedParameter) and value.origin is not None]
+    """Return parameters that a frame reads through ``self.parameters()`` or ``self._parameters``."""
+    reads = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    values = [value for node, value in reads if any("to_local" not in called(user) for user in node.users)]
+    return [value.origin[0] for value in values if isinstance(value, ShardedParameter) and value.origin is not None]
 
 
 def _holder(inputs: Sequence[Any]) -> str:
@@ -109,7 +105,7 @@ def _memory(value: Tensor) -> int:
 
 
 class _Frame:
-    """Compilation of one frame; lives as long as its compiled code."""
+    """The compilation of one frame; lives as long as its compiled code."""
 
     def __init__(self, options: FrameOptions, name: str, costs: Costs) -> None:
         self.options = options
@@ -120,7 +116,7 @@ class _Frame:
     def partition(
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Rewrite and partition the joint graph: being called is what gives the frame a backward."""
+        """Rewrite and partition the joint graph; PyTorch calls this only for a frame with a backward."""
         gm = run_passes(gm, JOINT_PASSES, self.ctx)
         self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
         self.forward_outputs = num_fwd_outputs
@@ -140,7 +136,7 @@ class _Frame:
         return ForwardGraph(gm, inputs, ctx, lowering, self.options, frozenset() if inference else self.trained)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[[list[Any]], Any]:
-        """Keep a backward graph; its lowerings compile when they are first needed."""
+        """Wrap a backward graph; its lowerings are compiled when they are first needed."""
         return BackwardGraph(gm, inputs, replace(self.ctx, kind=GraphKind.BACKWARD), lowering)
 
 
@@ -157,6 +153,7 @@ def _compile_inductor(
             return frame.backward(gm, inputs, lowers)
         return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
+    # `custom_partitioner_fn` is a private setting of Inductor's.
     patches: dict[str, Any] = {"custom_partitioner_fn": Partitioner(frame.partition, _IDENTITY)}
     if frame.options.cuda_graphs:
         patches["triton.cudagraphs"] = True
@@ -189,11 +186,9 @@ def muon_zero(
 ) -> Callable[..., Any]:
     """Compile one Dynamo frame; the entry point behind ``backend="muon_zero"``.
 
-    Args:
-        gm: Dynamo's graph.
-        example_inputs: its inputs.
-        options: the fields of :class:`compile_muon.config.CompileOptions`.
-        mode: "reduce-overhead" is ``options={"cuda_graphs": True}``; else Inductor's own configuration applies.
+    ``options``: fields of :class:`compile_muon.config.CompileOptions`. ``mode`` "reduce-overhead" stands for
+    ``options={"cuda_graphs": True}``; else Inductor's own configuration applies.
+
     Raises:
         ConfigError: about every unknown option and bad value.
         UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded.
@@ -216,7 +211,7 @@ def muon_zero(
     try:
         with underway(f"compiling a frame{_holder(example_inputs)}"):
             return compile_frame(gm, example_inputs, frame_options)
-    except Exception as error:  # Inductor wraps its own
+    except Exception as error:  # Inductor wraps exceptions in a class of its own
         if isinstance(error, RuntimeError) and meets_plain_tensor(error):
             raise meets_plain(listed(_read_as_shards(gm, example_inputs)), "a compiled frame") from error
         if (missing := lacks_compiler(error)) is None:
@@ -227,18 +222,15 @@ def muon_zero(
 def compile_frame(
     gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions, lowering: Lowering | None = None
 ) -> Callable[..., Any]:
-    """The same of options that were read.
-
-    Args:
-        lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
-    """
+    """Compile one Dynamo frame with parsed options. ``lowering`` lowers and compiles forward and backward graphs; None
+    for the one that ``options.codegen`` names."""
     ledgers = list(dict.fromkeys(a.ledger for a in map(sharded_param_of, example_inputs) if a is not None))
     costs = ledgers[0].costs if ledgers else Costs()
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
-    # Two optimizers may have the same extension, and a frame both.
-    further = {each.name: each for ledger in ledgers for each in ledger.hooks.dynamo_passes}
-    first, *rest = DYNAMO_PASSES
-    gm = run_passes(gm, (first, *further.values(), *rest), ctx)
+    # By name: a frame may have parameters of two optimizers with the same extension, whose passes run once.
+    extension_passes = {graph_pass.name: graph_pass for ledger in ledgers for graph_pass in ledger.hooks.dynamo_passes}
+    first, *later = DYNAMO_PASSES
+    gm = run_passes(gm, (first, *extension_passes.values(), *later), ctx)
     inputs = _with_shards(example_inputs, ctx.shards) if ctx.shards else list(example_inputs)
     for place in ctx.shards:
         inputs[place] = of_constant_shape(inputs[place])
@@ -248,12 +240,12 @@ def compile_frame(
 
 
 def _with_shards(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """``args`` of which some are DTensors, these as the shards behind them."""
-    given = list(args)
+    """Return ``args`` with the DTensors at ``places`` replaced by their local shards."""
+    inputs = list(args)
     for place, shard in zip(places, locals_of([args[place] for place in places]), strict=True):
-        given[place] = shard
-    return given
+        inputs[place] = shard
+    return inputs
 
 
-#: only names dumps; nothing depends on it
+#: numbers of frames, in names of dumps alone
 _frame_numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""What this environment has, and what it lacks to train: `python -m compile_muon doctor [--config FILE --world N]`."""
+"""A report of what this environment has and lacks: `python -m compile_muon doctor [--config FILE --world N]`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Check", "Verdict", "diagnose", "run"]
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
-#: of the latest release; README, the policy and the limits say the same, by a test
+#: minor version of the newest tested torch; a test compares README, the policy and the limits with it
 NEWEST_TESTED_TORCH = (2, 15)
 BACKEND = "muon_zero"
 _BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt}
 
 
 class Verdict(Enum):
-    """How a finding bears on training; only `FAIL` makes the command exit with 1."""
+    """A finding's bearing on training; only `FAIL` makes the command exit with 1."""
 
     OK = "ok"
     NOTE = "note"
@@ -42,7 +42,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report: `found` is what is there, `remedy` what to do about a note or a failure."""
+    """One row of the report: `found` describes the environment, `remedy` the action for a note or a failure."""
 
     name: str
     found: str
@@ -51,15 +51,15 @@ class Check:
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
-    """Python at least 3.10."""
-    found = f"{dotted(version)} on {platform.system()} {platform.machine()}"
+    """Check that Python is at least 3.10."""
+    text = f"{dotted(version)} on {platform.system()} {platform.machine()}"
     if version < OLDEST_PYTHON:
-        return Check("python", found, Verdict.FAIL, f"use Python {dotted(OLDEST_PYTHON)} or newer")
-    return Check("python", found)
+        return Check("python", text, Verdict.FAIL, f"use Python {dotted(OLDEST_PYTHON)} or newer")
+    return Check("python", text)
 
 
 def check_torch(version: str = torch.__version__) -> Check:
-    """torch from `OLDEST_TORCH` on; a newer minor version than the newest tested one is a note, not a failure."""
+    """Check that torch is at least `OLDEST_TORCH`; a minor version above the newest tested one is a note."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         return Check("torch", version, Verdict.FAIL, f"install torch {dotted(OLDEST_TORCH)} or newer")
@@ -73,20 +73,20 @@ def check_torch(version: str = torch.__version__) -> Check:
 
 
 def asked_of(name: str) -> str:
-    """What our installation asks of the versions of a package, as in `>=0.8,<1`; empty where it says nothing."""
+    """Return the bounds that our installation sets on a package, such as `>=0.8,<1`; empty without any."""
     try:
         lines = importlib.metadata.requires("compile_muon") or ()
     except importlib.metadata.PackageNotFoundError:
         lines = ()
     for line in lines:
-        wanted, _, marker = line.partition(";")
-        if "extra" not in marker and (match := re.fullmatch(rf"{re.escape(name)}\s*\(?([^\[\]()]*)\)?\s*", wanted)):
+        spec, _, marker = line.partition(";")
+        if "extra" not in marker and (match := re.fullmatch(rf"{re.escape(name)}\s*\(?([^\[\]()]*)\)?\s*", spec)):
             return match[1].replace(" ", "")
     return ""
 
 
 def fits(version: str, asked: str) -> bool:
-    """Whether a version is within bounds such as `>=0.8,<1`."""
+    """Return whether a version is within bounds such as `>=0.8,<1`."""
     bounds = re.findall(r"(>=|<=|<|>)([\d.]+)", asked)
     return all(_BOUNDS[bound](_release(version), _release(limit)) for bound, limit in bounds)
 
@@ -100,27 +100,27 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_package(name: str) -> Check:
-    """A package that is required: imports, and its installed version is one that we ask for."""
+    """Check that a required package imports and is installed in a version within our bounds."""
     try:
         importlib.import_module(name)
     except ImportError as error:
         return Check(name, f"does not import: {error}", Verdict.FAIL, f"pip install {name}")
-    for found in importlib.metadata.distributions(name=name):
-        # A build leaves metadata in the root of its checkout, too. Who starts there finds it, and nobody elsewhere.
-        of_a_build = found.read_text("SOURCES.txt") is not None
-        if not (of_a_build and Path(str(found.locate_file("pyproject.toml"))).exists()):
-            return _within(name, found.version)
+    for distribution in importlib.metadata.distributions(name=name):
+        # A build leaves metadata in its checkout's root, which only a Python started there finds: no installation.
+        of_a_build = distribution.read_text("SOURCES.txt") is not None
+        if not (of_a_build and Path(str(distribution.locate_file("pyproject.toml"))).exists()):
+            return _within(name, distribution.version)
     return Check(name, "imported from a folder, not installed", Verdict.FAIL, "pip install -e .")
 
 
 def _within(name: str, version: str) -> Check:
-    if fits(version, asked := asked_of(name)):
+    if fits(version, bounds := asked_of(name)):
         return Check(name, version)
-    return Check(name, version, Verdict.FAIL, f"pip install '{name}{asked}'")
+    return Check(name, version, Verdict.FAIL, f"pip install '{name}{bounds}'")
 
 
 def check_triton() -> Check:
-    """Triton: Inductor generates GPU code with it; a machine without a GPU does without."""
+    """Check Triton, with which Inductor generates GPU code; a machine without a GPU needs none."""
     try:
         return _within("triton", importlib.import_module("triton").__version__)
     except ImportError:
@@ -130,7 +130,7 @@ def check_triton() -> Check:
 
 
 def check_devices() -> Check:
-    """Accelerators, else the processor."""
+    """List the accelerators, or else the processor."""
     if torch.cuda.is_available():
         gpus = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
         return Check("devices", "\n".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus))
@@ -138,20 +138,20 @@ def check_devices() -> Check:
 
 
 def check_distributed() -> Check:
-    """Process group backends: Gloo for CPUs, NCCL for GPUs. Without any, one process still trains."""
+    """Check process group backends: Gloo for CPUs, NCCL for GPUs. One process trains without any."""
     dist = torch.distributed
     if not dist.is_available():
         return Check(
             "distributed", "not built into this torch", Verdict.NOTE, "one process only; install another build"
         )
-    present = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    if torch.cuda.is_available() and "nccl" not in present:
-        return Check("distributed", ", ".join(present), Verdict.NOTE, "no NCCL: GPUs would communicate through Gloo")
-    return Check("distributed", ", ".join(present))
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    if torch.cuda.is_available() and "nccl" not in backends:
+        return Check("distributed", ", ".join(backends), Verdict.NOTE, "no NCCL: GPUs would communicate through Gloo")
+    return Check("distributed", ", ".join(backends))
 
 
 def check_compiler() -> Check:
-    """A C++ compiler and Python's headers: Inductor builds its CPU code with them."""
+    """Check for a C++ compiler and Python's headers, with which Inductor builds CPU code."""
     verdict = Verdict.NOTE if torch.cuda.is_available() else Verdict.FAIL
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -167,36 +167,36 @@ def check_compiler() -> Check:
 
 
 def check_entry_point(name: str = BACKEND) -> Check:
-    """`torch.compile(backend=...)` finds and imports our backend by name, without `import compile_muon`."""
+    """Check that `torch.compile(backend=...)` finds and imports the backend by name, without `import compile_muon`."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         remedy = "pip install compile_muon (in a checkout: pip install -e .)"
         return Check("entry point", f"torch.compile does not know {name!r}", Verdict.FAIL, remedy)
     try:
         backend = torch._dynamo.lookup_backend(name)
     except Exception as error:  # whatever the import of the backend raises
-        found = f"{name} fails to import: {type(error).__name__}: {error}"
-        return Check("entry point", found, Verdict.FAIL, "reinstall compile_muon together with this torch")
+        text = f"{name} fails to import: {type(error).__name__}: {error}"
+        return Check("entry point", text, Verdict.FAIL, "reinstall compile_muon together with this torch")
     module = getattr(backend, "__module__", type(backend).__module__)
     return Check("entry point", f"{name} → {module}")
 
 
 def check_config(path: Path, world: int) -> Check:
-    """A config can be read, and its axes make up so many ranks."""
+    """Check that a config can be read, and that its axes make up ``world`` ranks."""
     from compile_muon.config import load_config
     from compile_muon.errors import MuonZeroError
     from compile_muon.mesh import axis_sizes
 
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as config_warnings:
             warnings.simplefilter("always")
             config = load_config(path)
         axes = axis_sizes(config, world)
     except MuonZeroError as error:
         return Check("config", str(path), Verdict.FAIL, str(error))
-    found = f"stage {config.zero.stage} on {world} ranks: " if world > 1 else f"stage {config.zero.stage}, one rank"
-    found += " x ".join(f"{name} {size}" for name, size in axes.items())
-    notes = "; ".join(str(warning.message) for warning in caught)
-    return Check("config", found, Verdict.NOTE if notes else Verdict.OK, notes)
+    text = f"stage {config.zero.stage} on {world} ranks: " if world > 1 else f"stage {config.zero.stage}, one rank"
+    text += " x ".join(f"{name} {size}" for name, size in axes.items())
+    notes = "; ".join(str(warning.message) for warning in config_warnings)
+    return Check("config", text, Verdict.NOTE if notes else Verdict.OK, notes)
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (
@@ -217,22 +217,18 @@ def diagnose(checks: tuple[Callable[[], Check], ...] = CHECKS) -> list[Check]:
 
 
 def report(findings: list[Check]) -> Table:
-    """The findings as a table, remedies in the last column where there are any."""
+    """Return the findings as a table, with remedies below them."""
     colors = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAIL: "bold red"}
     table = Table("", "found", "", title="compile_muon doctor")
     for finding in findings:
         verdict = Text(finding.verdict.value, style=colors[finding.verdict])
-        found = Text("\n".join(filter(None, (finding.found, finding.remedy and f"→ {finding.remedy}"))))
-        table.add_row(finding.name, found, verdict)
+        text = Text("\n".join(filter(None, (finding.found, finding.remedy and f"→ {finding.remedy}"))))
+        table.add_row(finding.name, text, verdict)
     return table
 
 
 def run(console: Console | None = None, config: Path | None = None, world: int = 1) -> int:
-    """Print the report; 0 when this environment can train, 1 when something is missing.
-
-    Args:
-        config: of a training on ``world`` ranks, to look at as well.
-    """
+    """Print the report, of a config for ``world`` ranks too if given; 0 if this environment can train, else 1."""
     findings = diagnose() + ([check_config(config, world)] if config is not None else [])
     console = console or Console()
     console.print(report(findings))

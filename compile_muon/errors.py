@@ -1,4 +1,4 @@
-"""The exceptions of compile_muon: what went wrong, where, and what to do about it."""
+"""The exceptions of compile_muon. Each message says where, what is wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "warn_user",
 ]
 
-#: Packages whose lines are not the user's own; ours goes by its name wherever its folders lie.
+#: Packages whose frames `warn_user` skips; ours is known by its module name, wherever its folders are.
 _LIBRARIES = {"compile_muon", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "torchtitan"}
 _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that explains it
 _FIELD_WIDTH = 200
@@ -49,11 +49,11 @@ class CheckpointError(MuonZeroError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from the one that was written."""
 
 
 class LedgerError(MuonZeroError, RuntimeError):
-    """A step whose gradients cannot be told: missing on some ranks, edited while they were sums, refused elsewhere."""
+    """The gradients of a step are ambiguous: missing on some ranks, edited while they were sums, refused elsewhere."""
 
 
 class NonFiniteError(MuonZeroError, ArithmeticError):
@@ -69,7 +69,7 @@ class PeerError(MuonZeroError, torch.distributed.DistError):
 
 
 class MuonZeroWarning(UserWarning):
-    """What compile_muon warns of; rank 0 tells it, or the rank that the message names."""
+    """A warning of compile_muon; given by rank 0, or by the rank that the message names."""
 
 
 class UnsupportedModelError(MuonZeroError, ValueError):
@@ -98,12 +98,12 @@ class ConfigError(MuonZeroError, ValueError):
         return self._several or (self,)
 
     def renamed(self, field: str) -> ConfigError:
-        """The same complaint about ``field``, for a caller whose user knows the setting by another name."""
+        """Return the same error about ``field``, for a caller whose user knows the setting by another name."""
         return _compose(field, self.shown, self.problem, self.remedy)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first five names, and how many more there are.
+    """Join the first five names, and the number of the others.
 
     >>> listed(["a", "b"])
     'a, b'
@@ -121,7 +121,7 @@ def config_error(field: str, value: object, problem: str, remedy: str) -> Config
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of what may be of any size and depth, which stops where nothing more will be shown."""
+    """A ``repr`` of values of any size and depth that stops where the result would be cut anyway."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = 4 * _VALUE_WIDTH
 
     def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
-        """As they were written, not in alphabetical order."""
+        """Keep the order of the keys; reprlib sorts them."""
         if level <= 0 and x:
             return "{...}"
         first = itertools.islice(x.items(), self.maxdict)
@@ -138,7 +138,7 @@ class _Short(reprlib.Repr):
         return "{" + ", ".join(pieces) + ", ..." * (len(x) > self.maxdict) + "}"
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to print thousands of digits."""
+        """Describe large integers by size; Python refuses to print thousands of digits."""
         return repr(x) if x.bit_length() < 16 * _VALUE_WIDTH else f"<an integer of {x.bit_length()} bits>"
 
 
@@ -146,7 +146,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """``repr(value)``, cut to 160 characters; its type where that fails.
+    """Return ``repr(value)`` cut to 160 characters; the type's name where ``repr`` fails.
 
     >>> shown({"b": [1, 2], "a": None})
     "{'b': [1, 2], 'a': None}"
@@ -159,7 +159,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Characters that a terminal would obey, and what no encoding has, as Python writes them.
+    """Escape control characters and characters without an encoding, as ``repr`` does.
 
     >>> printable("a\\x1b[31m, ü")
     'a\\\\x1b[31m, ü'
@@ -168,24 +168,24 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """The text, or its beginning with dots behind it."""
+    """Cut the text to ``width`` characters, the last three of them dots."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that lists ``errors`` (at least one) on a line each, 40 of them; a single one comes back as it is."""
+    """Join ``errors`` (at least one) into one, a line each for the first 40; a single error is returned as it is."""
     if len(errors) == 1:
         return errors[0]
-    more = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
-    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors[:_LINES]), *more)))
+    ending = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
+    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors[:_LINES]), *ending)))
     joined._several = tuple(errors)
     return joined
 
 
 def raise_all(errors: Iterable[ConfigError]) -> None:
-    """Raise ``errors`` as one; nothing where there are none."""
-    if found := list(errors):
-        raise join_errors(found) from None
+    """Raise ``errors`` as one, if there are any."""
+    if all_errors := list(errors):
+        raise join_errors(all_errors) from None
 
 
 def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
@@ -196,11 +196,8 @@ def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
 
 
 def warn_user(message: str, *, own: bool = False) -> None:
-    """Warn at the line of the user's that led here, behind whatever of ours and other libraries' lies between.
-
-    Args:
-        own: whether it is of this rank, which the message then names; else rank 0 tells it for all.
-    """
+    """Warn at the user's line that led here, above all frames of compile_muon and other libraries. ``own``: the warning
+    is about this rank, and its message names the rank; else rank 0 alone warns."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)
     if rank != 0 and not own:

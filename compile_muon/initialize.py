@@ -39,20 +39,20 @@ def initialize(
 
     Args:
         model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
-            then given on the device that the ranks meet on, shard by shard.
+            then given on the device of the ranks' process group, shard by shard.
         config: path of a JSON file, a mapping in DeepSpeed's vocabulary, or a :class:`Config`.
         groups: parameters with a method or rates of their own, as :class:`MuonZero` takes them; default: those of the
             config.
-        mesh: of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this order; default:
-            what ``"mesh"`` and ``"expert_parallel"`` of the config say, or one dimension.
+        mesh: one dimension, or some of ``("replicate", "shard", "expert", "tensor")`` in this order; default: the sizes
+            of ``"mesh"`` and ``"expert_parallel"`` in the config, or one dimension.
         process_group: the data-parallel group, instead of ``mesh``.
         norm_group: one rank of each pipeline stage, this rank included, see :class:`MuonZero`.
-        weights: a folder that :func:`compile_muon.load_pretrained` reads, once the model is sharded.
+        weights: a folder that :func:`compile_muon.load_pretrained` reads once the model is sharded.
         init: ``init(module)`` initializes the parameters and buffers that ``module`` holds itself; called as
             ``model.apply(init)`` would, with whole tensors of one module at a time, of which rank 0's values are kept.
-            A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, it is only called
-            for modules that have buffers which no folder holds.
-        extensions: features of your own, see :class:`MuonZero`.
+            A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, only modules with
+            buffers that no folder holds are initialized.
+        extensions: the user's features, see :class:`MuonZero`.
     Returns:
         The same model object, and its :class:`MuonZero`.
     Raises:
@@ -73,8 +73,8 @@ def initialize(
 
 
 def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
-    """``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
-    from compile_muon.backend import muon_zero  # by its name torch would look it up, which two threads cannot at once
+    """Call ``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
+    from compile_muon.backend import muon_zero  # torch's lookup by name is not thread-safe
 
     compiled: dict[str, Any] = dict(
         backend=muon_zero,
@@ -83,7 +83,8 @@ def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
         options=settings.options(),
     )
     if type(module).forward.__module__.startswith("torch."):
-        # Dynamo begins no frame in PyTorch's own files: of an nn.Sequential nothing would be compiled.
+        # Dynamo skips frames in PyTorch's own files, so nothing of an nn.Sequential would be compiled. Private to
+        # torch: `_compiled_call_impl` is the attribute that nn.Module.compile sets, `_call_impl` its uncompiled call.
         module._compiled_call_impl = torch.compile(_calling(module), **compiled)
     else:
         module.compile(**compiled)
@@ -93,6 +94,6 @@ def _calling(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    # Dynamo counts recompilations by code object, and gives up after some: each model has one of its own.
+    # Dynamo limits recompilations by code object, so each model gets a code object of its own.
     call.__code__ = call.__code__.replace(co_name=f"call_{type(module).__name__}")
     return call

@@ -1,4 +1,4 @@
-"""The ranks that train one model, by axis: what users give as a mesh, a group or sizes, resolved once."""
+"""The ranks that train one model, by mesh axis, resolved from the user's mesh, process group or sizes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,17 @@ __all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "data_places", "r
 
 _NAMES = ("replicate", "shard", "sequence", "expert", "tensor")
 _DIVIDE = "give a size that divides the ranks along shard"
-#: by which torchrun, SLURM, Open MPI and other MPIs tell a process how many there are
+#: variables with the number of processes under torchrun, SLURM, Open MPI and other MPIs
 _WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank's model has of a parameter.
+    """The part of a parameter that a rank's model has."""
 
-    Args:
-        expert: the experts of its place along ``expert``, of a stack of them; else all ranks along it have the same.
-        tensor_dim: the part of its place along ``tensor``, cut along this dim; None if all along it have the same.
-        placed: mesh, placements and whole shape of the DTensor that the model had and goes on to read; None where it
-            reads a plain tensor.
-    """
-
-    expert: bool = False
-    tensor_dim: int | None = None
+    expert: bool = False  # this rank's experts of a stack, cut along `expert`; else ranks along it have copies
+    tensor_dim: int | None = None  # cut along this dim over `tensor`; None if ranks along it have copies
+    # Mesh, placements and whole shape of the DTensor that the model had and still reads; None for a plain tensor.
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
 
 
@@ -53,40 +47,29 @@ class DataPlace(NamedTuple):
     world: int
 
 
-#: of a parameter that is whole in every rank's model
+#: the role of a parameter that is whole in every rank's model
 DENSE = Role()
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Several ranks.
+    """The ranks of one model, by axis.
 
     Ranks along ``expert`` share everything but experts, so for all other parameters they are part of ``shard``; ranks
-    along ``sequence`` have the same batch, and are part of ``shard`` for all.
-
-    Args:
-        given: all of them, each dimension of two or more ranks.
-        names: of its dimensions, some of ``("replicate", "shard", "sequence", "expert", "tensor")`` in this order.
-        state_over_all: see ``Layout.state_over_all``.
-        communicators: "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`.
-        backend: of the ranks that a plan is for, where these are not there; None for that of :attr:`everyone`.
+    along ``sequence`` have the same batch, and are part of ``shard`` for all parameters.
     """
 
-    given: DeviceMesh
-    names: tuple[str, ...]
-    state_over_all: bool = False
-    communicators: str = "shared"
-    backend: str | None = None
+    given: DeviceMesh  # all ranks; each dimension has two or more
+    names: tuple[str, ...]  # of its dimensions: some of `_NAMES`, in this order
+    state_over_all: bool = False  # see ``Layout.state_over_all``
+    communicators: str = "shared"  # "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`
+    backend: str | None = None  # of the ranks that a plan is for, which do not exist; None for that of :attr:`everyone`
     _axes: dict[tuple[str, ...], Axis] = field(default_factory=dict, repr=False, compare=False)
     _placed: dict[bool, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(device_mesh: DeviceMesh, *, state_over_all: bool = False, communicators: str = "shared") -> Mesh | None:
-        """Of a mesh with one dimension, all of it ``shard``, or with dimensions of those names; None for one rank.
-
-        Raises:
-            ConfigError: it has others, or in another order.
-        """
+        """Wrap a mesh with one dimension, all of it ``shard``, or with dimensions of `_NAMES`; None for one rank."""
         names = device_mesh.mesh_dim_names
         if device_mesh.ndim == 1 and (names is None or names[0] not in _NAMES):
             return Mesh(device_mesh, ("shard",), communicators=communicators) if device_mesh.size() > 1 else None
@@ -104,7 +87,7 @@ class Mesh:
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks, row by row."""
+        """The process group of all ranks, row by row."""
         return self.given.get_group() if self.given.ndim == 1 else flattened(self.given)
 
     @property
@@ -114,55 +97,51 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.everyone.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among :attr:`everyone`."""
+        """This rank's place in :attr:`everyone`."""
         return self.everyone.rank()
 
     @property
     def data_place(self) -> DataPlace:
-        """Which data this rank has; those along ``sequence`` and ``tensor`` have the same."""
+        """The data of this rank; ranks along ``sequence`` and ``tensor`` have the same."""
         return self.data_places[self.rank]
 
     @cached_property
     def data_places(self) -> list[DataPlace]:
-        """The same of every rank."""
+        """:attr:`data_place` of every rank."""
         return data_places({name: self.given.size(dim) for dim, name in enumerate(self.names)})
 
     @property
     def device_type(self) -> str:
-        """Of the tensors that are exchanged."""
+        """Device type of the tensors in collectives."""
         return self.given.device_type
 
     @cached_property
     def pairwise(self) -> bool:
-        """See ``Layout.pairwise``."""
+        """Whether gathers and reduce-scatters are built from all-to-alls, see ``Layout.pairwise``."""
         # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same
-        # time: its threads write the name of the last collective without a lock, and this name is too long for the
-        # string itself. And its reduce-scatter is an all-reduce, of which each rank keeps its part.
+        # time: its threads write the name of the last collective without a lock, and the name is too long for
+        # std::string's inline buffer. And its reduce-scatter is an all-reduce, of which each rank keeps its part.
         return (self.backend or backend_of(self.everyone, torch.device(self.device_type))) == "gloo"
 
     def axis(self, *names: str, called: str = "") -> Axis:
-        """Several dimensions as one, row by row.
-
-        Args:
-            called: its name; default: theirs.
-        """
+        """Return several dimensions as one axis, row by row, named ``called`` or after them."""
         wide = tuple(name for name in names if name in self.names)
         if not wide:
             return Axis(names[0])
         if wide not in self._axes:
             group = flattened(self.given[wide]) if len(wide) > 1 else self.given.get_group(self.names.index(wide[0]))
             name = called or "_".join(wide)
-            own = self._communicator(group, "reduce"), self._communicator(group, "exchange")
-            self._axes[wide] = Axis(name, group.size(), group.rank(), group.group_name, *own)
+            groups = self._communicator(group, "reduce"), self._communicator(group, "exchange")
+            self._axes[wide] = Axis(name, group.size(), group.rank(), group.group_name, *groups)
         return self._axes[wide]
 
     def _communicator(self, group: dist.ProcessGroup, purpose: str) -> str:
-        """The name of a group for one purpose of what ``group`` is for otherwise; "" for the same."""
+        """Return the name of a second group of the ranks of ``group`` for one purpose; "" where ``group`` serves it."""
         device = torch.device(self.device_type)
         # Gloo serves a group with several threads, NCCL in order: a reduction would wait behind an exchange.
         separate = self.communicators == "separate" or (
@@ -172,18 +151,18 @@ class Mesh:
 
     @cached_property
     def sequence(self) -> Place:
-        """This rank's place among those that share a sequence, whose exchanges wait for no other collective."""
+        """This rank's place among the ranks of a sequence, with the name of the group for their exchanges."""
         group = self.given.get_group(self.names.index("sequence"))
         return Place(group.size(), group.rank(), self._communicator(group, "sequence") or group.group_name)
 
     @property
     def sequence_place(self) -> DataPlace:
-        """Which part of each sequence this rank has."""
+        """The part of each sequence that this rank has."""
         return DataPlace(self.sequence.index, self.sequence.size) if "sequence" in self.names else DataPlace(0, 1)
 
     @property
     def process_groups(self) -> int:
-        """How many its axes use."""
+        """Number of process groups that the axes use."""
         return len({name for axis in self._axes.values() for name in axis.groups})
 
     def _over(self, names: Sequence[str], alone: str) -> Axis:
@@ -191,15 +170,11 @@ class Mesh:
 
     @staticmethod
     def _inner(role: Role) -> tuple[str, ...]:
-        """The dimensions that ``shard`` is, for such a parameter."""
+        """Return the mesh dimensions that make up ``shard`` for a parameter of this role."""
         return ("shard", "sequence") if role.expert else ("shard", "sequence", "expert")
 
     def layout(self, shape: tuple[int, ...], stage: int, role: Role = DENSE) -> Layout:
-        """Of a parameter of ``shape`` at ZeRO ``stage``.
-
-        Args:
-            shape: of the whole of it.
-        """
+        """Return the layout of a parameter of whole shape ``shape`` at ZeRO ``stage``."""
         inner = self._inner(role)
         shard, replicate, tensor = self.axis(*inner), self.axis("replicate"), self.axis("tensor")
         expert = self.axis("expert") if role.expert else Axis("expert")
@@ -211,28 +186,28 @@ class Mesh:
         )  # fmt: skip
         if tensor.alone:
             return layout
-        owning = {*(inner if layout.sharded else ())}
-        owning |= {"replicate"} if layout.cut_twice else set()
-        owning |= {"tensor"} if layout.joined else set()
-        over = [name for name in ("replicate", *inner, "tensor") if name in self.names]
+        owner_dims = {*(inner if layout.sharded else ())}
+        owner_dims |= {"replicate"} if layout.cut_twice else set()
+        owner_dims |= {"tensor"} if layout.joined else set()
+        dims = [name for name in ("replicate", *inner, "tensor") if name in self.names]
         return replace(
             layout,
-            owner_group_over=self._over([name for name in over if name in owning], "shard"),
-            replica_group_over=self._over([name for name in over if name not in owning], "replicate"),
+            owner_group_over=self._over([name for name in dims if name in owner_dims], "shard"),
+            replica_group_over=self._over([name for name in dims if name not in owner_dims], "replicate"),
         )
 
     # ------------------------------------------------------------------------------------------ DTensors
 
     def _order(self, role: Role) -> list[tuple[str, ...]]:
-        """The dimensions DTensors are placed on, those that cut first ahead."""
+        """Return the mesh dimensions that DTensors are placed on, in the order in which they cut."""
         inner = self._inner(role)
         data = [inner, ("replicate",)] if self.state_over_all else [("replicate",), inner]
         model = [("expert",), ("tensor",)] if role.expert else [("tensor",)]
-        found = [tuple(name for name in names if name in self.names) for names in (*model, *data)]
-        return [names for names in found if names]
+        orders = [tuple(name for name in names if name in self.names) for names in (*model, *data)]
+        return [names for names in orders if names]
 
     def device_mesh(self, role: Role = DENSE) -> DeviceMesh:
-        """What parameters of a role are placed on: all ranks, with the dimensions in the order of the cuts."""
+        """Return the mesh of parameters of a role: all ranks, with dimensions in the order of the cuts."""
         if role.expert not in self._placed:
             order = self._order(role)
             if order == [(name,) for name in self.names]:
@@ -246,7 +221,7 @@ class Mesh:
         return self._placed[role.expert]
 
     def placements(self, layout: Layout, role: Role = DENSE) -> list[Placement]:
-        """Of a DTensor with that layout, one for each dimension of :meth:`device_mesh`."""
+        """Return the placements of a DTensor of that layout on :meth:`device_mesh`."""
         cuts: dict[tuple[str, ...], int | None] = {("tensor",): role.tensor_dim}
         cuts["replicate",] = 0 if layout.cut_twice else None
         if role.expert:
@@ -255,19 +230,20 @@ class Mesh:
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def gradient_placements(self, role: Role = DENSE) -> list[Placement]:
-        """Of gradients that ranks have of a whole parameter: ranks of one batch have the same."""
+        """Return the placements of a gradient that each rank computed of a whole parameter. Ranks along ``tensor`` have
+        the same batch, so their gradients are equal, not partial."""
         return [Replicate() if names == ("tensor",) else Partial() for names in self._order(role)]
 
 
 def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Where a model on the meta device is to get its memory: where its ranks meet, or torch's default device."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = "cpu" if found is None else found.type
+    """Return the device that a meta model gets memory on: where its ranks meet, or torch's default device."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if accelerator is None else accelerator.type
     if mesh is not None:
         kind = mesh.device_type
     elif dist.is_available() and dist.is_initialized():
         group: Any = process_group or dist.group.WORLD
-        # Gloo works on GPUs too, but who chose it for them did not mean to train there.
+        # Gloo supports GPU tensors, but a user who trains on GPUs chooses NCCL.
         kind = kind if backend_of(group, torch.device(kind)) != "gloo" else "cpu"
     else:
         kind = torch.get_default_device().type
@@ -279,17 +255,12 @@ def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGro
 def resolve_mesh(
     mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None, device: torch.device, config: Config
 ) -> Mesh | None:
-    """The ranks by axis, or None for a single process.
+    """Return the ranks by axis, or None for a single process.
 
-    Args:
-        mesh, process_group: at most one of the two; default: all ranks of the default process group. A :class:`Mesh`
-            says beside its dimensions what backend to plan for.
-        device: of the model.
-        config: sizes of the axes. Ranks along ``expert`` and ``sequence`` are taken from ``shard``, where ``mesh`` has
-            no such dimension.
-    Raises:
-        ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
-            several processes without a process group.
+    At most one of ``mesh`` and ``process_group`` is given; default: all ranks of the default process group. A
+    :class:`Mesh` also sets the backend to plan for. ``device``: of the model. Ranks along ``expert`` and ``sequence``
+    are taken from ``shard``, where ``mesh`` has no such dimension. Several processes without a process group raise
+    ConfigError.
     """
     backend, mesh = (mesh.backend, mesh.given) if isinstance(mesh, Mesh) else (None, mesh)
     sizes, zero = config.mesh, config.zero
@@ -299,12 +270,12 @@ def resolve_mesh(
     if mesh is not None and sizes is not None:
         raise config_error("mesh", mesh, "is given, and the config has sizes of one", "give one of the two")
     if mesh is None and process_group is None and not (dist.is_available() and dist.is_initialized()):
-        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # where nobody called srun
+        interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # a shell without srun
         for name in _WORLD_SIZES:
-            said = os.environ.get(name, "")
-            if said not in ("", "0", "1") and not (interactive and name.startswith("SLURM")):
+            count = os.environ.get(name, "")
+            if count not in ("", "0", "1") and not (interactive and name.startswith("SLURM")):
                 raise config_error(
-                    name, said, "says several processes, but there is no process group",
+                    name, count, "says several processes, but there is no process group",
                     "call torch.distributed.init_process_group() first, or unset it where one process trains alone",
                 )  # fmt: skip
         _fit(sizes, 1)
@@ -317,42 +288,34 @@ def resolve_mesh(
         mesh = DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("shard",))
     elif mesh is None:
         shape = _fit(sizes, dist.get_world_size())
-        several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
-        mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
+        wide = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
+        mesh = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
     carved = _carve(_carve(mesh, "expert", experts), "sequence", sequence)
     state_over_all = zero.shard_state_over == "all" and zero.stage > 0
-    found = Mesh.of(carved, state_over_all=state_over_all, communicators=zero.communicators)
-    return None if found is None else replace(found, backend=backend)
+    resolved = Mesh.of(carved, state_over_all=state_over_all, communicators=zero.communicators)
+    return None if resolved is None else replace(resolved, backend=backend)
 
 
 def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:
-    """The size of each axis.
-
-    Raises:
-        ConfigError: they do not make up the world.
-    """
+    """Return the size of each axis, which together make up ``world`` ranks."""
     if sizes is None:
         return {"shard": world}
-    given = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
-    known = math.prod(size for size in given.values() if size > 0)
-    if -1 in given.values():
-        fits, rest = world % known == 0, world // known
+    requested = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    fixed = math.prod(size for size in requested.values() if size > 0)
+    if -1 in requested.values():
+        fits, remaining = world % fixed == 0, world // fixed
     else:
-        fits, rest = known == world, 1
+        fits, remaining = fixed == world, 1
     if not fits:
-        product = " x ".join(f"{name} {size}" for name, size in given.items() if name != "tensor" or size != 1)
+        product = " x ".join(f"{name} {size}" for name, size in requested.items() if name != "tensor" or size != 1)
         raise config_error(
             "mesh", product, f"does not make up {world} ranks", "set one of the sizes to -1, for the rest"
         )
-    return {name: size if size > 0 else rest for name, size in given.items()}
+    return {name: size if size > 0 else remaining for name, size in requested.items()}
 
 
 def axis_sizes(config: Config, world: int) -> dict[str, int]:
-    """How many ranks each axis has on ``world`` ranks, by its name; those of one rank are left out.
-
-    Raises:
-        ConfigError: the sizes do not fit.
-    """
+    """Return the ranks of each axis on ``world`` ranks, by its name, without axes of one rank."""
     sizes = _fit(config.mesh, world)
     for axis, size in (("expert", config.expert_parallel.size), ("sequence", config.sequence_parallel.size)):
         if sizes["shard"] % size:
@@ -362,11 +325,7 @@ def axis_sizes(config: Config, world: int) -> dict[str, int]:
 
 
 def data_places(sizes: Mapping[str, int]) -> list[DataPlace]:
-    """Which data each rank has, row by row.
-
-    Args:
-        sizes: ranks by axis, see :func:`axis_sizes`.
-    """
+    """Return the data of each rank, row by row; ``sizes``: ranks by axis, see :func:`axis_sizes`."""
     own = {name: size for name, size in sizes.items() if name not in ("sequence", "tensor")}
     world, places = math.prod(own.values()), []
     for index in itertools.product(*map(range, sizes.values())):
@@ -383,11 +342,7 @@ def _indivisible(axis: str, size: int, ranks: int) -> ConfigError:
 
 
 def _carve(mesh: DeviceMesh | None, axis: str, size: int) -> Any:
-    """``mesh`` with a dimension ``axis`` of that size, the inner part of what was ``shard``.
-
-    Raises:
-        ConfigError: it does not divide, or ``mesh`` has one of another size.
-    """
+    """Return ``mesh`` with a dimension ``axis`` of that size, as the inner part of its ``shard``."""
     if size == 1:
         return mesh
     field = f"{axis}_parallel.size"
@@ -395,9 +350,9 @@ def _carve(mesh: DeviceMesh | None, axis: str, size: int) -> Any:
         raise config_error(field, size, "is more than the one rank there is", _DIVIDE)
     names = mesh.mesh_dim_names or ()
     if axis in names:
-        there = mesh.size(names.index(axis))
-        if there != size:
-            problem = f"is not the size of the mesh along {axis}, {there}"
+        existing = mesh.size(names.index(axis))
+        if existing != size:
+            problem = f"is not the size of the mesh along {axis}, {existing}"
             raise config_error(field, size, problem, "give the same, or leave one of them out")
         return mesh
     dim = 0 if mesh.ndim == 1 and not set(names) & set(_NAMES) else names.index("shard") if "shard" in names else None

@@ -1,7 +1,7 @@
 """``MuonZero``: Muon for hidden matrices, AdamW for the rest, over ZeRO-sharded parameters.
 
-A façade: parameter groups, state, and the order of a step. What a step does stands in ``engine/``: ``step_checks``
-(norms, finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``resident`` (the
+A façade over ``engine/``: parameter groups, state, and the order of a step. The step itself is in ``step_checks``
+(norms, finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes) and ``resident`` (the
 refresh).
 """
 
@@ -58,28 +58,29 @@ class MuonZero(Optimizer):
     Args:
         model: module with all parameters on one device; becomes sharded. Not yet wrapped by DDP or FSDP.
         lr, momentum, nesterov, weight_decay, adjust_lr, momentum_dtype, qk_clip, qk_clip_alpha: of Muon, fields of
-            :class:`~compile_muon.config.MuonConfig`; with ``ns_`` how Newton-Schulz runs,
-            :class:`~compile_muon.config.NSConfig`, with ``adamw_`` of AdamW, :class:`~compile_muon.config.AdamWConfig`.
+            :class:`~compile_muon.config.MuonConfig`; the prefix ``ns_`` marks those of Newton-Schulz,
+            :class:`~compile_muon.config.NSConfig`, ``adamw_`` those of AdamW,
+            :class:`~compile_muon.config.AdamWConfig`.
         stage, shard_state_over, offload, offload_param, communicators, param_dtype, reduce_dtype, master_dtype: what is
-            sharded, and where and in which dtypes it is, fields of :class:`~compile_muon.config.ZeroConfig`.
+            sharded, where it is kept and in which dtypes, fields of :class:`~compile_muon.config.ZeroConfig`.
         update, gradient_accumulation_steps, gradient_clipping, nonfinite, max_skipped_steps, checks, check_replicas: of
             a step, fields of the same.
-        method, auxiliary, rates, groups, muon_params, muon_views, per_head_muon, split_fused, machine: which parameter
-            gets what, fields of :class:`compile_muon.Config`. docs/reference/configuration.md has a table of all.
+        method, auxiliary, rates, groups, muon_params, muon_views, per_head_muon, split_fused, machine: which method
+            trains which parameter, fields of :class:`compile_muon.Config`. docs/reference/configuration.md has a table.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
             order (docs/how-to/meshes.md); None for all ranks of the default process group.
         norm_group: group (or 1-D ``DeviceMesh``) of one rank of each pipeline stage (docs/how-to/pipeline.md), this
             rank included: gradient norm, clipping, errors and skipped steps are then of all stages.
-        extensions: features (docs/how-to/write-an-extension.md) of your own, objects of
+        extensions: the user's own features (docs/how-to/write-an-extension.md), objects of
             :class:`compile_muon.Extension`.
         weights: a folder of whole weights (docs/how-to/weights.md), loaded once the model is sharded; a model on the
             meta device needs this or ``init``.
         init: ``init(module)`` gives one module of a model on the meta device
             (docs/how-to/weights.md#from-the-meta-device) its values. A model that has values already is an error.
     Attributes:
-        scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.
+        scheduler: the learning rate schedule of the configuration, to be stepped after each step; or None.
     Raises:
-        ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
+        ConfigError: settings are out of range or contradict each other; its ``errors`` has one for each.
         UnsupportedModelError: a parameter cannot be sharded or orthogonalized. Nothing is changed in either case.
     """
 
@@ -160,24 +161,24 @@ class MuonZero(Optimizer):
         init: Callable[..., Any] | None = None,
         extensions: Sequence[Extension] = (),
     ) -> MuonZero:
-        """The same from a resolved :class:`Config`."""
+        """Build the optimizer from a resolved :class:`Config`."""
         self = cls.__new__(cls)
         self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init, extensions))
         return self
 
-    #: what checkpoints, plans and integrations may name of the optimizer at work
+    #: the interface for checkpoints, plans and integrations
     engine: Engine
 
     def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
         super().__init__([_param_group(group, made.ledger.sharded_params) for group in made.groups], {})
-        # OneCycleLR and CyclicLR look here for what they may cycle, a momentum of some groups or betas of all, and say
-        # what they miss; as a default it would enter every group.
+        # OneCycleLR and CyclicLR cycle the momentum of groups, or else their betas, and check `defaults` for either. It
+        # is set here because a default given to Optimizer.__init__ would be added to every group.
         for cycled, has_it in (("momentum", any), ("betas", all)):
             if has_it(cycled in group for group in self.param_groups):
                 self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
                 break
-        # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
+        # Transformers' schedules with an `lr_end` divide it by `defaults["lr"]`.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
             self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group,
@@ -195,24 +196,24 @@ class MuonZero(Optimizer):
         step.create_state()
         step.sync_momentum()
         made.ledger.call_before_backward(step.before_backward)
-        refuse_shared(self)
+        refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
-        self._scheduled: int | None = None
+        self._scheduled: int | None = None  # the scheduler's epoch at the latest step that wrote
 
-    # ------------------------------------------------------------------ what users read
+    # ------------------------------------------------------------------ reading
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """``with optimizer.accumulate():`` around every micro-batch but the last of a step (DDP's ``no_sync``)."""
+        """Enclose every micro-batch of a step but the last, as DDP's ``no_sync``: ``with optimizer.accumulate():``."""
         return self.engine.ledger.accumulate()
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent and orthogonalized since the start, counted from the graphs that ran."""
+        """Bytes sent and matrices orthogonalized by this rank since the start, counted from the graphs that ran."""
         return self.engine.ledger.counters.traffic
 
     @property
     def data_place(self) -> DataPlace:
-        """Which part of the data this rank is to load: ranks along ``tensor`` and ``sequence`` are given the same.
+        """The part of the data that this rank is to load; ranks along ``tensor`` and ``sequence`` load the same.
 
         ``DistributedSampler(dataset, num_replicas=place.world, rank=place.rank)`` takes it.
         """
@@ -220,41 +221,41 @@ class MuonZero(Optimizer):
 
     @property
     def sequence_place(self) -> DataPlace:
-        """Which part of each sequence this rank is to be given where ``sequence_parallel.inputs`` is "sharded"."""
+        """The part of each sequence that this rank is to be given where ``sequence_parallel.inputs`` is "sharded"."""
         return DataPlace(0, 1) if self.engine.mesh is None else self.engine.mesh.sequence_place
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Of the latest step, before clipping; 0-dim fp32 on the device, None before the first."""
+        """The gradient norm of the latest step, before clipping; 0-dim fp32 on the device, None before the first."""
         return self.engine.step.grad_norm
 
     def metrics(self) -> dict[str, float]:
-        """The latest step in plain numbers for a logger, all finite, so that they are JSON.
+        """Return the latest step in plain numbers for a logger, all finite, so that they are JSON.
 
-        It waits for the device only where checks are read in the next step.
+        The call waits for the device only where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` before clipping; what extensions tell (with ``qk_clip``, ``max_logit``); and the rates that
-            the next step takes, of the first group of each method: ``muon_lr``, ``adamw_lr``. What is not known is left
-            out: ahead of the first step, and of one that was skipped, whose norm is inf or NaN.
+            ``grad_norm`` before clipping; metrics of extensions (with ``qk_clip``, ``max_logit``); and the next step's
+            rates, of the first group of each method: ``muon_lr``, ``adamw_lr``. Unknown numbers are left out: before
+            the first step, and of a skipped step, whose norm is inf or NaN.
         """
         self.check()
-        # The first group of a method tells its rate.
+        # Reversed, so that the first group of a method wins.
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)}
-        seen = {"grad_norm": self.engine.step.norm}
+        numbers = {"grad_norm": self.engine.step.norm}
         for metrics in self.engine.hooks.metrics:
-            seen |= metrics()
-        return {name: number for name, number in seen.items() if math.isfinite(number)} | rates
+            numbers |= metrics()
+        return {name: number for name, number in numbers.items() if math.isfinite(number)} | rates
 
     def totals(self) -> dict[str, int]:
-        """What this rank has counted since the start, in the same way.
+        """Return what this rank has counted since the start; the call waits as :meth:`metrics` does.
 
         Returns:
             ``bytes_sent`` (where the mesh has several axes also by axis, ``bytes_sent_shard``),
             ``directions_speculated`` (made in backward), ``directions_used`` and ``directions_discarded`` of them,
             ``directions_in_step`` (made by ``step()``), ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many
             matrices to a call fill a GPU), ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups
-            that its collectives use), and what extensions count: with offload to a disk ``disk_bytes_read`` and
+            of its collectives), and totals of extensions: with offload to a disk ``disk_bytes_read`` and
             ``disk_bytes_written``.
         """
         self.check()
@@ -267,7 +268,7 @@ class MuonZero(Optimizer):
         }
 
     def check(self) -> None:
-        """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
+        """Read the results of the latest step's checks, if the host has not yet (``checks="next_step"``).
 
         The next step does so, ``metrics()``, ``totals()`` and ``Checkpointer.save``; with "in_step" nothing is left.
 
@@ -278,7 +279,7 @@ class MuonZero(Optimizer):
             self._scheduled = None
 
     def summary(self) -> Summary:
-        """Which parameter gets which algorithm, stage and exchange strategy, and why."""
+        """Return which parameter gets which algorithm, stage and exchange strategy, and why."""
         engine, step = self.engine, self.engine.step
         decayed = {n for group in self.param_groups if group["weight_decay"] for n in group["param_names"]}
         return summarize(
@@ -299,16 +300,16 @@ class MuonZero(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step on what ``.grad`` holds.
+        """Run one optimizer step on the gradients in ``.grad``.
 
         Args:
             closure: re-evaluates the model and returns the loss, as in torch.optim.
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
         Raises:
             NonFiniteError: a gradient, momentum, moment, direction or rate is inf or NaN and ``nonfinite="error"``, or
                 ``"skip"`` has left out ``max_skipped_steps`` in a row. Parameters and state are unchanged.
-            UnsupportedModelError: the model does not hold the parameters any more that were sharded.
+            UnsupportedModelError: the model no longer holds the parameters that were sharded.
             LedgerError: some ranks have a gradient that others lack, other hyperparameters, ran other frames or hold
                 other copies, or another rank or pipeline stage refused the step; or at stage 1 a gradient was edited
                 between micro-batches. Parameters and state are unchanged.
@@ -319,9 +320,10 @@ class MuonZero(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         status = self.engine.status
-        others = self.engine.hooks.peers.step(status.step)
+        peers_step = self.engine.hooks.peers.step(status.step)
         range_ = self.engine.ledger.range("step", payload=status.step)
-        with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
+        # Inside torch.inference_mode(), too, state must be tensors that train.
+        with ordinary_tensors(), status.at("the optimizer's step"), peers_step, range_:
             self.check()
             if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
                 # DeepSpeed's engine steps the schedule of its configuration behind each step; here the loop must.
@@ -330,18 +332,18 @@ class MuonZero(Optimizer):
                     "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
                 )  # fmt: skip
             self._unfreeze()
-            for before in self.engine.hooks.before_step:
-                before()
+            for hook in self.engine.hooks.before_step:
+                hook()
             if self.engine.step.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
 
     def release(self) -> None:
-        """Let go of all CUDA graphs of this process and their memory, those of other compiled models included.
+        """Free all CUDA graphs of this process and their memory, those of other compiled models included.
 
         Where collectives are in them (``compile.cuda_graphs`` and several ranks), call this on every rank ahead of
         ``torch.distributed.destroy_process_group()``, when no other training step will follow: NCCL waits there for the
-        graphs that hold its calls. Who trains on compiles and records anew.
+        graphs that hold its calls. A later step compiles and records anew.
 
         Raises:
             LedgerError, NonFiniteError: of the latest step, see :meth:`check`; all is released.
@@ -352,10 +354,10 @@ class MuonZero(Optimizer):
             self.check()
         finally:
             self.engine.step.release()
-            torch.compiler.reset()  # Inductor's go with what it has compiled
+            torch.compiler.reset()  # frees Inductor's CUDA graphs with its compiled code
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients, and what was made from them."""
+        """Drop or zero all gradients, and the directions made from them."""
         super().zero_grad(set_to_none)
         self.engine.ledger.drop_gradients()
 
@@ -371,49 +373,48 @@ class MuonZero(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters that were frozen when the model was sharded, in a group of their own; on all ranks alike.
 
-        Without a call of this, those that require a gradient join the groups that the configuration has for them in the
-        next step.
+        Without this call, parameters that require a gradient by now join groups of the configuration in the next step.
 
         Args:
             param_group: ``params``, which require a gradient by now, rates that differ from the defaults, and perhaps
                 ``name`` and ``method``. Parameters of several methods become several groups, as at the start.
         Raises:
-            ConfigError: a tensor is none of the model's or still frozen, a rate is none.
+            ConfigError: a tensor is none of the model's or still frozen, a rate is unknown.
             ValueError: a parameter is trained already.
             UnsupportedModelError: other ranks unfreeze other parameters.
             PeerError: other ranks do something else.
         """
-        if "algorithm" in param_group:  # from below
+        if "algorithm" in param_group:  # made by `_param_group`: from Optimizer.__init__
             return super().add_param_group(param_group)
         with self.engine.status.at("add_param_group"):
             self._unfreeze(*group_of(param_group, self.engine.model, self.param_groups))
 
     def _unfreeze(self, own: GroupConfig | None = None, members: Sequence[str] | None = None) -> None:
-        """Make state for what was frozen and requires a gradient now.
+        """Make state for parameters that were frozen and require a gradient by now.
 
-        Args:
-            own: a group, and its members; None for all, in the groups of the configuration.
+        ``own``: a group for ``members`` alone; None for all, in the groups of the configuration.
         """
         unfrozen = self._ownership.unfrozen()
         sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
         if not sharded_params:
             return
+        # Not by a collective: a rank that comes alone gets a PeerError in place of a hang.
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(sharded_params, self.engine.group if self.engine.compares else None)
         names, partial = [sharded.name for sharded in sharded_params], not self.engine.hooks.peers.alone
         assignments, groups = plan_unfrozen(self.engine.model, self.config, names, own, partial=partial)
         self.engine.assignments |= assignments
         for group in groups:
-            known = next((known for known in self.param_groups if known["name"] == group.name), None)
-            joining = [sharded for sharded in sharded_params if sharded.name in group.members]
-            like = None if known is None else self.engine.step.sharded_params[known["params"][0]]
-            take_up(joining, assignments, self.config, self.engine.hyper, like)
-            added = _param_group(group, self.engine.params)
-            if known is None:
-                super().add_param_group(added)
+            existing = next((existing for existing in self.param_groups if existing["name"] == group.name), None)
+            new_members = [sharded for sharded in sharded_params if sharded.name in group.members]
+            like = None if existing is None else self.engine.step.sharded_params[existing["params"][0]]
+            take_up(new_members, assignments, self.config, self.engine.hyper, like)
+            param_group = _param_group(group, self.engine.params)
+            if existing is None:
+                super().add_param_group(param_group)
             else:
-                known["params"] += [param for _, param in added["params"]]
-                known["param_names"] += [name for name, _ in added["params"]]
+                existing["params"] += [param for _, param in param_group["params"]]
+                existing["param_names"] += [name for name, _ in param_group["params"]]
         warn_of_half_masters(sharded_params)
         if own is not None:
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
@@ -421,16 +422,16 @@ class MuonZero(Optimizer):
         self._ownership.take_up(sharded_params)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's, of this rank's shards: each rank loads what it saved. A file of one rank's says so."""
-        found = super().state_dict()
+        """Return torch.optim's state dict of this rank's shards, for the same rank to load; pickling it warns so."""
+        state_dict = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
-        found["state"] = {
+        state_dict["state"] = {
             key: {name: part_of(params[key], name, value) for name, value in slots.items()}
             if isinstance(key, int)
             else slots
-            for key, slots in found["state"].items()
+            for key, slots in state_dict["state"].items()
         }
-        return found
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.
@@ -449,9 +450,9 @@ class MuonZero(Optimizer):
         self.loaded()
 
     def unfreeze(self, names: Iterable[str] | None = None) -> None:
-        """Train from now on what was frozen when the model was sharded and requires a gradient by now.
+        """Train parameters from now on that were frozen when the model was sharded and require a gradient by now.
 
-        It joins the groups that the configuration has for it; on all ranks alike. ``step()`` does so by itself.
+        They join the groups of the configuration; on all ranks alike. ``step()`` does so by itself.
 
         Args:
             names: of the parameters; None for all.
@@ -463,12 +464,12 @@ class MuonZero(Optimizer):
             self._unfreeze(members=None if names is None else list(names))
 
     def loaded(self, steps: int | None = None) -> None:
-        """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew.
+        """Take up weights or optimizer state written from outside: directions are made anew, replicas gathered anew.
 
         Args:
-            steps: how many steps of training they have behind them, if known; only errors count by it.
+            steps: how many steps of training they have behind them, if known; counts in errors alone.
         """
-        self.engine.step.pending = None  # of a step whose weights are gone
+        self.engine.step.pending = None  # checks of a step whose weights are gone
         if steps is not None:
             self.engine.status.step = steps + 1
         for sharded in self.engine.step.muon:

@@ -1,4 +1,4 @@
-"""What a run shows of work that takes long: a line after some seconds, and one when it is done."""
+"""Progress of slow work: a line after some seconds, and one when it is done."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ _PAUSES = (5.0, 15.0, 30.0, 60.0)  # seconds ahead of each line; the last repeat
 
 
 def is_first_rank() -> bool:
-    """Whether this process shows what is shown once for all ranks."""
+    """Return whether this process prints for all ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 @contextmanager
 def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
-    """Around work on one process that may take long; quick work shows nothing.
+    """Log progress of the work inside the block, on rank 0; quick work logs nothing.
 
-    Rank 0 says so, to the logger "compile_muon" where that shows ``INFO``, else on a terminal.
-
-    Args:
-        what: "compiling a frame (blocks.4)".
-        pauses: seconds ahead of each line.
+    Lines go to the logger "compile_muon" where that shows ``INFO``, else to a terminal. ``what``: for example
+    "compiling a frame (blocks.4)"; ``pauses``: seconds before each line.
     """
     if not is_first_rank():
         yield
@@ -46,11 +43,11 @@ def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
 
 
 def _watch(what: str, began: float, done: threading.Event, pauses: tuple[float, ...]) -> None:
-    said = 0
-    while not done.wait(pauses[min(said, len(pauses) - 1)]):
-        said += 1
+    lines = 0
+    while not done.wait(pauses[min(lines, len(pauses) - 1)]):
+        lines += 1
         _say(f"{what}: {time.monotonic() - began:.0f} s so far")
-    if said:
+    if lines:
         _say(f"{what}: done after {time.monotonic() - began:.0f} s")
 
 

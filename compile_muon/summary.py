@@ -1,4 +1,4 @@
-"""What ``optimizer.summary()`` tells: one row per parameter, and totals."""
+"""The table of ``optimizer.summary()``: one row a parameter, and totals."""
 
 from __future__ import annotations
 
@@ -28,25 +28,17 @@ __all__ = ["Row", "Summary", "summarize"]
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter.
-
-    Args:
-        name, shape, algorithm, reason: as assigned.
-        decays: whether the weight decay of its parameter group is not 0.
-        exchange: strategy of the update of matrices, "-" otherwise.
-        bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
-            (formula).
-        multiply_adds: Newton-Schulz work over all its matrices, once (formula).
-    """
+    """A row of the summary: one parameter."""
 
     name: str
     shape: tuple[int, ...]
     algorithm: str
     reason: str
-    decays: bool
-    exchange: str
+    decays: bool  # the weight decay of its parameter group is not 0
+    exchange: str  # strategy of the exchange for methods of matrices, "-" otherwise
+    # Bytes a rank sends per step for Newton-Schulz, on average over the ranks, by mesh axis (formula).
     bytes_sent: dict[str, float]
-    multiply_adds: float
+    multiply_adds: float  # of Newton-Schulz over all its matrices, counted once for all ranks (formula)
 
     @property
     def numel(self) -> int:
@@ -56,15 +48,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Printable with ``print`` and with rich.
+    """Parameters by algorithm, exchange and cost; printable with ``print`` and with rich.
 
     Args:
         rows: one per parameter, in model order.
         stage, world_size: ZeRO stage and ranks.
-        axes: name and size of each, where there are several.
-        outside: why ``step()`` is in no CUDA graph, with ``compile.cuda_graphs``; None if it is, or without.
-        launched: in which phases of methods it is in none, likewise, where else it is.
         update: "backward" where backward may carry the update, else "step".
+        axes: name and size of each mesh axis, where there are several.
+        outside: why no ``step()`` is recorded as a CUDA graph under ``compile.cuda_graphs``; None if it is, or without.
+        launched: phases of methods that run outside the CUDA graph of a recorded ``step()``; None likewise.
     """
 
     rows: tuple[Row, ...]
@@ -86,7 +78,7 @@ class Summary:
 
     @property
     def adamw_parameters(self) -> int:
-        """Elements that AdamW, or what is in its place, updates."""
+        """Elements that AdamW, or the elementwise method in its place, updates."""
         return self._count(matrices=False)
 
     def __rich__(self) -> Table:
@@ -123,7 +115,8 @@ class Summary:
         from rich.console import Console
 
         buffer, table = io.StringIO(), self.__rich__()
-        plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()  # where print() would fail
+        # Without UTF print() would raise on box characters.
+        plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
         if plain:
             table.box = box.ASCII
         Console(file=buffer, width=_width(), no_color=True).print(table)
@@ -132,7 +125,7 @@ class Summary:
 
 
 def _width() -> int:
-    """Columns of the terminal, or those of a file of lines."""
+    """Return the terminal's columns, or 160 for a file."""
     return max(60, shutil.get_terminal_size().columns) if sys.stdout is not None and sys.stdout.isatty() else 160
 
 
@@ -140,24 +133,24 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     muon, layout = spec.muon, spec.layout
     if muon is None:
         return {}
-    owning, replicas_of_it, strategy = layout.owner_group, layout.replica_group, muon.exchange
-    names = {"shard": owning.name, "replicate": replicas_of_it.name, "all": owning.name}
-    shards, replicas = owning.size, replicas_of_it.size
-    if owning.alone and strategy != "local":  # every rank already holds the whole gradient
+    owner_group, replica_group, strategy = layout.owner_group, layout.replica_group, muon.exchange
+    names = {"shard": owner_group.name, "replicate": replica_group.name, "all": owner_group.name}
+    shards, replicas = owner_group.size, replica_group.size
+    if owner_group.alone and strategy != "local":  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
-        names["all"] = replicas_of_it.name
-        shards, replicas = replicas_of_it.size, 1
+        names["all"] = replica_group.name
+        shards, replicas = replica_group.size, 1
     elif layout.cut_twice:
         strategy += OVER_ALL
         shards, replicas = layout.shard.size, layout.replicate.size
         names |= {"shard": layout.shard.name, "replicate": layout.replicate.name}
     itemsize = decode_dtype(muon.dtype).itemsize
-    found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
-    # What lies whole on a rank stays there, and is only handed round.
+    bytes_of = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
+    # A matrix that is whole on a rank stays there; only its direction is sent.
     sent_to_owners = [share for share in shares(spec) if share.whole_at is None]
     part = sum(map(math.prod, (n for share in sent_to_owners for n in share.matrices))) / (muon.rows * muon.cols)
     parts = {"all" if layout.cut_twice else "shard": part}
-    return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in found.items()}
+    return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in bytes_of.items()}
 
 
 def _row(sharded: ShardedParam, assignment: Assignment, *, decays: bool) -> Row:
@@ -187,13 +180,8 @@ def summarize(
     outside: str | None = None,
     launched: str | None = None,
 ) -> Summary:
-    """Collect the rows of a sharded model.
-
-    Args:
-        decayed: names of parameters whose group has a weight decay.
-        outside: why no step is recorded as a CUDA graph.
-        launched: phases of methods whose steps are not, where others are.
-    """
+    """Collect the rows of a sharded model. ``decayed``: names of parameters whose group has a weight decay;
+    ``outside``, ``launched``: see :class:`Summary`."""
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(a, assignments[a.name], decays=a.name in decayed) for a in sharded_params),

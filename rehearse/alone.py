@@ -1,7 +1,7 @@
-"""One rank of several that are not there: what it would hear of them, and numbers that nobody computes.
+"""A single rank without the others of its world: answers that they would give, and numbers that no kernel computes.
 
-This process plays one rank, and no kernel runs, so the numbers that the host reads are made up (:mod:`scripted`). It
-changes functions of torch and of the package in this process alone, which does nothing else.
+No kernel runs, so the numbers that the host reads are made up (:mod:`scripted`). Functions of torch and of the package
+are patched in this process alone, which does nothing else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ __all__ = ["Alone", "group_of"]
 
 
 class Alone:
-    """What is made up, for one process.
-
-    Args:
-        device: its log.
-        alone: whether the other ranks are not there; else only numbers are made up.
-    """
+    """The patches of one process. With ``alone`` False the other ranks exist, and only numbers are made up."""
 
     def __init__(self, device: Device, *, alone: bool = True) -> None:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is NVIDIA's, and finds no device
         self._device = device
         self._touches: Touches | None = None
         self._checks()
@@ -41,7 +36,7 @@ class Alone:
 
     @contextlib.contextmanager
     def touches_noted(self) -> Iterator[None]:
-        """Inside this block the log tells what memory operators touch, those of compiled graphs too."""
+        """Log the memory that operators touch inside this block, those of compiled graphs too."""
         self._touches = Touches(self._device)
         try:
             yield
@@ -49,7 +44,7 @@ class Alone:
             self._touches = None
 
     def noting(self) -> contextlib.AbstractContextManager[Any]:
-        """Around eager code of that block."""
+        """Return the dispatch mode for eager code inside `touches_noted`, else a null context."""
         return self._touches or contextlib.nullcontext()
 
     def _checks(self) -> None:
@@ -58,16 +53,16 @@ class Alone:
         script(StepChecks)
 
     def _decompositions(self) -> None:
-        """cuSOLVER is the real one, too. What stands for it leaves results as they are, and waits as it does."""
+        """Replace kernels of cuSOLVER, which is NVIDIA's too, by some that compute nothing and wait as they do."""
 
-        def made(matrix: Tensor) -> Tensor:  # by columns, as that library has them
+        def made(matrix: Tensor) -> Tensor:  # column-major, as cuSOLVER returns matrices
             torch.cuda.current_stream().synchronize()
             return matrix.new_empty(matrix.mT.shape).mT
 
-        self._kernels = torch.library.Library("aten", "IMPL")  # as long as this process
+        self._kernels = torch.library.Library("aten", "IMPL")  # kernels are unregistered when it is freed
         for name, kernel in {
             "_linalg_eigh": lambda a, uplo="L", compute_v=True: (a.new_empty(a.shape[:-1]), made(a)),
-            "linalg_qr": lambda a, mode="reduced": (made(a), made(a)),  # of square ones
+            "linalg_qr": lambda a, mode="reduced": (made(a), made(a)),  # of square matrices
         }.items():
             self._kernels.impl(name, kernel, "CUDA", allow_override=True)
 
@@ -80,7 +75,7 @@ class Alone:
                 module.gather_objects = objects  # type: ignore[attr-defined]
 
     def _graphs(self) -> None:
-        """A mode around torch.compile would turn it off, so each graph enters it."""
+        """Enter the dispatch mode inside each compiled graph; a mode around a compiled call turns torch.compile off."""
         from compile_muon import backend
         from compile_muon.engine import frame, step_graph
 
@@ -100,20 +95,20 @@ class Alone:
             module.lower_and_compile = noted  # type: ignore[attr-defined]
 
     def _splits(self) -> None:
-        """The ranks of a communicator that is split off another one know of each other by meeting."""
+        """Tell the library each communicator's size and rank before a split, which ranks would exchange there."""
         import torch.distributed.device_mesh as device_mesh
         import torch.distributed.distributed_c10d as c10d
 
-        made, split = c10d._new_process_group_helper, c10d.split_group
+        new_group_helper, original_split = c10d._new_process_group_helper, c10d.split_group
 
         def helper(size: int, rank: int | None, *args: Any, **kwargs: Any) -> Any:
             self._device.next_split(size, -1 if rank is None else rank)
-            return made(size, rank, *args, **kwargs)
+            return new_group_helper(size, rank, *args, **kwargs)
 
         def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            mine = next((several for several in split_ranks if dist.get_rank() in several), [])
-            self._device.next_split(len(mine), mine.index(dist.get_rank()) if mine else -1)
-            return split(parent_pg, split_ranks, *args, **kwargs)
+            members = next((several for several in split_ranks if dist.get_rank() in several), [])
+            self._device.next_split(len(members), members.index(dist.get_rank()) if members else -1)
+            return original_split(parent_pg, split_ranks, *args, **kwargs)
 
         c10d._new_process_group_helper = helper
         for module in (c10d, dist, device_mesh):
@@ -122,7 +117,7 @@ class Alone:
 
 
 class _Store(dist.Store):
-    """Others have left what this rank asks for: ids of communicators, which rank 0 makes up."""
+    """A store that has what other ranks would have left: ids of communicators, which rank 0 makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,11 +152,8 @@ _STORES: list[dist.Store] = []  # torch holds only the C++ half of one that is w
 
 @contextlib.contextmanager
 def group_of(world: int, rank: int, *, of_one: bool = False) -> Iterator[None]:
-    """Inside this block this process is ``rank`` of ``world`` over NCCL; one rank has no process group.
-
-    Args:
-        of_one: a group for one rank too.
-    """
+    """Make this process ``rank`` of ``world`` over NCCL inside the block. One rank has no process group, unless
+    ``of_one`` asks for it."""
     if world == 1 and not of_one:
         yield
         return

@@ -1,4 +1,4 @@
-"""What is rehearsed, and what a steady step may cost the host: the cases, their figures, and the budgets they meet."""
+"""The rehearsed cases, their figures, and the budgets of a steady step."""
 
 from __future__ import annotations
 
@@ -19,33 +19,23 @@ BUDGETS = Path(__file__).with_name("budgets.json")
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's training, as a config says it.
-
-    Args:
-        stage, world: of ZeRO, and how many ranks there are to be.
-        dtype: "bf16" for weights and activations in bfloat16 beside float32 masters, or "fp32".
-        rank: which of them this process plays.
-        params: of the optimizer, beside rates.
-        more: keys of the config beside these.
-        inductor: settings of ``torch._inductor.config``.
-        method: for matrices, the type of the optimizer.
-    """
+    """The training of one rank, as a config describes it."""
 
     stage: int
     world: int
-    dtype: str = "bf16"
-    rank: int = 0
-    params: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, Any] = field(default_factory=dict)
-    inductor: Mapping[str, Any] = field(default_factory=dict)
-    method: str = "Muon"
+    dtype: str = "bf16"  # weights and activations in bfloat16 beside float32 masters; or "fp32"
+    rank: int = 0  # that this process plays
+    params: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer, beside rates
+    more: Mapping[str, Any] = field(default_factory=dict)  # other keys of the config
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._inductor.config``
+    method: str = "Muon"  # type of the optimizer
 
     @property
     def name(self) -> str:
-        given = {**self.params, **self.more}
-        said = [self.method] * (self.method != "Muon")
-        said += [f"{key} {value}" for key, value in given.items()] + list(self.inductor)
-        return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *said]).translate(_PLAIN)
+        settings = {**self.params, **self.more}
+        words = [self.method] * (self.method != "Muon")
+        words += [f"{key} {value}" for key, value in settings.items()] + list(self.inductor)
+        return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *words]).translate(_PLAIN)
 
     @property
     def micro_batches(self) -> int:
@@ -53,14 +43,14 @@ class Case:
 
     @property
     def waits(self) -> int:
-        """Of the host for the device in a steady step: for the numbers that it reads there, and for each of the three
-        buckets of gradients where AdamW works on it."""
+        """Waits of the host for the device in a steady step. The host waits for the numbers that it reads, or, where it
+        computes AdamW, for each of three buckets of gradients."""
         if self.params.get("offload", {}).get("adamw_on") == "cpu":
             return 3
         return 0 if self.params.get("checks") == "next_step" else 1
 
     def config(self) -> dict[str, Any]:
-        """As ``compile_muon.initialize`` takes it."""
+        """Return the config for ``compile_muon.initialize``."""
         return {
             "compile": True,
             "optimizer": {"type": self.method, "params": {"lr": 0.02, "adam_lr": 0.005, **self.params}},
@@ -72,9 +62,9 @@ class Case:
 
 #: bytes of the digest of a batch
 _DIGEST = 16
-#: of buckets: they have to take turns
+#: offload with fewer buffers than buckets, which have to take turns
 FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 18}
-#: numbers are not compared: the device computes none
+#: without the check of numbers, which the device does not compute
 SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
 CASES = (
     *(Case(stage, world) for stage in range(4) for world in (1, 4)),
@@ -125,37 +115,23 @@ CASES = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What one steady step of a rank asked of the device and of the host.
+    """Figures of one steady step of a rank."""
 
-    Args:
-        waits: of the host for the device, by place.
-        unordered: accesses to the same memory that nothing orders, in words.
-        kernels: launches, of libraries and Triton.
-        copies: and memsets.
-        collectives: of NCCL, by name.
-        sent: bytes of theirs, but for the one sum of numbers that ``step()`` makes; ``counted`` are those of
-            ``optimizer.traffic``.
-        peak, planned: bytes that were asked of the allocator at its peak, and what the planner said. What it leaves of
-            a block unsplit, up to a MiB of each, is in neither. Of CUDA graphs, whose pools hold what nobody asks for,
-            ``peak`` is what the allocator has reserved, such rests included.
-        host_ms: of Python for forward, backward and step; ``planned_ms`` as the planner says, ``theirs_ms`` with plain
-            torch.compile, FSDP2 where there are several ranks, and AdamW.
-        replayed: CUDA graphs, whose operations are in no log.
-    """
-
-    waits: Mapping[str, int]
-    unordered: tuple[str, ...]
-    kernels: int
-    copies: int
-    collectives: Mapping[str, int]
-    sent: int
-    counted: int
+    waits: Mapping[str, int]  # of the host for the device, by place in the source
+    unordered: tuple[str, ...]  # races, in words
+    kernels: int  # launches, of libraries and Triton
+    copies: int  # and memsets
+    collectives: Mapping[str, int]  # NCCL calls by name
+    sent: int  # bytes of collectives, without the one sum of numbers in ``step()``
+    counted: int  # the same by ``optimizer.traffic``
+    # Peak of the bytes requested of the allocator, measured and planned; both without the unsplit rest of blocks, up to
+    # 1 MiB each. With CUDA graphs, whose pools hold memory that nobody requests, `peak` is that of the reserved bytes.
     peak: int
     planned: int
-    host_ms: float
-    planned_ms: float
-    theirs_ms: float
-    replayed: int = 0
+    host_ms: float  # of Python for forward, backward and step
+    planned_ms: float  # the same by the planner
+    theirs_ms: float  # with plain torch.compile, FSDP2 on several ranks, and AdamW
+    replayed: int = 0  # CUDA graphs, whose operations are in no log
 
     @property
     def ratio(self) -> float:
@@ -170,13 +146,13 @@ class Figures:
 
 
 def without_checks(ops: Sequence[Op]) -> list[Op]:
-    """All but the sums of the numbers that the host reads in ``step()``, all-reduces on the main stream, and the digest
-    of the batch that ranks of a sequence compare, which is in no graph of the optimizer's."""
+    """Drop collectives that ``optimizer.traffic`` does not count. These are the sums of numbers that the host reads in
+    ``step()``, all-reduces on the main stream, and the digest of the batch that the ranks of a sequence compare."""
     return [op for op in ops if op.name != "ncclAllReduce" or (op.stream and op.amount != _DIGEST)]
 
 
 def sent_bytes(ops: Iterable[Op]) -> int:
-    """That this rank sends to others by ring algorithms, as ``optimizer.traffic`` counts them.
+    """Return the bytes that this rank sends to others by ring algorithms, as ``optimizer.traffic`` counts them.
 
     >>> sent_bytes([Op("nccl", 1, "ncclAllGather", amount=100, ranks=4)])
     300
@@ -192,30 +168,30 @@ def sent_bytes(ops: Iterable[Op]) -> int:
 
 
 def collectives_of(ops: Iterable[Op]) -> dict[str, int]:
-    """Calls by name."""
+    """Count the calls of NCCL by name."""
     return dict(sorted(Counter(op.name for op in ops if op.kind == "nccl").items()))
 
 
 def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any], waits: int) -> list[str]:
-    """Where a case costs more than it may, in words; nothing if it is within its budget.
+    """List, in words, where a case exceeds its budget.
 
-    Args:
-        budget: of this case: ``kernels``, ``copies``, ``of_plan`` and ``ratio``.
-        limits: of every case: how far ``of_plan`` may be off (``peak``), and ``slack`` of the ratio, since other work
-            on the machine moves it.
-        waits: of the host, as many as there may be.
+    ``budget`` has the case's ``kernels``, ``copies``, ``of_plan`` and ``ratio``; ``limits`` those of every case: how
+    far ``of_plan`` may be off (``peak``), and ``slack`` of the ratio, which other work on the machine moves. ``waits``:
+    allowed waits of the host.
     """
-    found = list(figures.unordered)
+    problems = list(figures.unordered)
     waited = sum(figures.waits.values())
     if waited > waits:
-        found.append(f"{waited} waits for the device, not {waits}: {dict(figures.waits)}")
+        problems.append(f"{waited} waits for the device, not {waits}: {dict(figures.waits)}")
     if figures.sent != figures.counted and not figures.replayed:
-        found.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
+        problems.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
     if abs(figures.of_plan - budget["of_plan"]) > limits["peak"]:
-        found.append(f"peak {figures.peak:,} bytes, {figures.of_plan:.3f} of what is planned, not {budget['of_plan']}")
+        problems.append(
+            f"peak {figures.peak:,} bytes, {figures.of_plan:.3f} of what is planned, not {budget['of_plan']}"
+        )
     for name in ("kernels", "copies"):
         if getattr(figures, name) > budget[name]:
-            found.append(f"{getattr(figures, name)} {name}, budget {budget[name]}")
+            problems.append(f"{getattr(figures, name)} {name}, budget {budget[name]}")
     if figures.ratio > budget["ratio"] * limits["slack"]:
-        found.append(f"host time {figures.ratio:.2f} of plain training's, budget {budget['ratio']}")
-    return found
+        problems.append(f"host time {figures.ratio:.2f} of plain training's, budget {budget['ratio']}")
+    return problems

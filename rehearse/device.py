@@ -1,4 +1,4 @@
-"""The log of the device that computes nothing: what it was asked to do, by whom the host was kept waiting."""
+"""The log of the device that computes nothing: its operations, and the places where the host waited for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = (
     "graph", "module",
 )  # fmt: skip
 
-#: operators that read and write no memory, whatever their schemas say; collectives and copies note their own
+#: operators that touch no memory, whatever their schemas say, or whose collectives and copies the library notes itself
 _TOUCH_NOTHING = ("c10d", "detach", "empty", "_record_function_enter", "await_refresh", "muon_zero.lift")
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -48,47 +48,43 @@ class _Access(ctypes.Structure):
 
 @cache
 def _in_project(file: str) -> str | None:
-    """Its path within the project; None of what is no code of the package."""
+    """Return the path of a file of the package in the project; None of other code."""
     path = Path(file).resolve()
     if _ROOT not in path.parents or "rehearse" in file or "site-packages" in file:
         return None
     return str(path.relative_to(_ROOT))
 
 
-#: of Inductor's kernels in Triton, as they stand in its cache
+#: the signature of a Triton kernel in Inductor's cache
 _KERNEL = re.compile(r"^def (triton_\w+)\((.*?)\):", re.MULTILINE)
 
 
 @cache
 def _only_read() -> dict[str, list[bool]]:
-    """Of each of Inductor's kernels, which of its pointers it only reads; unknown where two kernels have one name."""
-    found: dict[str, list[bool]] = {}
+    """Return which pointers each of Inductor's kernels only reads, by its name; [] where two kernels share a name."""
+    read_only: dict[str, list[bool]] = {}
     for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"):
         for name, parameters in _KERNEL.findall(file.read_text()):
-            pointers = [each.strip() for each in parameters.split(",") if "_ptr" in each]
-            reads = [each.startswith("in_ptr") for each in pointers]
-            if found.setdefault(name, reads) != reads:
-                found[name] = []
-    return found
+            pointers = [parameter.strip() for parameter in parameters.split(",") if "_ptr" in parameter]
+            reads = [parameter.startswith("in_ptr") for parameter in pointers]
+            if read_only.setdefault(name, reads) != reads:
+                read_only[name] = []
+    return read_only
 
 
 class Device:
-    """What the library in place of CUDA's has noted since :meth:`clear`.
-
-    Attributes:
-        waits: where the host waited for the device, by place in the source.
-    """
+    """The log of the library in place of CUDA's since :meth:`clear`."""
 
     def __init__(self) -> None:
         self.lib = ctypes.CDLL(str(LIBRARY))
-        self.waits: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()  # of the host for the device, by place in the source
         self._listener = _LISTENER(self._waited)  # the library keeps its address
         self.lib.fg_callback(self._listener)
 
     def _waited(self, kind: int, name: bytes, stream: int, nbytes: int) -> None:
         if name == b"cudaStreamSynchronize" and self._copies():
             return  # the second half of a copy to the host, which was counted
-        # In few microseconds: steps are timed, waits and all.
+        # Cheap, since it runs inside of steps that are timed.
         frame: FrameType | None = sys._getframe()
         while frame is not None and (ours := _in_project(frame.f_code.co_filename)) is None:
             frame = frame.f_back
@@ -103,13 +99,13 @@ class Device:
         return was.startswith(b"copy D2H")
 
     def clear(self) -> None:
-        """Forget what was noted."""
+        """Empty the log."""
         self.lib.fg_clear()
         self.waits.clear()
 
     def ops(self) -> list[Op]:
-        """All that was noted, in the order in which the host asked for it."""
-        found, op, access = [], _Op(), _Access()
+        """Return the logged operations in the order in which the host asked for them."""
+        ops, op, access = [], _Op(), _Access()
         clock = (ctypes.c_uint * 4096)()
         for i in range(self.lib.fg_count()):
             self.lib.fg_get(i, ctypes.byref(op))
@@ -124,16 +120,16 @@ class Device:
             if len(reads) == len(touches):
                 touches = [replace(each, writes=not read) for each, read in zip(touches, reads, strict=True)]
             ranks = op.b if kind == "nccl" else 0
-            found.append(Op(kind, op.stream, name, op.a, ranks, tuple(clock[:length]), tuple(touches)))
-        return found
+            ops.append(Op(kind, op.stream, name, op.a, ranks, tuple(clock[:length]), tuple(touches)))
+        return ops
 
     def next_split(self, size: int, rank: int) -> None:
-        """What the other ranks would say of the next communicator that is split off."""
+        """Set the size and this rank's index of the next communicator to be split off, which ranks would agree on."""
         self.lib.fg_split(size, rank)
 
     @contextmanager
     def without_waits(self, stream: int) -> Iterator[None]:
-        """Inside this block the waits of a stream do nothing: a mistake that must be found."""
+        """Ignore the waits of a stream inside this block: a mistake that must be found."""
         self.lib.fg_no_wait(stream)
         try:
             yield
@@ -142,7 +138,7 @@ class Device:
 
 
 class Touches(TorchDispatchMode):
-    """Tells the device's log what memory each operator of torch touches: arguments of its kernels say nothing."""
+    """Logs the memory that each torch operator touches, since a kernel's arguments do not tell it."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -153,21 +149,23 @@ class Touches(TorchDispatchMode):
         name = str(func)
         if func.is_view or any(part in name for part in _TOUCH_NOTHING):
             return out
-        given = zip(func._schema.arguments, args, strict=False)
-        written = {
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written_ids = {
             id(leaf)
-            for argument, value in given
+            for argument, value in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
             for leaf in tree_leaves(value)
         }
-        touched = [(leaf, id(leaf) in written) for leaf in tree_leaves((args, kwargs))]
+        touched = [(leaf, id(leaf) in written_ids) for leaf in tree_leaves((args, kwargs))]
         touched += [(leaf, True) for leaf in tree_leaves(out)]
-        noted = [
+        accesses = [
             _Access(x.data_ptr(), x.numel() * x.element_size(), int(writes))
             for x, writes in touched
             if isinstance(x, torch.Tensor) and x.is_cuda and x.numel()
         ]
-        if noted:
+        if accesses:
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            self._device.lib.fg_note_touch(f"op {name}".encode(), stream, len(noted), (_Access * len(noted))(*noted))
+            self._device.lib.fg_note_touch(
+                f"op {name}".encode(), stream, len(accesses), (_Access * len(accesses))(*accesses)
+            )
         return out

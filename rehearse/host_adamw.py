@@ -1,4 +1,4 @@
-"""AdamW that the host computes needs no device: its numbers are compared, from gradients to weights."""
+"""AdamW computed by the host needs no device: its numbers are compared with torch's, from gradients to weights."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from torch.optim.adamw import adamw
 
 __all__ = ["host_adamw"]
 
-#: one of them is skipped
+#: steps of a case, and the index of the skipped one
 STEPS, SKIPPED = 4, 1
 
 
 def host_adamw(training_of: Callable[[Case], Any]) -> dict[str, bool]:
-    """Cases in words, and whether their weights and moments are torch's to the bit, and as they were behind a step that
-    the device withholds."""
-    found = {}
+    """Return by case, in words, whether weights and moments equal torch's bitwise, a skipped step included."""
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
-        disk = {"device": "nvme", "nvme_path": folder}  # of which other ranks would have to tell
-        for stage, world, more in ((3, 4, {}), (0, 1, disk)):
+        disk = {"device": "nvme", "nvme_path": folder}  # on one rank: others would have to report their disks
+        for stage, world, settings in ((3, 4, {}), (0, 1, disk)):
             for masters in (True, False):
-                offload = FEW | more | {"masters": masters, "adamw_on": "cpu"}
+                offload = FEW | settings | {"masters": masters, "adamw_on": "cpu"}
                 case = Case(stage, world, params={"checks": "next_step", "offload": offload})
                 with group_of(case.world, case.rank):
                     name = f"AdamW on the host is torch's: {offload['device']}, masters {masters}"
-                    found[name] = _is_torchs(training_of(case))
-    return found
+                    results[name] = _is_torchs(training_of(case))
+    return results
 
 
 def _is_torchs(training: Any) -> bool:
     optimizer = training.optimizer
     params = [(group, param) for group in optimizer.param_groups if "betas" in group for param in group["params"]]
-    for _, param in params:  # what no kernel has filled
+    for _, param in params:  # memory that no kernel has filled
         states = optimizer.state[param]
         weight = _memory(states.get("master_weight", param)).normal_(std=0.02)
         _memory(param).copy_(weight)
         _memory(states["step"]).zero_()
-    same = True
+    equal = True
     for number in range(STEPS):
         expected: list[tuple[Tensor, dict[str, Tensor]]] = []
 
@@ -52,20 +51,20 @@ def _is_torchs(training: Any) -> bool:
             for group, param in params:
                 grad, states = _memory(param.grad), optimizer.state[param]
                 grad.copy_(torch.randn(grad.shape))
-                own = {name: _memory(value).clone() for name, value in states.items()}
-                own.setdefault("master_weight", _memory(param).clone())
-                expected.append((param, own))
+                reference = {name: _memory(value).clone() for name, value in states.items()}
+                reference.setdefault("master_weight", _memory(param).clone())
+                expected.append((param, reference))
                 if number != SKIPPED:
-                    _step(group, grad, own)
+                    _step(group, grad, reference)
 
         with _skipped() if number == SKIPPED else nullcontext():
             training.step(gradients)
-        for param, own in expected:
+        for param, reference in expected:
             states = optimizer.state[param]
-            found = {"master_weight": _memory(param)} | {name: _memory(value) for name, value in states.items()}
-            same &= all(torch.equal(found[name], own[name]) for name in own)
-            same &= torch.equal(_memory(param), own["master_weight"].to(param.dtype))
-    return same
+            actual = {"master_weight": _memory(param)} | {name: _memory(value) for name, value in states.items()}
+            equal &= all(torch.equal(actual[name], reference[name]) for name in reference)
+            equal &= torch.equal(_memory(param), reference["master_weight"].to(param.dtype))
+    return equal
 
 
 def _step(group: Any, grad: Tensor, own: dict[str, Tensor]) -> None:
@@ -78,21 +77,21 @@ def _step(group: Any, grad: Tensor, own: dict[str, Tensor]) -> None:
 
 
 def _memory(tensor: Any) -> Tensor:
-    """What this rank has of it as a tensor of the host, in whose memory it is."""
-    own = getattr(tensor, "_local_tensor", tensor)
-    raw = torch.frombuffer((ctypes.c_char * own.nbytes).from_address(own.data_ptr()), dtype=torch.uint8)
-    return raw.view(own.dtype).view(own.shape)
+    """Return this rank's part of a tensor as a host tensor over the same memory, which is the host's."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    raw = torch.frombuffer((ctypes.c_char * local.nbytes).from_address(local.data_ptr()), dtype=torch.uint8)
+    return raw.view(local.dtype).view(local.shape)
 
 
 @contextmanager
 def _skipped() -> Iterator[None]:
-    """Inside this block the device finds in every step something that is not finite."""
+    """Make every step inside the block find a number that is not finite, on the device."""
     from compile_muon.engine.step_checks import StepChecks
 
-    before = StepChecks.found_inf
+    original = StepChecks.found_inf
 
     def found_inf(self: StepChecks) -> Tensor:
-        flag = before(self)
+        flag = original(self)
         _memory(flag).fill_(1.0)
         return flag
 
@@ -100,4 +99,4 @@ def _skipped() -> Iterator[None]:
     try:
         yield
     finally:
-        StepChecks.found_inf = before  # type: ignore[method-assign]
+        StepChecks.found_inf = original  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Builds the library that stands in for CUDA's runtime, driver, cuBLAS and NCCL, and starts a program under it."""
+"""Builds the library in place of CUDA's runtime, driver, cuBLAS and NCCL, and starts programs with it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "rehearse"
 LIBRARY = FOLDER / "libcuda.so.1"
 
-#: libraries of NVIDIA's whose symbols torch gets from ours, as far as it takes them
+#: NVIDIA's libraries whose symbols torch takes from ours
 _SERVED = ("libcudart.so", "libcublas.so", "libcublasLt.so", "libnccl.so")
 
 
 def symbols_of(listing: str) -> set[str]:
-    """Names in what ``nm -D`` prints, without their versions.
+    """Return the symbol names in the output of ``nm -D``, without versions.
 
     >>> sorted(symbols_of("0000000000012 T cudaMalloc@@libcudart.so.13\\n      U cuInit\\n"))
     ['cuInit', 'cudaMalloc']
@@ -32,11 +32,10 @@ def symbols_of(listing: str) -> set[str]:
 
 
 def missing(wanted: Iterable[str], served: Iterable[str], source: str) -> list[str]:
-    """Symbols that somebody takes and ``source`` does not define: they are made to return success.
+    """Return the symbols that are needed and not defined in ``source``; stubs of them return success.
 
-    Args:
-        wanted: what torch's libraries take from others, and what Triton builds when it starts.
-        served: what NVIDIA's libraries define that ours replaces.
+    ``wanted``: undefined symbols of torch's libraries and of Triton's launcher; ``served``: symbols of NVIDIA's
+    libraries that ours replaces.
     """
     wanted = set(wanted)
     driver = {name for name in wanted if re.match(r"cu[A-Z]", name) and not name.startswith("cuFile")}
@@ -49,11 +48,7 @@ def _nm(path: Path, which: str) -> set[str]:
 
 
 def build() -> Path:
-    """The library, made once for each source and torch.
-
-    Raises:
-        SystemExit: there is no compiler, or torch is no CUDA build.
-    """
+    """Build the library, once for each source and torch, and return its path."""
     if absent := [tool for tool in ("g++", "gcc", "nm") if shutil.which(tool) is None]:
         raise SystemExit(f"rehearse: needs {', '.join(absent)}: install a C++ compiler and binutils")
     site = Path(sysconfig.get_paths()["purelib"])
@@ -65,16 +60,18 @@ def build() -> Path:
     if LIBRARY.exists() and stamp.exists() and stamp.read_text() == key:
         return LIBRARY
     (FOLDER / "include").mkdir(parents=True, exist_ok=True)
-    for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # nccl.h wants types of them that nobody uses here
+    for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # nccl.h includes them for types that are unused here
         (FOLDER / "include" / name).touch()
-    wanted = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
+    undefined = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
     launcher = (site / "triton/backends/nvidia/driver.c").read_text()
-    wanted |= set(re.findall(r"\b(cu[A-Z]\w+)\(", launcher))
+    undefined |= set(re.findall(r"\b(cu[A-Z]\w+)\(", launcher))
     served = set().union(*(_nm(path, "--defined-only") for path in nvidia))
-    rest = FOLDER / "rest.c"
+    stubs = FOLDER / "rest.c"
     visible = '__attribute__((visibility("default")))'
-    rest.write_text("".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(wanted, served, source)))
-    # Triton's last: its headers may be of another CUDA than torch's.
+    stubs.write_text(
+        "".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(undefined, served, source))
+    )
+    # Triton's headers last: they may be of another CUDA version than torch's.
     folders = [
         SOURCE.parent,
         FOLDER / "include",
@@ -82,31 +79,31 @@ def build() -> Path:
         site / "triton/backends/nvidia/include",
     ]
     include = [part for folder in folders for part in ("-I", str(folder))]
-    subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(rest), "-o", str(rest.with_suffix(".o"))], check=True)
+    subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(stubs), "-o", str(stubs.with_suffix(".o"))], check=True)
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-O1", "-w", "-fno-strict-aliasing", *include, str(SOURCE)]
-    command += [str(rest.with_suffix(".o")), "-o", str(LIBRARY), "-Wl,-soname,libcuda.so.1", "-ldl"]
+    command += [str(stubs.with_suffix(".o")), "-o", str(LIBRARY), "-Wl,-soname,libcuda.so.1", "-ldl"]
     subprocess.run(command, check=True)
     stamp.write_text(key)
     return LIBRARY
 
 
 def environment() -> dict[str, str]:
-    """Of a program that is to have the library in the place of CUDA's, beside that of this one."""
+    """Return the variables that a program with the library in place of CUDA's needs beside this process's."""
     return {
         "LD_PRELOAD": str(build()),
         "LD_LIBRARY_PATH": str(FOLDER),
         "TRITON_LIBCUDA_PATH": str(FOLDER),
-        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),  # nobody else is to find what was tuned on nothing
+        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),  # a cache apart: autotuning on this device means nothing
         "TRITON_CACHE_DIR": str(FOLDER / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        # Of cuBLAS, whose 32 MiB a stream are in no plan, and would be most of a small model's memory.
+        # The default workspaces of cuBLAS, 32 MiB a stream, are in no plan and would dominate a small model's memory.
         "CUBLAS_WORKSPACE_CONFIG": ":16:1",
         "CUBLASLT_WORKSPACE_SIZE": "16",
     }
 
 
 def under_it() -> None:
-    """Start this program again with the library in the place of CUDA's, unless it has it already."""
+    """Start this program again with the library in place of CUDA's, unless it runs with it."""
     if str(LIBRARY) not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())

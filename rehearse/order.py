@@ -1,9 +1,9 @@
-"""Which operations of a device are ordered: vector clocks over the log of what its streams were asked to do.
+"""The order of a device's operations: vector clocks over the log of its streams.
 
-Every operation carries, for each stream, how many operations of it are done before this one may begin: its own place,
-what events and the host have told its stream. Two operations are ordered if one counts the other as done (Lamport 1978;
+Every operation carries, for each stream, how many operations of it are done before this one may begin, known from its
+own place, events and the host's waits. Two operations are ordered if one counts the other as done (Lamport 1978;
 Mattern 1989, "Virtual time and global states of distributed systems"). Two that touch the same memory, one of them
-writing, and are not ordered, are a race, however they fall on a day.
+writing, and are not ordered, are a race, even if no run shows it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,28 @@ RANGED = ("nccl", "copy", "memset")
 
 @dataclass(frozen=True)
 class Access:
-    """A range of memory; ``writes`` is True too where nobody knows."""
+    """A range of memory; ``writes`` is True too where that is unknown."""
 
     start: int
     nbytes: int
     writes: bool
 
     def meets(self, other: Access) -> bool:
-        """Whether the two touch the same bytes and one of them writes."""
+        """Return whether the two touch the same bytes and one of them writes."""
         overlap = self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
         return overlap and (self.writes or other.writes)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of the log.
+    """An operation in the log of the device."""
 
-    Args:
-        kind: "kernel", "triton", "gemm", "nccl", "copy", ..., see ``device.KINDS``.
-        amount: bytes of copies and of what collectives take, blocks of kernels.
-        ranks: in the communicator of a collective.
-        clock: by stream, operations that are done before this one ends, itself included.
-    """
-
-    kind: str
+    kind: str  # of ``device.KINDS``
     stream: int
     name: str
-    amount: int = 0
-    ranks: int = 0
-    clock: tuple[int, ...] = ()
+    amount: int = 0  # bytes of copies and of collectives' inputs, blocks of kernels
+    ranks: int = 0  # in the communicator of a collective
+    clock: tuple[int, ...] = ()  # by stream, operations that are done before this one ends, itself included
     touches: tuple[Access, ...] = ()
 
 
@@ -57,7 +50,7 @@ def _before(first: Op, second: Op) -> bool:
 
 
 def ordered(first: Op, second: Op) -> bool:
-    """Whether one of them ends before the other begins.
+    """Return whether one of the operations ends before the other begins.
 
     >>> copy = Op("copy", 0, "copy", clock=(1,))
     >>> ordered(copy, Op("kernel", 1, "reads", clock=(0, 1)))    # on another stream, which waited for nothing
@@ -69,7 +62,7 @@ def ordered(first: Op, second: Op) -> bool:
 
 
 def unordered(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
-    """Pairs that touch the same memory, are not ordered, and of which one is a collective, copy or memset."""
+    """Yield pairs that touch the same memory and are not ordered, one of them a collective, copy or memset."""
     touching = [op for op in ops if op.touches]
     for i, first in enumerate(touching):
         for second in touching[i + 1 :]:

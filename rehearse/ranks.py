@@ -4,7 +4,7 @@
     .venv-rehearse/bin/python rehearse/ranks.py --only "stage 3"      # some cases
 
 Each process has a device that computes nothing, see README.md. A collective is complete once all ranks have asked for
-the same; streams, events and PyTorch's watchdog wait for that as they would for GPUs.
+it; streams, events and PyTorch's watchdog wait for that as they would for GPUs.
 """
 
 from __future__ import annotations
@@ -36,31 +36,25 @@ from device import Device
 import compile_muon
 
 STEPS = 4
-#: seconds that PyTorch gives a collective where one rank is made to fail
+#: timeout of collectives in seconds, where one rank is made to fail
 SHORT = 10
-#: seconds that a rank compiles for longer than the other
+#: extra seconds that a late rank compiles for
 LATE = 5
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a case is run.
-
-    Args:
-        lazily: communicators are made when they are first used.
-        second: ranks have the second device of their process, and the first one nothing to do.
-        late: rank 1 compiles for longer.
-    """
+    """A case, and the manner of its run."""
 
     case: Case
-    lazily: bool = False
-    second: bool = False
-    late: bool = False
+    lazily: bool = False  # communicators are made when they are first used
+    second: bool = False  # ranks use the second device of their process, and never the first
+    late: bool = False  # rank 1 compiles for longer
 
     @property
     def name(self) -> str:
-        said = {"communicators made lazily": self.lazily, "second device": self.second, "rank 1 is late": self.late}
-        return ", ".join([self.case.name, *(what for what, holds in said.items() if holds)])
+        notes = {"communicators made lazily": self.lazily, "second device": self.second, "rank 1 is late": self.late}
+        return ", ".join([self.case.name, *(what for what, holds in notes.items() if holds)])
 
 
 _GRAPHS: dict[str, Any] = {"compile": {"cuda_graphs": True}}
@@ -72,7 +66,7 @@ CASES = (
     Setting(Case(3, 4, more={"mesh": {"replicate": 2, "shard": 2}})),
     Setting(Case(2, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED})),
     Setting(Case(3, 2, params={"checks": "next_step"}, more={"sequence_parallel": {**SHARED, "attention": "ring"}})),
-    # Rows that three ranks have unequally many of, and one matrix, so that two ranks own none.
+    # Three ranks have unequal shards; with one matrix, two of them own none.
     *(Setting(Case(stage, 3, params=_ONE_MATRIX)) for stage in (1, 3)),
     *(Setting(Case(stage, 2, params={"checks": "next_step"}, more=_GRAPHS), lazily=True) for stage in (0, 3)),
     Setting(Case(2, 2, params={"checks": "next_step", "offload": FEW}), second=True, late=True),
@@ -81,15 +75,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does in the midst of training, and what must be said of it.
+    """A fault of one rank in the midst of training."""
 
-    Args:
-        does: "ends", "compiles for too long" or "another collective".
-        said: a part of what the other rank, or the library, writes.
-    """
-
-    does: str
-    said: str
+    does: str  # "ends", "compiles for too long" or "another collective"
+    said: str  # part of the message of the other rank, or of the library
 
 
 FAULTS = (
@@ -100,36 +89,36 @@ FAULTS = (
 
 
 def compile_slowly(seconds: float) -> None:
-    """Have the first graph of this process take so much longer."""
+    """Delay the compilation of this process's first graph."""
     from compile_muon import backend
     from compile_muon.engine import frame, step_graph
 
-    left = [seconds]
+    delays = [seconds]
     for module in (frame, backend, step_graph):
         lower_and_compile = module.lower_and_compile
 
         def slowly(*args: Any, compiled: Any = lower_and_compile, **kwargs: Any) -> Any:
-            time.sleep(left.pop() if left else 0)
+            time.sleep(delays.pop() if delays else 0)
             return compiled(*args, **kwargs)
 
         module.lower_and_compile = slowly  # type: ignore[attr-defined]
 
 
 def train(setting: Setting, rank: int, fault: str) -> list[Any]:
-    """One rank's training: the collectives of its last step over all communicators, in the order of the host, each with
-    its stream and how many ranks and bytes it has.
+    """Train as one rank; return the collectives of the last step over all communicators, with stream, ranks and bytes.
 
-    Where kernels of two wait for each other on a GPU's few places, that has to be the same on all ranks.
+    They are in the host's order, which has to be the same on all ranks: kernels of two collectives may wait for each
+    other on a GPU's few places.
     """
     from run import Training
 
-    case, device, own = setting.case, Device(), int(setting.second)
-    torch.cuda.set_device(own)
+    case, device, device_index = setting.case, Device(), int(setting.second)
+    torch.cuda.set_device(device_index)
     alone = Alone(device, alone=False)
     store = dist.FileStore(os.environ["REHEARSE_RANKS"] + "/store", case.world)
     limit = datetime.timedelta(seconds=SHORT if fault else 300)
-    bound = None if setting.lazily else torch.device("cuda", own)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=case.world, timeout=limit, device_id=bound)
+    device_id = None if setting.lazily else torch.device("cuda", device_index)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=case.world, timeout=limit, device_id=device_id)
     if rank == 1 and (setting.late or fault.startswith("compiles")):
         compile_slowly(3 * SHORT if fault else LATE)
     training = Training(case, alone)
@@ -142,17 +131,17 @@ def train(setting: Setting, rank: int, fault: str) -> list[Any]:
                 dist.all_reduce(torch.ones(3, device="cuda"))
         training.step()
         torch.cuda.synchronize()
-    if own:
-        saved = compile_muon.Checkpointer(os.environ["REHEARSE_RANKS"] + "/saved", asynchronous=True)
-        saved.save(STEPS, training.model, training.optimizer)
-        saved.wait()
-        strayed = device.lib.fg_noted_on(0)
-        stray = threading.Thread(target=lambda: torch.empty(1 << 24, device="cuda"))  # a mistake that must be seen
-        stray.start()
-        stray.join()
-        assert not strayed, f"{strayed} calls of some thread went to the first device"
+    if device_index:
+        checkpointer = compile_muon.Checkpointer(os.environ["REHEARSE_RANKS"] + "/saved", asynchronous=True)
+        checkpointer.save(STEPS, training.model, training.optimizer)
+        checkpointer.wait()
+        calls_on_first = device.lib.fg_noted_on(0)
+        thread = threading.Thread(target=lambda: torch.empty(1 << 24, device="cuda"))  # a deliberate mistake
+        thread.start()
+        thread.join()
+        assert not calls_on_first, f"{calls_on_first} calls of some thread went to the first device"
         assert device.lib.fg_noted_on(0), "a thread that allocates on the first device is not noticed"
-    # What one sends and another takes the library has compared.
+    # Sends and receives differ by rank; the library compares each pair.
     return [
         [op.name, op.stream, op.ranks, op.amount]
         for op in device.ops()
@@ -161,13 +150,13 @@ def train(setting: Setting, rank: int, fault: str) -> list[Any]:
 
 
 def rehearsed(setting: Setting, fault: str = "") -> tuple[list[Any], list[str]]:
-    """What each rank has to tell, None of one that has not come to its end; and what it wrote."""
+    """Run all ranks; return the collectives of each, None of a rank that did not finish, and their output."""
     with tempfile.TemporaryDirectory(prefix="rehearse_ranks_") as folder:
         processes = []
         world = setting.case.world
         for rank in range(world):
             command = [sys.executable, __file__, "--rank", str(rank), "--case", setting.name, "--fault", fault]
-            # PyTorch's watchdog would write what it knows for a minute before it ends the process.
+            # By default PyTorch's watchdog dumps for a minute before it ends the process.
             environment = os.environ | {"REHEARSE_RANKS": folder, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
             environment["REHEARSE_DEVICE"] = str(int(setting.second))
             with (Path(folder) / f"stderr{rank}").open("w") as errors:
@@ -177,18 +166,18 @@ def rehearsed(setting: Setting, fault: str = "") -> tuple[list[Any], list[str]]:
                 process.wait(timeout=300)
             except subprocess.TimeoutExpired:
                 process.kill()
-        written = [(Path(folder) / f"stderr{rank}").read_text() for rank in range(world)]
-        told = [Path(folder) / f"told{rank}" for rank in range(world)]
-        return [json.loads(file.read_text()) if file.exists() else None for file in told], written
+        outputs = [(Path(folder) / f"stderr{rank}").read_text() for rank in range(world)]
+        files = [Path(folder) / f"told{rank}" for rank in range(world)]
+        return [json.loads(file.read_text()) if file.exists() else None for file in files], outputs
 
 
 def problems_of(setting: Setting) -> list[str]:
-    """What is wrong where ranks should train alike."""
-    told, written = rehearsed(setting)
-    if missing := [rank for rank, found in enumerate(told) if found is None]:
-        last = [line for line in written[missing[0]].splitlines() if line.strip()][-8:]
+    """List what went wrong where ranks should train alike."""
+    by_rank, outputs = rehearsed(setting)
+    if missing := [rank for rank, steps in enumerate(by_rank) if steps is None]:
+        last = [line for line in outputs[missing[0]].splitlines() if line.strip()][-8:]
         return [f"ranks {missing} did not come to the end: " + "\n".join(last)]
-    return [] if all(each == told[0] for each in told) else [f"collectives of a step by rank: {told}"]
+    return [] if all(each == by_rank[0] for each in by_rank) else [f"collectives of a step by rank: {by_rank}"]
 
 
 def main() -> int:
@@ -199,22 +188,22 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank is not None:
         (setting,) = (setting for setting in CASES if setting.name == options.case)
-        told = train(setting, int(options.rank), options.fault)
-        Path(os.environ["REHEARSE_RANKS"], f"told{options.rank}").write_text(json.dumps(told))
+        collectives = train(setting, int(options.rank), options.fault)
+        Path(os.environ["REHEARSE_RANKS"], f"told{options.rank}").write_text(json.dumps(collectives))
         return 0
     status = 0
     for setting in CASES:
         if options.only in setting.name:
-            found = problems_of(setting)
-            print(f"real ranks, {setting.name} ... {'; '.join(found) or 'train alike'}", flush=True)
-            status |= bool(found)
+            problems = problems_of(setting)
+            print(f"real ranks, {setting.name} ... {'; '.join(problems) or 'train alike'}", flush=True)
+            status |= bool(problems)
     for fault in FAULTS if not options.only else ():
-        told, written = rehearsed(Setting(Case(3, 2)), fault.does)
-        seen = None in told and any(fault.said in text for text in written)
-        print(f"{'found' if seen else 'NOT FOUND'}: rank 1 of 2 {fault.does}", flush=True)
-        if not seen:
-            print("\n".join(text[-2000:] for text in written))
-        status |= not seen
+        collectives, outputs = rehearsed(Setting(Case(3, 2)), fault.does)
+        detected = None in collectives and any(fault.said in text for text in outputs)
+        print(f"{'found' if detected else 'NOT FOUND'}: rank 1 of 2 {fault.does}", flush=True)
+        if not detected:
+            print("\n".join(text[-2000:] for text in outputs))
+        status |= not detected
     return status
 
 

@@ -2,9 +2,9 @@
 
     make rehearse                                            # every case, and the mistakes that must be found
     make rehearse REHEARSE_ARGS="--only 'stage 3 ranks 4'"   # some of them
-    make rehearse REHEARSE_ARGS=--write                      # new budgets: what is measured now
+    make rehearse REHEARSE_ARGS=--write                      # budgets from the measured figures
 
-See README.md for what is real and what is not. Ends with status 1 if a case is over its budget.
+README.md says which parts are real. The exit status is 1 if a case is over its budget.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ def model_of() -> nn.Module:
     sys.path.insert(0, str(ROOT / "examples"))
     from train_gpt import GPT
 
-    with torch.device("cuda"):  # nothing is copied there, so its memory takes none here
+    with torch.device("cuda"):  # never written to, so its pages take no host memory
         return GPT(LAYERS, WIDTH, CONTEXT)
 
 
 def planned_step(case: Case) -> tuple[int, float]:
-    """Bytes that the planner says a rank's step takes, and milliseconds of its host."""
+    """Return the bytes and the host's milliseconds of a rank's step by the planner."""
     config = load_config({key: value for key, value in case.config().items() if key != "mesh"})
     captured = capture_step(
         model_of, batch_of(), world=case.world, rank=case.rank, config=config,
         options=FrameOptions(codegen="inductor", cuda_graphs=config.compile.cuda_graphs),
         axes=case.more.get("mesh"), backend="nccl",
     )  # fmt: skip
-    found = captured.simulated(load_machine("h100"))
-    return found.peak.total, 1e3 * sum(event.end - event.start for event in found.events if event.stream == HOST)
+    step = captured.simulated(load_machine("h100"))
+    return step.peak.total, 1e3 * sum(event.end - event.start for event in step.events if event.stream == HOST)
 
 
 def milliseconds(step: Callable[[], None], times: int = TIMED) -> float:
-    """Of the host, the least of some steps."""
-    found = []
+    """Return the least host time of some steps."""
+    durations = []
     for _ in range(times):
         began = time.perf_counter()
         step()
-        found.append(1e3 * (time.perf_counter() - began))
-    return min(found)
+        durations.append(1e3 * (time.perf_counter() - began))
+    return min(durations)
 
 
 def batch_of() -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def batch_of() -> tuple[Tensor, Tensor]:
 
 
 class Training:
-    """One rank's training with compile_muon."""
+    """The training of one rank with compile_muon."""
 
     def __init__(self, case: Case, alone: Alone) -> None:
         torch.compiler.reset()
@@ -92,7 +92,7 @@ class Training:
         self._case, self._alone, self._batch = case, alone, batch_of()
 
     def step(self, mistake: Callable[[Tensor], object] = lambda loss: None) -> None:
-        """Its micro-batches and the update; ``mistake`` is made with the loss ahead of the update."""
+        """Run the micro-batches and the update; ``mistake`` is made with the loss before the update."""
         for _ in range(self._case.micro_batches):
             loss = self.model(*self._batch)
             loss.backward()
@@ -103,7 +103,7 @@ class Training:
 
 
 def theirs(case: Case) -> float:
-    """Host milliseconds of a step with plain torch.compile, FSDP2 and AdamW, in the group there is."""
+    """Return the host's milliseconds of a step with plain torch.compile, FSDP2 and AdamW in the existing group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -131,33 +131,33 @@ def theirs(case: Case) -> float:
     return milliseconds(step)
 
 
-#: steps of a yardstick, which are few milliseconds
+#: timed steps of a yardstick, a few milliseconds each
 _MANY = 300
 #: the case whose step is three CUDA graphs
 THREE_GRAPHS = "stage 3, 4 ranks, bf16, checks next_step, compile cuda_graphs: True"
 
 
 def yardsticks(alone: Alone) -> dict[str, Any]:
-    """Host milliseconds of a step on one rank by what others use there, and of ours in three graphs on one of four."""
-    found: dict[str, Any] = {}
+    """Return host times of a step by other optimizers on one rank, and by ours in three graphs on one of four."""
+    times: dict[str, Any] = {}
     (case,) = (case for case in CASES if case.name == THREE_GRAPHS)
     with group_of(case.world, case.rank), inductor(case):
         training, batch = Training(case, alone), batch_of()
         for _ in range(WARM):
             training.step()
-        found[f"compile_muon, {case.name}"] = parts_of(partial(training.model, *batch), [training.optimizer])
+        times[f"compile_muon, {case.name}"] = parts_of(partial(training.model, *batch), [training.optimizer])
         del training
     with group_of(1, 0, of_one=True):
-        found["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of().parameters()))
+        times["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of().parameters()))
     graphs = "torch.compile in CUDA graphs, fused AdamW"
     for name in ("torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW", graphs):
         torch.compiler.reset()
         model: Any = model_of()
         model.compile(mode="reduce-overhead" if name == graphs else None)
-        muon = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
-        others = [p for p in model.parameters() if all(p is not q for q in muon)]
-        adamw = torch.optim.AdamW(others, lr=1e-3, fused=name == graphs)
-        optimizers = [adamw, *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
+        muon_params = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
+        adamw_params = [p for p in model.parameters() if all(p is not q for q in muon_params)]
+        adamw = torch.optim.AdamW(adamw_params, lr=1e-3, fused=name == graphs)
+        optimizers = [adamw, *([torch.optim.Muon(muon_params, lr=1e-3)] if muon_params else [])]
         batch = batch_of()
 
         def forward(model: Any = model, batch: Any = batch) -> Tensor:
@@ -165,15 +165,15 @@ def yardsticks(alone: Alone) -> dict[str, Any]:
                 return model(*batch)
 
         parts_of(forward, optimizers, WARM)
-        found[name] = parts_of(forward, optimizers)
-    return found
+        times[name] = parts_of(forward, optimizers)
+    return times
 
 
 def parts_of(forward: Callable[[], Tensor], optimizers: Sequence[Any], times: int = _MANY) -> dict[str, float]:
-    """Host milliseconds of the parts of a step and of all of it, the least of some steps each."""
-    found: dict[str, float] = {}
+    """Return the least host time of each part of a step, and of the whole step, in milliseconds."""
+    least: dict[str, float] = {}
     for _ in range(times):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         loss = forward()
         ends = {"forward": time.perf_counter()}
         loss.backward()
@@ -184,21 +184,21 @@ def parts_of(forward: Callable[[], Tensor], optimizers: Sequence[Any], times: in
         for optimizer in optimizers:
             optimizer.zero_grad()
         ends["zero_grad"] = time.perf_counter()
-        starts = [began, *ends.values()]
-        took = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
-        took["together"] = starts[-1] - began
-        found = {name: min(1e3 * seconds, found.get(name, float("inf"))) for name, seconds in took.items()}
-    return found
+        starts = [start_time, *ends.values()]
+        seconds_of = {name: end - start for (name, end), start in zip(ends.items(), starts, strict=False)}
+        seconds_of["together"] = starts[-1] - start_time
+        least = {name: min(1e3 * seconds, least.get(name, float("inf"))) for name, seconds in seconds_of.items()}
+    return least
 
 
 def gradients_of_dtensors(count: int) -> float:
-    """Host milliseconds in which a graph's backward hands out gradients that are DTensors, and autograd writes them."""
+    """Return the host's milliseconds for a backward to make ``count`` DTensor gradients and autograd to write them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, shard = init_device_mesh("cuda", (1,)), torch.empty(8, 8, device="cuda")
     params = [nn.Parameter(DTensor.from_local(shard.clone(), mesh, [Shard(0)], run_check=False)) for _ in range(count)]
-    fields, kept = params[0].__tensor_flatten__()
+    fields, metadata = params[0].__tensor_flatten__()
 
     class Graph(torch.autograd.Function):
         @staticmethod
@@ -207,8 +207,8 @@ def gradients_of_dtensors(count: int) -> float:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            made = [dict(zip(fields, (shard.view(8, 8), mesh), strict=True)) for _ in params]
-            return tuple(DTensor.__tensor_unflatten__(inner, kept, (8, 8), (8, 1)) for inner in made)
+            inner_tensors = [dict(zip(fields, (shard.view(8, 8), mesh), strict=True)) for _ in params]
+            return tuple(DTensor.__tensor_unflatten__(inner, metadata, (8, 8), (8, 1)) for inner in inner_tensors)
 
     def step() -> None:
         Graph.apply(*params).backward()
@@ -219,43 +219,46 @@ def gradients_of_dtensors(count: int) -> float:
 
 
 def measure(case: Case, device: Device, alone: Alone) -> Figures:
-    """Train some steps, and read the log of one."""
+    """Train some steps, and return the figures of one."""
     planned, planned_ms = planned_step(case)
     with group_of(case.world, case.rank), inductor(case):
         training = Training(case, alone)
         for _ in range(WARM):
             training.step()
-        ours = milliseconds(training.step)
+        host_ms = milliseconds(training.step)
         torch.cuda.reset_peak_memory_stats()
-        before = training.optimizer.traffic.bytes_sent
+        bytes_before = training.optimizer.traffic.bytes_sent
         device.clear()
         training.step()
         waits, ops = dict(device.waits), device.ops()
-        counted, replayed = training.optimizer.traffic.bytes_sent - before, sum(op.name == "graph launch" for op in ops)
+        counted, replayed = (
+            training.optimizer.traffic.bytes_sent - bytes_before,
+            sum(op.name == "graph launch" for op in ops),
+        )
         peak = torch.cuda.memory_stats()["reserved_bytes.all.peak" if replayed else "requested_bytes.all.peak"]
         races = races_of(training, device, alone)
         del training
-        plain = theirs(case) if case.world > 1 else 0.0
+        theirs_ms = theirs(case) if case.world > 1 else 0.0
     if case.world == 1:
         with group_of(1, 0, of_one=True):
-            plain = theirs(case)
+            theirs_ms = theirs(case)
     kinds = [op.kind for op in ops]
     return Figures(
         waits=waits, unordered=races, kernels=sum(kinds.count(kind) for kind in ("kernel", "triton", "gemm")),
         copies=kinds.count("copy") + kinds.count("memset"), collectives=collectives_of(ops),
-        sent=sent_bytes(without_checks(ops)), counted=counted, peak=peak, planned=planned, host_ms=ours,
-        planned_ms=planned_ms, theirs_ms=plain, replayed=replayed,
+        sent=sent_bytes(without_checks(ops)), counted=counted, peak=peak, planned=planned, host_ms=host_ms,
+        planned_ms=planned_ms, theirs_ms=theirs_ms, replayed=replayed,
     )  # fmt: skip
 
 
 def races_of(training: Training, device: Device, alone: Alone) -> tuple[str, ...]:
-    """Accesses of one step that nothing orders, in words."""
+    """Return the unordered accesses of one step, in words."""
     device.clear()
     with alone.touches_noted():
         training.step()
     pairs = [(a, b) for a, b in unordered(device.ops())]
-    told = [f"unordered: {a.name} on stream {a.stream} and {b.name} on stream {b.stream}" for a, b in pairs]
-    return tuple(dict.fromkeys(told))
+    lines = [f"unordered: {a.name} on stream {a.stream} and {b.name} on stream {b.stream}" for a, b in pairs]
+    return tuple(dict.fromkeys(lines))
 
 
 @contextlib.contextmanager
@@ -270,21 +273,21 @@ def inductor(case: Case) -> Iterator[None]:
 
 
 def mistakes(device: Device, alone: Alone) -> dict[str, bool]:
-    """Mistakes by name, and whether they were found."""
+    """Return mistakes by name, and whether they were found."""
     case = Case(3, 4)
     with group_of(case.world, case.rank):
         training = Training(case, alone)
         for _ in range(WARM):
             training.step()
         with device.without_waits(0):
-            found = {"waits of the main stream do nothing": bool(races_of(training, device, alone))}
+            detected = {"waits of the main stream do nothing": bool(races_of(training, device, alone))}
         training.step()
         device.clear()
         training.step(Tensor.item)
-        found["loss.item() in the step"] = sum(device.waits.values()) > 1
-    found["a buffer freed while another stream reads it"] = freed_too_early(device, alone)
-    found["a tensor map of memory that is not aligned"] = bool(misaligned_map(device))
-    return found
+        detected["loss.item() in the step"] = sum(device.waits.values()) > 1
+    detected["a buffer freed while another stream reads it"] = freed_too_early(device, alone)
+    detected["a tensor map of memory that is not aligned"] = bool(misaligned_map(device))
+    return detected
 
 
 def freed_too_early(device: Device, alone: Alone) -> bool:
@@ -296,13 +299,13 @@ def freed_too_early(device: Device, alone: Alone) -> bool:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             target.copy_(buffer)
-        del buffer  # and no record_stream
+        del buffer  # the mistake: no record_stream
         torch.zeros(1 << 20, device="cuda")
     return any(unordered(device.ops()))
 
 
 def misaligned_map(device: Device) -> int:
-    """The status of a descriptor that Triton would ask for."""
+    """Return the driver's status for a tensor map, as Triton asks for, over a misaligned address."""
     x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     sizes, strides = (ctypes.c_uint64 * 2)(64, 64), (ctypes.c_uint64 * 1)(128)
     box, steps = (ctypes.c_uint32 * 2)(32, 32), (ctypes.c_uint32 * 2)(1, 1)
@@ -315,17 +318,18 @@ def misaligned_map(device: Device) -> int:
 
 
 def rehearsed(name: str) -> Any:
-    """Figures of a case, or what was found of "mistakes" or "host": of a process whose memory nobody has written."""
+    """Return the figures of a case, or the results of "mistakes", "host" or "yardsticks". Each runs in a process of its
+    own, whose device memory is unwritten."""
     out = FOLDER / "figures.json"
     out.unlink(missing_ok=True)
-    ran = subprocess.run([sys.executable, __file__, "--one", name, "--json", str(out)], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, __file__, "--one", name, "--json", str(out)], capture_output=True, text=True)
     if not out.exists():
-        return f"ended with status {ran.returncode}: " + "".join(ran.stderr.splitlines(keepends=True)[-12:])
+        return f"ended with status {run.returncode}: " + "".join(run.stderr.splitlines(keepends=True)[-12:])
     return json.loads(out.read_text())
 
 
 def one(name: str) -> Any:
-    """What :func:`rehearsed` is told, in that process."""
+    """Compute the result of :func:`rehearsed`, in that process."""
     device = Device()
     alone = Alone(device)
     if name == "mistakes":
@@ -357,7 +361,7 @@ def main() -> int:
     if options.list:
         print("\n".join(case.name for case in CASES))
         return 0
-    known = json.loads(BUDGETS.read_text())
+    budgets = json.loads(BUDGETS.read_text())
     console, problems, figures = Console(width=150), {}, {}
     table = Table(
         "one steady step", "waits", "unordered", "kernels", "copies", "NCCL calls", "MB sent", "peak MiB (plan)",
@@ -365,42 +369,42 @@ def main() -> int:
     )  # fmt: skip
     for case in cases:
         console.print(f"{case.name} ...", end=" ", highlight=False)
-        read = rehearsed(case.name)
-        if isinstance(read, str):
-            problems[case.name] = [read]
-            console.print(read, highlight=False)
+        result = rehearsed(case.name)
+        if isinstance(result, str):
+            problems[case.name] = [result]
+            console.print(result, highlight=False)
             continue
-        found = figures[case.name] = Figures(**read)
+        row = figures[case.name] = Figures(**result)
         if options.write:
-            ratio = round(found.ratio, 2)
-            known["cases"][case.name] = {
-                "kernels": found.kernels, "copies": found.copies, "of_plan": round(found.of_plan, 3), "ratio": ratio,
+            ratio = round(row.ratio, 2)
+            budgets["cases"][case.name] = {
+                "kernels": row.kernels, "copies": row.copies, "of_plan": round(row.of_plan, 3), "ratio": ratio,
             }  # fmt: skip
-        budget = known["cases"].get(case.name)
-        problems[case.name] = over(found, budget, known["limits"], case.waits) if budget else ["has no budget: --write"]
+        budget = budgets["cases"].get(case.name)
+        problems[case.name] = over(row, budget, budgets["limits"], case.waits) if budget else ["has no budget: --write"]
         console.print("; ".join(problems[case.name]) or "within its budget", highlight=False)
         table.add_row(
-            case.name, str(sum(found.waits.values())), str(len(found.unordered)), str(found.kernels),
-            str(found.copies), str(sum(found.collectives.values())), f"{found.sent / 1e6:.2f}",
-            f"{found.peak / 2**20:.0f} ({found.planned / 2**20:.0f})",
-            f"{found.host_ms:.1f} ({found.planned_ms:.1f}, {found.theirs_ms:.1f})",
+            case.name, str(sum(row.waits.values())), str(len(row.unordered)), str(row.kernels),
+            str(row.copies), str(sum(row.collectives.values())), f"{row.sent / 1e6:.2f}",
+            f"{row.peak / 2**20:.0f} ({row.planned / 2**20:.0f})",
+            f"{row.host_ms:.1f} ({row.planned_ms:.1f}, {row.theirs_ms:.1f})",
         )  # fmt: skip
     console.print(table)
     if not options.only:
-        made = rehearsed("mistakes")
-        for mistake, seen in made.items() if isinstance(made, dict) else [(made, False)]:
-            console.print(f"{'found' if seen else 'NOT FOUND'}: {mistake}", highlight=False)
-            problems[mistake] = [] if seen else ["was made on purpose and not found"]
-        compared = rehearsed("host")
-        for numbers, same in compared.items() if isinstance(compared, dict) else [(compared, False)]:
-            console.print(f"{'holds' if same else 'DOES NOT HOLD'}: {numbers}", highlight=False)
-            problems[numbers] = [] if same else ["numbers differ"]
+        outcomes = rehearsed("mistakes")
+        for mistake, detected in outcomes.items() if isinstance(outcomes, dict) else [(outcomes, False)]:
+            console.print(f"{'found' if detected else 'NOT FOUND'}: {mistake}", highlight=False)
+            problems[mistake] = [] if detected else ["was made on purpose and not found"]
+        checks = rehearsed("host")
+        for numbers, equal in checks.items() if isinstance(checks, dict) else [(checks, False)]:
+            console.print(f"{'holds' if equal else 'DOES NOT HOLD'}: {numbers}", highlight=False)
+            problems[numbers] = [] if equal else ["numbers differ"]
         if subprocess.run([sys.executable, str(Path(__file__).with_name("ranks.py"))]).returncode:
             problems["several ranks"] = ["see above"]
     if options.json:
-        options.json.write_text(json.dumps({name: found.to_json() for name, found in figures.items()}, indent=1) + "\n")
+        options.json.write_text(json.dumps({name: row.to_json() for name, row in figures.items()}, indent=1) + "\n")
     if options.write:
-        BUDGETS.write_text(json.dumps(known, indent=1) + "\n")
+        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
     return int(any(problems.values()))
 
 

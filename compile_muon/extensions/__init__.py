@@ -1,1 +1,1 @@
-"""Features that are a file each; sequence parallelism and offload have folders of their own."""
+"""Extensions of one file each; sequence parallelism and offload have folders of their own."""

@@ -1,12 +1,12 @@
-"""Pipeline stages decide as one: the gradient norm is over all of them, and what one refuses or leaves out, all do.
+"""Pipeline stages decide over a step as one: with the gradient norm of all stages, and all refuse or skip it together.
 
 Each stage has an optimizer of its own, whose ranks have agreed before, in :mod:`compile_muon.engine.step_checks`. Then
-one rank of each stage gathers a few numbers from one of each other.
+one rank of each stage gathers a few numbers from one rank of each other stage.
 
-How many gathers a step has must not hang on what one stage has: its matrices may all have a direction from backward
-while another's make theirs in the step, and are checked after. So each stage says in the first what follows for it if
-the norm is over the limit of ``gradient_clipping``, and what if it is not: which of the two is known only then. There
-is a second exactly if some stage goes on to make directions.
+How many gathers a step has must not depend on one stage: its matrices may all have a direction from backward while
+another stage makes directions in the step, which are checked after. So each stage says in the first gather what follows
+for it if the norm is over the limit of ``gradient_clipping``, and what if it is not; the gather tells which. A second
+gather follows exactly if some stage goes on to make directions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from compile_muon.passes.torch_private import collective_failed
 
 __all__ = ["PipelineStages"]
 
-#: what decides over a step, so that stages which differ in it would part
+#: settings that decide over a step: stages that differ in them would run different collectives
 _SHARED = ("gradient_clipping", "nonfinite", "max_skipped_steps")
 _REMEDY = (
     "pass the group of one rank of each stage, such as mesh['pipeline'], and as mesh= the data-parallel ranks of this "
@@ -43,7 +43,7 @@ _REMEDY = (
 
 
 class Outlook(IntEnum):
-    """What follows for a stage after the first gather."""
+    """A stage's course after the first gather."""
 
     READY = 0
     """It has all directions."""
@@ -60,31 +60,17 @@ def _outlook(decision: Decision) -> Outlook:
 
 
 class _Told(NamedTuple):
-    """What a stage says of itself.
+    """The numbers that a stage sends to the others."""
 
-    Args:
-        step: which one, from 1.
-        refused: 1 if it raises.
-        norm: of its gradients.
-        under, over: :class:`Outlook` if the norm of all stages is under the limit, and if it is over it.
-    """
-
-    step: float
-    refused: float = 0.0
-    norm: float = 0.0
-    under: float = Outlook.READY
-    over: float = Outlook.READY
+    step: float  # number of the step, from 1
+    refused: float = 0.0  # 1 if the stage raises
+    norm: float = 0.0  # of the stage's gradients
+    under: float = Outlook.READY  # if the norm of all stages is under the limit
+    over: float = Outlook.READY  # if it is over the limit
 
 
 class PipelineStages(Peers, Extension):
-    """This rank's access to the other stages. A stage's number is its place in ``norm_group``.
-
-    Args:
-        group: one rank of each stage.
-        device: that ``group`` works on.
-    Attributes:
-        wrong: stages with something that is not finite, by the latest gather.
-    """
+    """This rank's access to the other stages; ``group``: one rank of each stage, whose place is the stage's number."""
 
     alone = False
     unrecorded = "pipeline stages decide together"
@@ -93,8 +79,8 @@ class PipelineStages(Peers, Extension):
         self.peers = self
         self._group, self._device = group, device
         self._status = RankStatus(group, device)
-        self._owes = False
-        self.wrong: list[int] = []
+        self._owes = False  # the others wait for another gather of this stage
+        self.wrong: list[int] = []  # stages with something that is not finite, by the latest gather
 
     @classmethod
     def of(
@@ -106,17 +92,11 @@ class PipelineStages(Peers, Extension):
         *,
         muon: bool,
     ) -> PipelineStages | None:
-        """Meet the other stages; None where there are none. Collective over ``norm_group``.
+        """Meet the other stages; None where there are none. Collective over ``norm_group``, one rank of each stage.
 
-        Args:
-            norm_group: one rank of each stage, this rank included.
-            own: the ranks of this stage, None for this rank alone.
-            device: of the model.
-            settings: must be the same on every stage in what decides over a step.
-            muon: whether this stage has what Muon is to train; at least one must.
-        Raises:
-            ConfigError: ``norm_group`` is no such group, settings differ, or no stage has a matrix for Muon; on every
-                member, and nothing is changed.
+        ``own``: the ranks of this stage, None for this rank alone. ``settings`` must agree on all stages in `_SHARED`.
+        ``muon``: this stage has a matrix for Muon; at least one must. A ConfigError is raised on every member, and
+        nothing is changed.
         """
         group = _resolved(norm_group)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
@@ -129,42 +109,42 @@ class PipelineStages(Peers, Extension):
 
     def _meet(self, own: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
         heartbeat = self._status.heartbeat
-        mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+        ranks = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
         shared = {name: getattr(settings, name) for name in _SHARED}
-        told = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
-        stages, everyone, numbers, matrices = zip(*told, strict=True)
-        if len(set().union(*stages)) < sum(map(len, stages)):
-            shown = dist.get_process_group_ranks(self._group)
-            raise config_error("norm_group", shown, "has several ranks of one stage's own group", _REMEDY)
-        found = differing(everyone)
-        said = "differs between pipeline stages (their places in norm_group are called ranks here)"
-        raise_all(config_error(n, by_rank(values), said, "give every stage the same") for n, values in found.items())
-        if not any(matrices):
+        gathered = gather_objects((ranks, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
+        ranks_by_stage, settings_by_stage, optimizer_numbers, has_matrices = zip(*gathered, strict=True)
+        if len(set().union(*ranks_by_stage)) < sum(map(len, ranks_by_stage)):
+            group_ranks = dist.get_process_group_ranks(self._group)
+            raise config_error("norm_group", group_ranks, "has several ranks of one stage's own group", _REMEDY)
+        differences = differing(settings_by_stage)
+        problem = "differs between pipeline stages (their places in norm_group are called ranks here)"
+        raise_all(
+            config_error(n, by_rank(values), problem, "give every stage the same") for n, values in differences.items()
+        )
+        if not any(has_matrices):
             remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
-            raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)
+            raise config_error("model", f"{len(ranks_by_stage)} parts", "no stage has a parameter for Muon", remedy)
         if heartbeat is not None:
-            heartbeat.meet(numbers)
+            heartbeat.meet(optimizer_numbers)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """See :class:`~compile_muon.engine.peers.Peers`."""
+        """Enclose a step: a stage that raises still takes part in the gather the others wait for."""
         self._status.step, self._owes, self.wrong = number, True, []
         try:
             yield
         except Exception as error:
-            # A stage that has waited in vain for its own ranks does not wait for others before it says so.
+            # After a failed collective of this stage's own ranks a gather would only delay the error by its timeout.
             if self._owes and not collective_failed(error):
                 with contextlib.suppress(Exception):
                     self._gather(_Told(number, refused=1.0))
             raise
 
     def confer(self, facts: Facts) -> Facts:
-        """The step's first gather, see :class:`~compile_muon.engine.peers.Peers`. The norm is bit for bit the same on
-        every rank of every stage."""
-        # What follows here if the norm of all is under the limit, and if it is over it.
+        """Run the step's first gather; the total norm is bit for bit the same on every rank of every stage."""
         under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.TOGETHER)) for norm in (0.0, math.inf))
         rows = self._checked(_Told(self._status.step, 0.0, facts.norm, under, beyond))
-        # In any order of the stages the same number.
+        # fsum is exact, so the order of the stages does not matter.
         total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))
         follows = [row.over if over(facts.limit, total) else row.under for row in rows]
         self.wrong = [stage for stage, what in enumerate(follows) if what == Outlook.WRONG]
@@ -172,18 +152,18 @@ class PipelineStages(Peers, Extension):
         return replace(facts, total=total)
 
     def confirm(self, *, wrong: bool) -> None:
-        """The step's second gather, where there is one."""
+        """Run the step's second gather, where there is one."""
         if self._owes:
             what = Outlook.WRONG if wrong else Outlook.READY
             rows = self._checked(_Told(self._status.step, 0.0, 0.0, what, what))
             self.wrong = [stage for stage, row in enumerate(rows) if row.under == Outlook.WRONG]
 
     def here(self) -> str:
-        """This stage, for an error."""
+        """Name this stage, for an error."""
         return f" of pipeline stage {self._group.rank()}"
 
     def elsewhere(self) -> str:
-        """Other stages with something that is not finite; empty if there are none."""
+        """Name the other stages with something that is not finite; empty if there are none."""
         return self._named([stage for stage in self.wrong if stage != self._group.rank()])
 
     def _named(self, stages: Sequence[int]) -> str:
@@ -201,29 +181,25 @@ class PipelineStages(Peers, Extension):
             )
         steps = [int(row.step) for row in rows]
         if len(set(steps)) > 1:
-            said = ", ".join(f"{number} on stage {stage}" for stage, number in enumerate(steps))
+            text = ", ".join(f"{number} on stage {stage}" for stage, number in enumerate(steps))
             raise LedgerError(
-                f"pipeline stages are in different steps ({said}): nothing was updated; call optimizer.step() as often "
+                f"pipeline stages are in different steps ({text}): nothing was updated; call optimizer.step() as often "
                 "on every stage, and load the same checkpoint on all"
             )
         return rows
 
     def _gather(self, told: _Told) -> list[_Told]:
-        """What every stage says of itself."""
+        """Return the numbers of every stage."""
         self._owes = False
         with self._status.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
-            mine = torch.tensor(told, dtype=torch.float32, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-            dist.all_gather(everyone, mine, group=self._group)
-            return [_Told(*row) for row in torch.stack(everyone).tolist()]
+            local = torch.tensor(told, dtype=torch.float32, device=self._device)
+            gathered = [torch.empty_like(local) for _ in range(self._group.size())]
+            dist.all_gather(gathered, local, group=self._group)
+            return [_Told(*row) for row in torch.stack(gathered).tolist()]
 
 
 def _resolved(norm_group: Any) -> dist.ProcessGroup:
-    """The process group behind what the user gave.
-
-    Raises:
-        ConfigError: there is none, or this rank is no member of it.
-    """
+    """Return the process group behind the user's argument; raise if this rank is no member of one."""
     if not (dist.is_available() and dist.is_initialized()):
         raise config_error(
             "norm_group", norm_group, "is given, and there is no process group",

@@ -1,26 +1,24 @@
-"""Who gets Muon: one decision and one reason per parameter.
-
-Rules, first match wins:
+"""Assignment of each parameter to Muon, AdamW or "frozen", with a reason. The first rule that matches decides:
 
 1. A parameter that needs no gradient is "frozen".
 2. ``param.use_muon = True | False``, set on the parameter itself.
-3. ``muon_params``: a predicate ``f(name, param)`` or fnmatch patterns. They choose among the trainable parameters of
-   two or more dimensions, and what they do not choose goes to AdamW; the rules below are then not consulted.
-4. Vectors and scalars: AdamW. So are vectors in disguise, which are matrices with a single row or column, biases of
-   a stack of experts, scales of a norm over several dimensions, and the ``A_log`` of state space models.
+3. ``muon_params``: a predicate ``f(name, param)`` or fnmatch patterns. They choose among trainable parameters of two or
+   more dimensions; all others go to AdamW, and the rules below are not consulted.
+4. Vectors and scalars: AdamW. So do vectors in disguise: matrices with a single row or column, biases of a stack of
+   experts, scales of a norm over several dimensions, and the ``A_log`` of state space models.
 5. The weight of an ``nn.Embedding`` or ``nn.EmbeddingBag``, wherever else it is tied: AdamW.
-6. The output head: AdamW. It is what ``get_output_embeddings()`` returns (Hugging Face), or a module named like a head.
-   ``lm_head``, ``unembed``, ``embed_out`` ... name a head at any depth; ``head``, ``classifier``, ``score``, ``fc``,
-   ``output`` ... only at the top of the model (or of a Hugging Face model inside it), because BERT's blocks hold an
-   ``output`` too. Inside a head made of several modules only the last layer is the head. The last layer of a model
-   that is a plain ``nn.Sequential`` is the head where other matrices come before it.
-7. Bare token and position tables: parameters held directly by a module of another kind (not by a linear layer,
-   convolution or attention) and named like a table (``pos_embed``, ``cls_token``,
-   ``relative_position_bias_table``), or with a leading dimension of 1: AdamW.
+6. The output head: AdamW. A head is the result of ``get_output_embeddings()`` (Hugging Face), or a module named like a
+   head. ``lm_head``, ``unembed``, ``embed_out`` ... name a head at any depth; ``head``, ``classifier``, ``score``,
+   ``fc``, ``output`` ... only at the top of the model (or of a Hugging Face model inside it), because BERT's blocks
+   hold an ``output`` too. Inside a head made of several modules only the last layer is the head. The last layer of a
+   plain ``nn.Sequential`` model is the head where other matrices come before it.
+7. Bare token and position tables: parameters held directly by a module that is no linear layer, convolution or
+   attention, and named like a table (``pos_embed``, ``cls_token``, ``relative_position_bias_table``) or with a leading
+   dimension of 1: AdamW.
 8. Everything else is a hidden matrix: Muon. LoRA factors and the routers of mixtures of experts are among them.
 
-Convolutions are seen as [dim 0, the rest] (out channels first; in channels first for transposed ones), 3-D parameters
-that are not convolutions as one matrix per index of dim 0, other parameters of more dimensions as [dim 0, the rest].
+Matrix shapes: convolutions are [dim 0, the rest] (out channels first; in channels first for transposed ones), other 3-D
+parameters one matrix per index of dim 0, other parameters of more dimensions [dim 0, the rest].
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _TABLE_WORDS = word_set(
     """pos position positions positional embed embeds embedding embeddings emb wpe wte token tokens cls register
     registers latent latents codebook table prompt prompts probe"""
 )
-#: Last words that say it is a weight after all, e.g. `pos_proj`.
+#: Last words of a name that mark a weight although a word of `_TABLE_WORDS` is in it, e.g. `pos_proj`.
 _WEIGHT_WORDS = word_set("weight weights proj projection kernel matrix down up gate")
 #: Elementwise parameters that only look like matrices (the state decay of state space models).
 _ELEMENTWISE_NAMES = frozenset({"A_log"})
@@ -57,42 +55,26 @@ _ELEMENTWISE_NAMES = frozenset({"A_log"})
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one parameter is trained by, and why.
+    """The method that trains one parameter, and why."""
 
-    Attributes:
-        name: canonical name, as in ``model.named_parameters()``.
-        algorithm: name of the method, or "frozen" for parameters that need no gradient.
-        reason: one line for people.
-        matrix: for methods of matrices only, the view (batch, rows, cols) Newton-Schulz and the lr scale work on.
-        vector: whether it is one to weight decay: norms, biases, vectors in disguise.
-        view: what of the matrix is one by itself, if not all of it.
-        undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
-        fetched: whether graphs fetch its momentum, which is not resident.
-        master_offloaded: whether its master weight is offloaded, if it computes in a lower dtype.
-    """
-
-    name: str
-    algorithm: str
-    reason: str
-    matrix: tuple[int, int, int] | None
-    vector: bool = False
-    undecayed: bool = False
-    view: View | None = None
-    fetched: bool = False
-    master_offloaded: bool = False
+    name: str  # canonical, as in `model.named_parameters()`
+    algorithm: str  # name of the method, or "frozen"
+    reason: str  # one line for people
+    matrix: tuple[int, int, int] | None  # (batch, rows, cols) for Newton-Schulz and the lr scale; matrix methods only
+    vector: bool = False  # weight decay counts it as a vector: norms, biases, vectors in disguise
+    undecayed: bool = False  # `param._no_weight_decay = True`, as state space models set it
+    view: View | None = None  # cuts the matrix into parts that are orthogonalized one by one; None for all of it
+    fetched: bool = False  # graphs fetch the momentum, which is not resident
+    master_offloaded: bool = False  # the master weight is offloaded, if the parameter computes in a lower dtype
 
     def decays(self, *, vectors: bool) -> bool:
-        """Whether weight decay is for it.
-
-        Args:
-            vectors: whether it is for vectors that are no matrices.
-        """
+        """Return whether weight decay applies; `vectors`: whether vectors that are no matrices decay."""
         return not self.undecayed and (self.matrix is not None or vectors or not self.vector)
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One module that holds a parameter. ``module`` is the parametrized one where a parametrization lies between."""
+    """A module that holds a parameter; with a parametrization between the two, the parametrized module."""
 
     name: str
     module_name: str
@@ -114,37 +96,35 @@ def assign(
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
-    Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
-    ``use_muon=False`` everything trainable goes to AdamW. ``partial`` allows a model that is a part of another, in
-    which nothing may be for Muon. ``chosen`` is the method of some parameters, and why, ahead of all rules but the
-    first; ``methods`` what matrices and all else have by the rules, in place of Muon and AdamW.
-
-    Raises:
-        ConfigError: for a ``use_muon`` that is no bool or sits on a vector, a pattern that matches nothing, or a model
-            in which nothing gets Muon.
+    Tied parameters appear once; every module that holds them is examined. The model is not changed. ``use_muon=False``
+    gives everything trainable to AdamW. ``partial`` allows a model without a matrix for Muon, such as a pipeline stage;
+    another one raises. ``chosen`` maps names to a method and its reason, ahead of all rules but the first; ``methods``
+    replaces Muon and AdamW in the result of the rules.
 
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    uses = _uses(model)
+    uses_by_id = _uses(model)
     parameters = dict(model.named_parameters())
     if use_muon:
-        selected, heads = _choose(parameters, uses, muon_params), output_heads(model)
-        result = {name: _decide(name, param, uses[id(param)], heads, selected) for name, param in parameters.items()}
+        selected, heads = _choose(parameters, uses_by_id, muon_params), output_heads(model)
+        result = {
+            name: _decide(name, param, uses_by_id[id(param)], heads, selected) for name, param in parameters.items()
+        }
     else:
         result = {name: _plain_adamw(name, param) for name, param in parameters.items()}
     for name, (method, reason) in (chosen or {}).items():
-        result[name] = _by_group(name, parameters[name], uses[id(parameters[name])], method, reason)
+        result[name] = _by_group(name, parameters[name], uses_by_id[id(parameters[name])], method, reason)
     for name, param in parameters.items():
         undecayed = bool(getattr(param, "_no_weight_decay", False))
-        result[name] = replace(result[name], vector=_is_vector(param, uses[id(param)]), undecayed=undecayed)
+        result[name] = replace(result[name], vector=_is_vector(param, uses_by_id[id(param)]), undecayed=undecayed)
     trained = [a for a in result.values() if a.algorithm != "frozen"]
-    # A backbone may be unfrozen once its new head is trained.
-    later = muon_params is None and any(
+    # No error while frozen matrices remain: a backbone may be unfrozen once its new head is trained.
+    may_unfreeze = muon_params is None and any(
         a.algorithm == "frozen" and parameters[a.name].ndim > 1 for a in result.values()
     )
-    if use_muon and not any(a.matrix for a in trained) and not (trained and (partial or later)):
+    if use_muon and not any(a.matrix for a in trained) and not (trained and (partial or may_unfreeze)):
         _raise_no_muon(result, muon_params)
     by_rule = dict(zip(("muon", "adamw"), methods, strict=True))
     return {
@@ -169,7 +149,7 @@ def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
 
 
 def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
-    """The factor on lr for one [rows, cols] matrix; for the first two, bitwise that of ``torch.optim.Muon``.
+    """Return the factor on lr for one [rows, cols] matrix; the first two equal ``torch.optim.Muon``'s bitwise.
 
     ========================  ============================
     ``original``              sqrt(max(1, rows / cols))
@@ -178,9 +158,9 @@ def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
     a number                  that * sqrt(max(rows, cols))
     ========================  ============================
 
-    The second and the last give updates a root mean square of 0.2 lr, or of the number's (DeepSeek-V4: 0.18). ``rows``
-    and ``cols`` are those of :attr:`Assignment.matrix`, never of a shard: [out, rest] of a convolution, one expert of a
-    stack. As in torch they are taken as stored, so for Hugging Face's ``Conv1D`` rows is *in*.
+    The second and the last give updates a root mean square of 0.2 lr, or of the number times lr (DeepSeek-V4: 0.18).
+    ``rows`` and ``cols`` are those of :attr:`Assignment.matrix`, never of a shard: [out, rest] of a convolution, one
+    expert of a stack. As in torch they are taken as stored, so rows of Hugging Face's ``Conv1D`` are *in*.
     """
     if adjust_lr == "original":
         return math.sqrt(max(1, rows / cols))
@@ -201,7 +181,7 @@ def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
 def _decide(
     name: str, param: nn.Parameter, uses: Sequence[_Use], heads: Mapping[int, str], chosen: Mapping[str, str] | None
 ) -> Assignment:
-    """The rules of the module docstring, in their order."""
+    """Apply the rules of the module docstring in their order."""
 
     def adamw(reason: str) -> Assignment:
         return Assignment(name, "adamw", reason, None)
@@ -325,7 +305,7 @@ def _raise_no_muon(result: Mapping[str, Assignment], muon_params: MuonParams) ->
 def _choose(
     parameters: Mapping[str, nn.Parameter], uses: Mapping[int, Sequence[_Use]], muon_params: MuonParams
 ) -> dict[str, str] | None:
-    """Names selected by ``muon_params`` with the reason; None where it is not given."""
+    """Return the names that ``muon_params`` selects, each with its reason; None without ``muon_params``."""
     if muon_params is None:
         return None
     matrices = {n: p for n, p in parameters.items() if p.requires_grad and p.ndim >= 2 and p.numel()}
@@ -344,25 +324,25 @@ def _choose(
 
 
 def _unmatched(pattern: str, parameters: Mapping[str, nn.Parameter], matrices: Iterable[str]) -> Exception:
-    others = [name for name in parameters if fnmatchcase(name, pattern)]
-    if others:
+    untrained_matches = [name for name in parameters if fnmatchcase(name, pattern)]
+    if untrained_matches:
         return config_error(
             "muon_params",
             pattern,
-            f"matches only parameters that are frozen or not matrices ({', '.join(others[:3])})",
+            f"matches only parameters that are frozen or not matrices ({', '.join(untrained_matches[:3])})",
             "match a trainable matrix or drop the pattern",
         )
-    near = difflib.get_close_matches(pattern, list(matrices), n=3, cutoff=0.0)
-    return config_error("muon_params", pattern, "matches no parameter", f"the nearest names are {', '.join(near)}")
+    nearest = difflib.get_close_matches(pattern, list(matrices), n=3, cutoff=0.0)
+    return config_error("muon_params", pattern, "matches no parameter", f"the nearest names are {', '.join(nearest)}")
 
 
 # ------------------------------------------------------------------------------------- reading a model
 
 
 def _uses(model: nn.Module) -> dict[int, list[_Use]]:
-    """id of each parameter -> the modules that hold it, first the one that gives the canonical name."""
+    """Map the id of each parameter to the modules that hold it, the one with the canonical name first."""
     modules = dict(model.named_modules())
-    found: dict[int, list[_Use]] = {}
+    uses: dict[int, list[_Use]] = {}
     for name, module in modules.items():
         owner_name, owner = name, module
         if isinstance(module, ParametrizationList):  # emb.parametrizations.weight.original belongs to emb
@@ -370,9 +350,9 @@ def _uses(model: nn.Module) -> dict[int, list[_Use]]:
             owner = modules[owner_name]
         for leaf, param in module._parameters.items():
             if param is not None:
-                full = f"{name}.{leaf}" if name else leaf
-                found.setdefault(id(param), []).append(_Use(full, owner_name, owner))
-    return found
+                param_name = f"{name}.{leaf}" if name else leaf
+                uses.setdefault(id(param), []).append(_Use(param_name, owner_name, owner))
+    return uses
 
 
 def _is_conv(module: nn.Module) -> bool:
@@ -380,10 +360,10 @@ def _is_conv(module: nn.Module) -> bool:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """A module whose parameters are weights by its type, whatever they are called."""
+    """Return whether a module's parameters are weights by its type, whatever their names."""
     return _is_conv(module) or isinstance(module, (nn.Linear, nn.Bilinear))
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A norm, by its class: torch's, or anything called SomethingNorm, SomethingNorm2d."""
+    """Return whether a module is a norm by its class: torch's, or any SomethingNorm, SomethingNorm2d."""
     return type(module).__name__.rstrip("123d").lower().endswith("norm")

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` for parameters on several meshes: experts are on another one than the rest of a model."""
+"""``clip_grad_norm_`` for parameters on several meshes: experts are on another mesh than the rest of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, which takes DTensors of one mesh only, for those of any.
+    """Clip gradients as ``torch.nn.utils.clip_grad_norm_`` does, also of DTensors on several meshes.
 
     Every element counts once, however many ranks hold it. Collective over all ranks of the parameters' meshes.
     ``"gradient_clipping"`` of a config does the same in ``step()``, without a collective of its own.
@@ -30,7 +30,7 @@ def clip_grad_norm_(
         parameters: whose ``.grad`` is scaled in place.
         max_norm, norm_type, error_if_nonfinite, foreach: as in torch.
     Returns:
-        The norm of all gradients before clipping, 0-dim and plain.
+        The norm of all gradients before clipping, a plain 0-dim tensor.
     Raises:
         RuntimeError: with ``error_if_nonfinite``, the norm is inf or NaN.
     """
@@ -40,6 +40,7 @@ def clip_grad_norm_(
         if param.grad is not None:
             mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(param)
+    # One norm a mesh, then the norm of these: torch stacks the norms it is given, which DTensors of two meshes refuse.
     norms: list[Tensor] = []
     for members in by_mesh.values():
         norm = get_total_norm([p.grad for p in members if p.grad is not None], norm_type, False, foreach)

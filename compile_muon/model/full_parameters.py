@@ -1,4 +1,4 @@
-"""Whole parameters for a while, at any ZeRO stage: initialize, operate on, read or save what is sharded."""
+"""Whole parameters for a while, at any ZeRO stage, to initialize, edit, read or save a sharded model."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ _c10d = torch.ops._c10d_functional
 
 @contextlib.contextmanager
 def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """``with full_parameters(module):`` every parameter inside ``module`` is whole, plain and in master dtype.
+    """Hold every parameter inside ``module`` whole, plain and in master dtype: ``with full_parameters(module):``.
 
     Inside, the modules have their original classes and hold ordinary ``nn.Parameter`` under the usual names, tied ones
     still tied: init functions, ``module.apply``, edits in place, ``module.weight = nn.Parameter(new)``, eager forward,
     ``copy.deepcopy(module)`` and ``module.state_dict()`` (whole and plain) work as if nothing had been sharded. Only
     the parameters of ``module`` are gathered, so a large model can be treated module by module.
 
-    On leaving with ``write=True`` the values of the first rank count: they are broadcast, every rank keeps its rows,
-    and the resident weights are refreshed. Modules may then be taken out, moved, or put in without parameters, as
-    PEFT's ``merge_and_unload()`` does. Without it nothing is written, and an edit is an error. An exception inside
+    With ``write=True`` the block's end broadcasts the values of the first rank, every rank keeps its rows, and the
+    resident weights are refreshed. Modules may be taken out, moved, or put in without parameters, as PEFT's
+    ``merge_and_unload()`` does. Without ``write`` nothing is written, and an edit is an error. An exception inside
     leaves everything as it was. Gradients of the sharded parameters and the optimizer's state are not touched;
     gradients that a backward inside leaves on the whole parameters are dropped with them.
 
     FSDP's ``summon_full_params`` writes by default, and each rank its own shard, so ranks that made different edits are
-    left with a mixture. DeepSpeed's ``GatheredParameters(params, modifier_rank=0)`` broadcasts as we do, takes
-    parameters instead of a module, and drops edits where no rank is named. Both can leave values on the CPU or on one
-    rank; we cannot.
+    left with a mixture. DeepSpeed's ``GatheredParameters(params, modifier_rank=0)`` broadcasts as this block does,
+    takes parameters instead of a module, and drops edits where no rank is named. Both can leave values on the CPU or on
+    one rank; this block cannot.
 
-    What the user had cut before, experts or tensor slices, stays cut: such a parameter is the DTensor that it was then,
-    of this rank's part.
+    Parameters that the user had cut before (experts, tensor slices) stay cut: they are the DTensors of then, of this
+    rank's part.
 
     A block inside another over the same module changes nothing: the parameters are whole already, and the outer block
     decides whether edits are kept.
 
     Args:
         module: the model or any module in it; one without sharded parameters is left alone.
-        write: whether edits are kept. The same on every rank: entering is collective, and so is leaving then.
+        write: whether edits are kept; the same on every rank. Entering is collective, and so is leaving with ``write``.
     Raises:
         UnsupportedModelError: a parameter was edited without ``write``; its shape, dtype, device or requires_grad
             changed; a parameter was added, removed or untied, or a module with parameters added. The sharded model is
             as before then.
     """
-    held = [Held(path, inner) for path, inner in module.named_modules()]
-    sharded_params = list({id(sharded): sharded for each in held for sharded in each.sharded_params.values()}.values())
+    snapshots = [Held(path, inner) for path, inner in module.named_modules()]
+    sharded_params = list(
+        {id(sharded): sharded for snapshot in snapshots for sharded in snapshot.sharded_params.values()}.values()
+    )
     for sharded in sharded_params:
         if sharded.name in sharded.ledger.whole:
             raise UnsupportedModelError(
@@ -67,43 +69,43 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             )
     with ordinary_tensors():
         gathered = gather_whole(sharded_params)
-        whole: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
-    before = None if write else _fingerprints(sharded_params, whole)
-    for each in held:
-        each.open(whole)
+        params: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
+    fingerprints = None if write else _fingerprints(sharded_params, params)
+    for snapshot in snapshots:
+        snapshot.open(params)
     for sharded in sharded_params:
         sharded.ledger.whole.add(sharded.name)
     try:
         yield
-        problems = [problem for each in held for problem in each.problems()] + _came(held)
-        for each in held:
-            # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
-            whole |= {
-                id(sharded): each.module.__dict__["_parameters"].get(name)
-                for name, sharded in each.sharded_params.items()
+        problems = [problem for snapshot in snapshots for problem in snapshot.problems()] + _came(snapshots)
+        for snapshot in snapshots:
+            # Tied modules write one key; `_untied` reports those that hold different parameters by now.
+            params |= {
+                id(sharded): snapshot.module.__dict__["_parameters"].get(name)
+                for name, sharded in snapshot.sharded_params.items()
             }
-        problems = problems or _untied(held, whole)
+        problems = problems or _untied(snapshots, params)
     finally:
-        children = [dict(each.module._modules) for each in held]
-        for each in held:
-            each.close()
+        children = [dict(snapshot.module._modules) for snapshot in snapshots]
+        for snapshot in snapshots:
+            snapshot.close()
         for sharded in sharded_params:
             sharded.ledger.whole.discard(sharded.name)
     if write:
         problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
-        problems = _edited(sharded_params, before, _fingerprints(sharded_params, whole))
+        problems = _edited(sharded_params, fingerprints, _fingerprints(sharded_params, params))
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
-        for each, now in zip(held, children, strict=True):
-            each.module._modules.clear()
-            each.module._modules.update(now)
-        _write(sharded_params, whole)
+        for snapshot, new_children in zip(snapshots, children, strict=True):
+            snapshot.module._modules.clear()
+            snapshot.module._modules.update(new_children)
+        _write(sharded_params, params)
 
 
 class Held:
-    """A module as it was before: its class, and what it held; and the dtypes that it was then given."""
+    """The class, parameters and children of a module before a full_parameters block, to put back at its end."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.prefix = f"{path}." if path else ""
@@ -111,10 +113,10 @@ class Held:
         self.parameters, self.children = dict(module.__dict__["_parameters"]), dict(module._modules)
         self.sharded_params = sharded_params_of(module)
         self.trained = {name: sharded.param.requires_grad for name, sharded in self.sharded_params.items()}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, torch.dtype] = {}  # of the whole parameters that `open` put in
 
     def open(self, whole: dict[int, Any]) -> None:
-        """Let the module hold whole parameters."""
+        """Put whole parameters into the module; `whole`: by the id of the sharded parameter."""
         self.module.__class__ = original_class(self.cls)
         for name, sharded in self.sharded_params.items():
             del self.module.__dict__[sharded_param_key(name)]
@@ -122,7 +124,7 @@ class Held:
             self.dtypes[name] = whole[id(sharded)].dtype
 
     def close(self) -> None:
-        """Everything as before."""
+        """Restore the class, parameters and children."""
         self.module._modules.clear()
         self.module._modules.update(self.children)
         self.module.__class__ = self.cls
@@ -134,27 +136,23 @@ class Held:
             self.module.__dict__[sharded_param_key(name)] = sharded
 
     def problems(self, among: Container[int] | None = None) -> list[str]:
-        """What happened inside that cannot be written back.
-
-        Args:
-            among: ids of the sharded parameters that are looked at; default: all.
-        """
-        now = self.module.__dict__["_parameters"]
-        added = [name for name in now if name not in self.parameters and now[name] is not None]
-        found = [f"{self.prefix}{name}: was added" for name in added]
+        """List changes that cannot be written back; `among`: ids of the sharded parameters to check, None for all."""
+        parameters = self.module.__dict__["_parameters"]
+        added = [name for name in parameters if name not in self.parameters and parameters[name] is not None]
+        problems = [f"{self.prefix}{name}: was added" for name in added]
         for name, sharded in self.sharded_params.items():
-            problem = self._problem(name, sharded, now.get(name))
+            problem = self._problem(name, sharded, parameters.get(name))
             if problem and (among is None or id(sharded) in among):
-                found.append(f"{self.prefix}{name}: {problem}")
-        return found
+                problems.append(f"{self.prefix}{name}: {problem}")
+        return problems
 
     def rearranged(self) -> list[str]:
-        """Modules that were added, taken out or replaced."""
-        now = self.module._modules
+        """List the child modules that were added, taken out or replaced."""
+        modules = self.module._modules
         return [
             f"{self.prefix}{name}: a module was added, removed or replaced"
-            for name in {**self.children, **now}
-            if self.children.get(name) is not now.get(name)
+            for name in {**self.children, **modules}
+            if self.children.get(name) is not modules.get(name)
         ]
 
     def _problem(self, name: str, sharded: ShardedParam, param: Tensor | None) -> str | None:
@@ -167,29 +165,29 @@ class Held:
             return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
         if param.device != sharded.hyper.device:
             return f"its device changed from {sharded.hyper.device} to {param.device}"
-        # A new Parameter requires a gradient unless told otherwise, which says nothing about what its maker wants.
+        # A new nn.Parameter requires a gradient by default: in place of a frozen one that is no request to train it.
         if param.requires_grad != self.trained[name] and self.trained[name]:
             return "requires_grad changed; set it before MuonZero"
         return None
 
 
 def _came(held: Sequence[Held]) -> list[str]:
-    """Modules with parameters that nobody has sharded."""
-    known = {id(each.module) for each in held}
+    """List modules that came in with parameters, which are not sharded."""
+    known_ids = {id(snapshot.module) for snapshot in held}
     return [
-        f"{each.prefix}{name}: a module with parameters was added"
-        for each in held
-        for name, child in each.module._modules.items()
-        if child is not None and id(child) not in known and next(child.parameters(), None) is not None
+        f"{snapshot.prefix}{name}: a module with parameters was added"
+        for snapshot in held
+        for name, child in snapshot.module._modules.items()
+        if child is not None and id(child) not in known_ids and next(child.parameters(), None) is not None
     ]
 
 
 def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
     return [
-        f"{each.prefix}{name}: is tied to {sharded.name}, but one of them was replaced alone"
-        for each in held
-        for name, sharded in each.sharded_params.items()
-        if each.module.__dict__["_parameters"][name] is not whole[id(sharded)]
+        f"{snapshot.prefix}{name}: is tied to {sharded.name}, but one of them was replaced alone"
+        for snapshot in held
+        for name, sharded in snapshot.sharded_params.items()
+        if snapshot.module.__dict__["_parameters"][name] is not whole[id(sharded)]
     ]
 
 
@@ -218,38 +216,38 @@ def _fingerprints(sharded_params: Sequence[ShardedParam], whole: dict[int, Any])
 
 @torch.no_grad()
 def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
-    """The whole values in master dtype, in memory of their own, by the id of the sharded parameter."""
-    found: dict[int, Tensor] = {}
+    """Return the whole values in master dtype, by the id of the sharded parameter, each in memory of its own."""
+    whole_by_id: dict[int, Tensor] = {}
     for bucket in buckets(sharded_params, lambda spec: spec.dtype):
         shards = [sharded.local.detach() for sharded in bucket]
         if not bucket[0].spec.layout.sharded:
-            found |= {id(sharded): shard.clone() for sharded, shard in zip(bucket, shards, strict=True)}
+            whole_by_id |= {id(sharded): shard.clone() for sharded, shard in zip(bucket, shards, strict=True)}
             continue
-        # Master values, not what the model computes with.
+        # `dtype`, the master's, and not `compute_dtype`.
         specs = [sharded.spec for sharded in bucket]
         wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
-        # safetensors takes no part of a bucket.
-        alone = [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in wholes]
-        found |= {id(sharded): whole for sharded, whole in zip(bucket, alone, strict=True)}
-    return found
+        # safetensors refuses tensors that share a storage, as parts of a bucket do.
+        separate = [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in wholes]
+        whole_by_id |= {id(sharded): whole for sharded, whole in zip(bucket, separate, strict=True)}
+    return whole_by_id
 
 
 def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
-    """No rank writes where another does not: the others would wait for it."""
+    """Return ``problems``, or that another rank has some: the broadcasts of a rank that writes alone never end."""
     axes = {axis.group: a.hyper.device for a in sharded_params for axis in a.spec.layout.axes}
-    bad = False
+    refused = False
     for group, device in axes.items():
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
-        bad = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or bad
-    if bad and not problems:
+        refused = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or refused
+    if refused and not problems:
         return ["full_parameters: was refused by another rank, whose own error says why"]
     return problems
 
 
 @torch.no_grad()
 def _write(sharded_params: Sequence[ShardedParam], values: dict[int, Any]) -> None:
-    """The values of the first rank that has the same part of the model, into the shards of all."""
-    # Slices and copies along tensor may share a gather, but not what crosses tensor.
+    """Broadcast the values of the first rank that has the same part of the model, and copy this rank's rows."""
+    # Only copies are broadcast over the axis `tensor` too; its slices differ by rank, so the two share no bucket.
     kinds = [
         [sharded for sharded in sharded_params if sharded.spec.layout.joined is joined] for joined in (True, False)
     ]

@@ -1,7 +1,7 @@
-"""Which rows of a fused projection reach what, by the arithmetic of the module that has it.
+"""Rows of a fused projection that reach queries, keys and values, found by running the module that has it.
 
-The module, or its model, runs with a stand-in for the projection whose output is known, up to the attention: gradients
-tell which of its rows reach queries, keys and values. Weights are one number each, so nothing large is computed.
+The module, or its model, runs up to the attention with a stand-in for the projection whose output is known: gradients
+tell which of its rows reach queries, keys and values. Other weights are one number each, expanded to their shapes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["halves_meet", "rows_of"]
 
 _PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
-_LENGTH = 2
+_LENGTH = 2  # tokens of the sequence that the module is run on
 
 
 class _Reached(Exception):
-    """What was looked for; nothing behind it is computed."""
+    """Ends the run with the tensors that were looked for; nothing behind them is computed."""
 
     def __init__(self, *found: Tensor) -> None:
         self.found = found
 
 
 class _Attention(TorchFunctionMode):
-    """Raises queries, keys and values where they meet. Nothing but what the stand-in made requires gradients."""
+    """Raises queries, keys and values where they meet; only tensors made from the stand-in require gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Product(TorchFunctionMode):
-    """Raises what the next linear layer is given."""
+    """Raises the input of the next linear layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and args[0].requires_grad:
@@ -59,48 +59,50 @@ class _Product(TorchFunctionMode):
 class _StandIn(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
-        numbers = torch.rand(1, _LENGTH, rows, generator=torch.Generator().manual_seed(0), device="cpu") + 0.5
-        self.made = numbers.requires_grad_()
+        output = torch.rand(1, _LENGTH, rows, generator=torch.Generator().manual_seed(0), device="cpu") + 0.5
+        self.made = output.requires_grad_()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.made.view(*x.shape[:-1], -1)
 
 
 def _copied(module: nn.Module) -> Any:
-    """A copy in float32 whose weights take no memory, without hooks."""
-    one = torch.ones((), device="cpu")
-    memo: dict[int, Any] = {id(x): nn.Parameter(one.expand(x.shape), requires_grad=False) for x in module.parameters()}
-    for x in module.buffers():  # tables of rotations lie on the device
+    """Return a copy of a module in float32, without hooks, whose weights take no memory."""
+    scalar = torch.ones((), device="cpu")
+    memo: dict[int, Any] = {
+        id(x): nn.Parameter(scalar.expand(x.shape), requires_grad=False) for x in module.parameters()
+    }
+    for x in module.buffers():  # rotary tables may be on the GPU, and the copy runs on the CPU
         memo[id(x)] = torch.ones(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.detach().cpu().clone()
     copied = copy.deepcopy(module, memo).eval()
-    for each in copied.modules():
-        each._forward_hooks.clear()
-        each._forward_pre_hooks.clear()
+    for inner in copied.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
     config: Any = getattr(copied, "config", None)
     if hasattr(config, "_attn_implementation_internal") and "flash" in str(config._attn_implementation_internal):
-        config._attn_implementation_internal = "eager"  # which runs on a CPU, and has the same parts
+        config._attn_implementation_internal = "eager"  # flash attention has no CPU kernel; the parts are the same
     return copied
 
 
 def _reached(
     model: nn.Module, path: str, child: str, rows: int, mode: Callable[[], Any]
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The stand-in's output, and what ``mode`` raises; None where neither the module nor its model gets there."""
+    """Return the stand-in's output and the tensors ``mode`` raises; None if neither module nor model gets there."""
     stand_in = _StandIn(rows)
 
     def module_alone() -> Iterator[Callable[[], Any]]:
         module = _copied(model.get_submodule(path))
-        width = getattr(module, child).weight.shape
-        wide = width[0] if width[1] == rows and type(getattr(module, child)).__name__ == "Conv1D" else width[1]
+        shape = getattr(module, child).weight.shape
+        in_features = shape[0] if shape[1] == rows and type(getattr(module, child)).__name__ == "Conv1D" else shape[1]
         setattr(module, child, stand_in)
-        yield lambda: module(torch.ones(1, _LENGTH, wide, device="cpu"))
+        yield lambda: module(torch.ones(1, _LENGTH, in_features, device="cpu"))
 
     def in_model() -> Iterator[Callable[[], Any]]:
-        whole = _copied(model)
-        setattr(whole.get_submodule(path), child, stand_in)
+        model_copy = _copied(model)
+        setattr(model_copy.get_submodule(path), child, stand_in)
         ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="cpu")
-        yield lambda: whole(input_ids=ids)
-        yield lambda: whole(ids)
+        yield lambda: model_copy(input_ids=ids)
+        yield lambda: model_copy(ids)
 
     for attempts in (module_alone, in_model):
         try:
@@ -110,15 +112,15 @@ def _reached(
                         attempt()
                 except _Reached as reached:
                     return stand_in.made, reached.found
-                except Exception:  # noqa: S112 - whatever modules of others raise where they are called otherwise
+                except Exception:  # noqa: S112 - a user's module may raise anything when called with other arguments than it expects
                     continue
-        except Exception:  # noqa: S112 - nor can all of them be copied
+        except Exception:  # noqa: S112 - some modules cannot be copied
             continue
     return None
 
 
 def _sources(made: Tensor, found: Tensor) -> set[int]:
-    """Rows of the stand-in's output that ``found`` depends on."""
+    """Return the rows of the stand-in's output ``made`` that ``found`` depends on."""
     if not found.requires_grad:
         return set()
     weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5
@@ -127,24 +129,18 @@ def _sources(made: Tensor, found: Tensor) -> set[int]:
 
 
 def rows_of(model: nn.Module, path: str, child: str, rows: int) -> list[set[int]] | None:
-    """Rows of the projection ``child`` of the module at ``path`` that reach queries, keys and values.
-
-    Returns:
-        None where the module's attention is not reached, by calling it with hidden states or the model with ids.
-    """
+    """Return the rows of projection ``child`` of the module at ``path`` that reach queries, keys and values. None where
+    neither the module on hidden states nor the model on ids reaches attention. ``child`` has ``rows`` rows."""
     reached = _reached(model, path, child, rows, _Attention)
-    return None if reached is None else [_sources(reached[0], each) for each in reached[1]]
+    return None if reached is None else [_sources(reached[0], tensor) for tensor in reached[1]]
 
 
 def halves_meet(model: nn.Module, path: str, child: str, rows: int) -> bool:
-    """Whether element i of what the next layer is given comes of rows i and i + rows / 2 (a gated MLP); tried at some.
-
-    Args:
-        rows: that ``child`` has.
-    """
+    """Return whether element i of the next layer's input depends on rows i and i + rows / 2 alone (a gated MLP)."""
     reached = _reached(model, path, child, rows, _Product)
     half = rows // 2
     if reached is None or reached[1][0].shape[-1] != half:
         return False
-    made, (found,) = reached
-    return all(_sources(made, found[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})
+    output, (layer_input,) = reached
+    # Samples: the first, the middle and the last element.
+    return all(_sources(output, layer_input[..., i : i + 1]) == {i, i + half} for i in {0, half // 2, half - 1})

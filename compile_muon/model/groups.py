@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share a method and its rates, as the configuration says and else by the rules."""
+"""Parameter groups: parameters that share a method and its rates, by the configuration's groups or else the rules."""
 
 from __future__ import annotations
 
@@ -34,59 +34,42 @@ _NOT_RATES = ("params", "param_names")
 
 @dataclass
 class Group:
-    """Parameters of one method with the same rates.
+    """A parameter group of the optimizer: one method, one set of rates."""
 
-    Args:
-        name: as checkpoints know it.
-        rates: by name, one for each that the method has.
-        configured: name of the group of the configuration, None for the defaults. Groups of one share what graphs read
-            of their rates.
-        members: names of its parameters.
-    """
-
-    name: str
+    name: str  # stored in checkpoints
     method: Method
-    rates: dict[str, Any]
+    rates: dict[str, Any]  # by name, one for each rate of the method
+    # Name of the configuration's group; None for the defaults. Groups of one share the tensor graphs read rates from.
     configured: str | None = None
-    members: list[str] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)  # names of parameters
 
 
 def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, GroupConfig]:
-    """The configured group of each parameter that is in one.
-
-    Raises:
-        ConfigError: groups that overlap or match nothing, and parameters in none where all were to be listed; all in
-            one error.
-    """
-    mistakes, found, wanted = Mistakes(), dict[str, GroupConfig](), set(names)
+    """Map each parameter of ``names`` to its configured group, if it has one; raise all mistakes of groups at once."""
+    mistakes, group_of, name_set = Mistakes(), dict[str, GroupConfig](), set(names)
     for group in config.groups:
-        hits = group.members(parameters)  # some are frozen, and perhaps not for ever
+        hits = group.members(parameters)  # of all parameters: frozen ones may be unfrozen later
         if not hits:
             remedy = "match one, or leave the group out"
             mistakes.add(config_error(f"groups[{group.name}]", group.said, "holds no parameter", remedy))
         for name in hits:
-            if name not in wanted:
+            if name not in name_set:
                 continue
-            if name in found and found[name] is not group:
-                problem = f"is in the groups {found[name].name} and {group.name}"
+            if name in group_of and group_of[name] is not group:
+                problem = f"is in the groups {group_of[name].name} and {group.name}"
                 mistakes.add(config_error("groups", name, problem, "let one pattern match it"))
-            found[name] = group
-    if config.groups and config.groups[0].complete and (left := [name for name in names if name not in found]):
-        problem = "in no group, so nothing would train them" if len(left) > 1 else "in no group: nothing would train it"
+            group_of[name] = group
+    if config.groups and config.groups[0].complete and (rest := [name for name in names if name not in group_of]):
+        problem = "in no group, so nothing would train them" if len(rest) > 1 else "in no group: nothing would train it"
         remedy = "add them to one, set requires_grad=False, or give groups by patterns, which leave the rest as it is"
-        mistakes.add(config_error("groups", listed(left), problem, remedy))
+        mistakes.add(config_error("groups", listed(rest), problem, remedy))
     mistakes.raise_all()
-    return found
+    return group_of
 
 
 def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, Assignment], list[Group]]:
-    """By what each parameter is trained, as groups, rules and views say, and the groups of those that are.
-
-    Args:
-        partial: whether the model is a part of another.
-    Raises:
-        ConfigError: a rate, method, view or group that does not fit.
-    """
+    """Return the assignment of every parameter, by groups, rules and views, and the groups of those that train.
+    ``partial``: the model is one stage of a pipeline, which may have nothing for Muon."""
     named = dict(model.named_parameters())
     members = _members(config, [name for name, param in named.items() if param.requires_grad], named)
     assignments = assign(
@@ -102,13 +85,10 @@ def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, 
 
 
 def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> list[Group]:
-    """The groups of the trained parameters: matrices ahead of the rest, configured ones behind the default ones.
+    """Return the groups of the trained parameters: matrices before the rest, defaults before configured groups.
 
-    A group of the configuration whose parameters have several methods, or of which some decay and some do not, becomes
-    as many groups; what each is called says so.
-
-    Raises:
-        ConfigError: a rate that no method of the group has, and all that is wrong with groups; in one error.
+    A configured group whose parameters have several methods, or of which some decay and some do not, becomes several
+    groups, told apart by the suffixes ``_<method>`` and ``_no_decay`` of their names.
     """
     named = dict(model.named_parameters())
     trained = {name: a for name, a in assignments.items() if a.algorithm != "frozen"}
@@ -118,56 +98,56 @@ def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Mo
         methods_of[group.name].add(trained[name].algorithm)
     groups: dict[tuple[object, ...], Group] = {}
     for name, assignment in trained.items():
-        method, given = method_of(assignment.algorithm), members.get(name)
-        said = dict(given.rates) if given is not None else {}
-        own = {rate.name for rate in method.rates}
-        decays = assignment.decays(vectors=config.adamw.decay_vectors) or "weight_decay" in said
-        key = (None if given is None else given.name, method.name, decays)
+        method, entry = method_of(assignment.algorithm), members.get(name)
+        group_rates = dict(entry.rates) if entry is not None else {}
+        rate_names = {rate.name for rate in method.rates}
+        decays = assignment.decays(vectors=config.adamw.decay_vectors) or "weight_decay" in group_rates
+        key = (None if entry is None else entry.name, method.name, decays)
         if key not in groups:
             rates = _defaults(config, method)
-            rates |= {rate: value for rate, value in said.items() if rate in own}
-            if not decays and "weight_decay" in own:
+            rates |= {rate: value for rate, value in group_rates.items() if rate in rate_names}
+            if not decays and "weight_decay" in rate_names:
                 rates["weight_decay"] = 0.0
-            label = method.name if given is None else given.name
-            if given is not None and len(methods_of[given.name]) > 1:
+            label = method.name if entry is None else entry.name
+            if entry is not None and len(methods_of[entry.name]) > 1:
                 label += f"_{method.name}"
             groups[key] = Group(label if decays else f"{label}_no_decay", method, rates, key[0])
         groups[key].members.append(name)
     _check_rates(config, groups.values())
-    configured = {group.name: number for number, group in enumerate(config.groups)}
+    order_of_group = {group.name: number for number, group in enumerate(config.groups)}
 
     def order(key: tuple[Any, ...]) -> tuple[object, ...]:
         label, method, decays = key
-        place = -1 if label is None else configured[label]
+        place = -1 if label is None else order_of_group[label]
         return place, not isinstance(method_of(method), MatrixMethod), method, not decays
 
     return [groups[key] for key in sorted(groups, key=order)]
 
 
 def _check_rates(config: Config, groups: Collection[Group]) -> None:
-    """Raise all the rates that no method has, and those outside the range of the method that has them."""
+    """Raise one error for all rates that no method has, or that are out of their method's range."""
     mistakes = Mistakes()
     methods_of = defaultdict[str | None, dict[str, Method]](dict)
     for group in groups:
         methods_of[group.configured][group.method.name] = group.method
-    for given in config.groups:
-        methods = methods_of[given.name]
-        known = [rate.name for method in methods.values() for rate in method.rates]
-        for name, value in given.rates:
-            if methods and name not in known:
-                mistakes.add(_unknown(f"groups[{given.name}].{name}", value, methods, known))
-    used = [config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary]
-    methods = {name: method_of(name) for name in used} | {group.method.name: group.method for group in groups}
-    # What is an argument of its own has no default here, and is not read from `rates`.
-    known = [rate.name for method in methods.values() for rate in method.rates if rate.default is not None]
+    for entry in config.groups:
+        methods = methods_of[entry.name]
+        known_rates = [rate.name for method in methods.values() for rate in method.rates]
+        for name, value in entry.rates:
+            if methods and name not in known_rates:
+                mistakes.add(_unknown(f"groups[{entry.name}].{name}", value, methods, known_rates))
+    used_methods = [config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary]
+    methods = {name: method_of(name) for name in used_methods} | {group.method.name: group.method for group in groups}
+    # A rate that is an argument of MuonZero itself, as lr, has no default here and is not read from `rates`.
+    known_rates = [rate.name for method in methods.values() for rate in method.rates if rate.default is not None]
     for name, value in config.rates:
-        if name not in known:
-            mistakes.add(_unknown(f"rates.{name}", value, methods, known))
-    configured = {given.name: dict(given.rates) for given in config.groups}
-    for group in groups:  # of rates with one name, as `eps`, each method has a range of its own
-        said = configured.get(group.configured or "", {})
+        if name not in known_rates:
+            mistakes.add(_unknown(f"rates.{name}", value, methods, known_rates))
+    rates_of_group = {entry.name: dict(entry.rates) for entry in config.groups}
+    for group in groups:  # methods may bound a rate of one name, as `eps`, differently
+        group_rates = rates_of_group.get(group.configured or "", {})
         for rate in group.method.rates:
-            path = f"groups[{group.configured}].{rate.name}" if rate.name in said else f"rates.{rate.name}"
+            path = f"groups[{group.configured}].{rate.name}" if rate.name in group_rates else f"rates.{rate.name}"
             with mistakes.collected():
                 group.rates[rate.name] = setting_of(rate)["check"](path, group.rates[rate.name])
     mistakes.raise_all()
@@ -179,29 +159,27 @@ def _unknown(path: str, value: object, methods: Collection[str], known: Sequence
 
 
 def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConfig | None = None) -> None:
-    """Tell of each rate that was written for matrices, and that embeddings, heads or vectors are trained with, too.
+    """Warn of each lr that was set for matrices and also applies to embeddings, heads or vectors.
 
-    A group that names its method means its rate. One of vectors alone is told from ten times the default on.
-
-    Args:
-        own: a group beside those of the configuration.
+    A group that names its method means its rate. A group without matrices is warned of only from ten times the default
+    rate on. ``own``: a group that ``add_param_group`` adds to the configuration's.
     """
-    for given in (*config.groups, *([] if own is None else [own])):
-        rate, mine = dict(given.rates).get("lr"), [group for group in groups if group.configured == given.name]
-        others = [group for group in mine if isinstance(group.method, ElementMethod)]
-        if rate is None or given.method is not None or not others or config.muon.matches_adamw:
+    for entry in (*config.groups, *([] if own is None else [own])):
+        rate, derived = dict(entry.rates).get("lr"), [group for group in groups if group.configured == entry.name]
+        others = [group for group in derived if isinstance(group.method, ElementMethod)]
+        if rate is None or entry.method is not None or not others or config.muon.matches_adamw:
             continue
-        if len(others) < len(mine) or float(rate) >= 10 * AdamWConfig.lr:
+        if len(others) < len(derived) or float(rate) >= 10 * AdamWConfig.lr:
             names = listed([name for group in others for name in group.members])
             warn_user(
-                f"groups[{given.name}].lr = {float(rate):g} is the rate of {others[0].method.name} too: that of "
+                f"groups[{entry.name}].lr = {float(rate):g} is the rate of {others[0].method.name} too: that of "
                 f"{names}, for which MuonZero takes {float(config.adamw.lr):g} otherwise; give these a group of their "
                 'own, with "method" where the rate is meant'
             )
 
 
 def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
-    """Tell of the settings that were given and that no method of these groups reads."""
+    """Warn of settings that were given and that no method of these groups reads."""
     methods = [group.method for group in groups]
     unread = [
         prefix + f.name
@@ -210,9 +188,9 @@ def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
             (config.muon.ns, MatrixMethod, "ns_"),
             (config.adamw, ElementMethod, "adamw_"),
         )
-        if (own := [method for method in methods if isinstance(method, kind)])
+        if (readers := [method for method in methods if isinstance(method, kind)])
         for f in fields(half)
-        if not any(_reads(method, prefix, f.name) for method in own) and getattr(half, f.name) != f.default
+        if not any(_reads(method, prefix, f.name) for method in readers) and getattr(half, f.name) != f.default
     ]
     if unread:
         names = listed([*dict.fromkeys(method.name for method in methods)])
@@ -220,9 +198,9 @@ def warn_of_unread(config: Config, groups: Sequence[Group]) -> None:
 
 
 def _reads(method: Method, prefix: str, name: str) -> bool:
-    """Whether a method heeds a setting of its part of the configuration."""
+    """Return whether a method reads the setting ``name`` of its part of the configuration."""
     if isinstance(method, MatrixMethod) and prefix == "ns_":
-        return method.orthogonalizes or name == "dtype"  # in which matrices travel, too
+        return method.orthogonalizes or name == "dtype"  # the dtype of the exchange, so read without Newton-Schulz too
     if isinstance(method, MatrixMethod) and name in ("nesterov", "momentum_dtype"):
         return method.keeps_momentum and (method.nesterov or name != "nesterov")
     if isinstance(method, MatrixMethod) and name == "adjust_lr":
@@ -231,51 +209,47 @@ def _reads(method: Method, prefix: str, name: str) -> bool:
 
 
 def _defaults(config: Config, method: Method) -> dict[str, Any]:
-    """The rates of a method where no group says otherwise: the configuration's, then its own."""
+    """Return a method's rates outside of configured groups: the configuration's, else the method's own."""
     half = config.muon if isinstance(method, MatrixMethod) else config.adamw
-    found, said = {}, dict(config.rates)
+    values, rates = {}, dict(config.rates)
     for rate in method.rates:
-        own = getattr(half, rate.name, rate.default)
-        default = getattr(type(half), rate.name, own)
-        if rate.default is not None and own == default:  # the configuration says nothing of it
-            own = said.get(rate.name, rate.default)
-        found[rate.name] = own
-    return found
+        value = getattr(half, rate.name, rate.default)
+        default = getattr(type(half), rate.name, value)
+        if rate.default is not None and value == default:  # left at its default: `rates` decides
+            value = rates.get(rate.name, rate.default)
+        values[rate.name] = value
+    return values
 
 
-# ------------------------------------------------------------------------------------------ groups that were saved
+# ------------------------------------------------------------------------------------------ saved groups
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of a group of the optimizer: all but its parameters."""
+    """Return what a checkpoint stores of an optimizer's group: everything but its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_RATES}
 
 
 def group_problems(here: Mapping[str, Sequence[str]], saved: Mapping[str, Sequence[str] | None]) -> list[str]:
-    """How groups differ from saved ones, one sentence each: a group that was not saved would keep its first rates.
-
-    Args:
-        here: names of parameters by the name of the group.
-        saved: the same; None where it is not known.
-    """
-    known = listed(list(saved)) or "none"
+    """List how groups differ from saved ones: a group that was not saved would keep its initial rates. ``here`` and
+    ``saved`` map group names to names of parameters; None in ``saved`` where these are not known."""
+    saved_names = listed(list(saved)) or "none"
     problems = [
-        f"group {name}: was not saved (there are {known}), so nothing says its rates"
+        f"group {name}: was not saved (there are {saved_names}), so nothing says its rates"
         for name in here
         if name not in saved
     ]
     problems += [f"group {name}: was saved, and is not among the optimizer's" for name in saved if name not in here]
-    before = {param: name for name, members in saved.items() for param in members or ()}
-    moved: dict[tuple[str, str], list[str]] = {}
+    saved_group = {param: name for name, members in saved.items() for param in members or ()}
+    moves: dict[tuple[str, str], list[str]] = {}
     for name, members in here.items():
         for param in members:
-            if before.get(param, name) != name:
-                moved.setdefault((before[param], name), []).append(param)
-    return problems + [f"{listed(params)}: was in group {old}, is in {new} now" for (old, new), params in moved.items()]
+            if saved_group.get(param, name) != name:
+                moves.setdefault((saved_group[param], name), []).append(param)
+    return problems + [f"{listed(params)}: was in group {old}, is in {new} now" for (old, new), params in moves.items()]
 
 
 def value_problems(group: Mapping[str, Any], saved: Any) -> list[str]:
-    """What of the ``saved`` values of a group cannot be those of ``group``, one sentence each."""
+    """List the ``saved`` values that cannot replace those of ``group``, one sentence each."""
     label = f"group {group['name']}"
     if not isinstance(saved, Mapping):
         return [f"{label}: a {type(saved).__name__} was saved, not values by name"]
@@ -310,15 +284,13 @@ def _stands_for(value: Any, like: Any) -> bool:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer without end
+    except OverflowError:  # an int too large for a float
         return False
 
 
 def state_problems(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What does not fit of the groups of ``state_dict()``, which torch takes by their order alone.
-
-    Nothing is known of groups without a name, which are none of ours.
-    """
+    """List the misfits of ``state_dict()`` groups, which torch matches by their order alone. Groups without names come
+    from another optimizer and are not checked."""
     if not all("name" in group for group in saved):
         return []
     here = {group["name"]: group.get("param_names", ()) for group in groups}

@@ -1,4 +1,4 @@
-"""Which parameters are output heads, which Muon leaves to AdamW: rule 6 of :mod:`compile_muon.model.assignment`."""
+"""Output heads, which Muon leaves to AdamW: rule 6 of :mod:`compile_muon.model.assignment`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["output_heads", "word_set", "words"]
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -24,28 +24,26 @@ _HEAD_AT_TOP = word_set(
 )
 #: ... and as the last word of a longer name at the top: `action_head`, `class_labels_classifier`.
 _HEAD_LAST_WORD = word_set("head heads classifier logits unembed unembedding")
-#: Heads only if they are one layer: as containers these are hidden stacks.
+#: Names of a head only where they are one layer: containers of these names are hidden stacks.
 _HEAD_IF_LAYER = word_set("decoder generator output outputs out final fc predictor")
 
 
 def output_heads(model: nn.Module) -> dict[int, str]:
-    """The parameters of the output heads of ``model``.
-
-    Returns:
-        id of each parameter -> the reason why it belongs to a head.
-    """
-    found: dict[int, str] = {}
+    """Map the id of each parameter of the output heads of ``model`` to the reason why it belongs to a head."""
+    reason_of: dict[int, str] = {}
 
     def add(module: nn.Module, reason: str) -> None:
         for param in module.parameters():
-            found.setdefault(id(param), reason)
+            reason_of.setdefault(id(param), reason)
 
     wrapped = [model]
     while (inner := _only_child(wrapped[-1])) is not None:
         wrapped.append(inner)
     # The modules whose children may be heads by a weak name: the model, what it wraps, and Hugging Face models.
-    faces = (each for each in model.modules() if callable(getattr(each, "get_output_embeddings", None)))
-    tops = {id(module) for module in (*wrapped, *faces)}
+    transformers_models = (
+        submodule for submodule in model.modules() if callable(getattr(submodule, "get_output_embeddings", None))
+    )
+    tops = {id(module) for module in (*wrapped, *transformers_models)}
     for name, module in model.named_modules():
         for head in _declared_heads(module):
             add(_last_layer(head, "head") or head, f"output head (get_output_embeddings of {type(module).__name__})")
@@ -58,11 +56,11 @@ def output_heads(model: nn.Module) -> dict[int, str]:
                     add(layer, f"output head (named {path})")
         for leaf, param in module.named_parameters(recurse=False):
             if leaf in _HEAD_ANYWHERE or (top and _is_head_name(leaf)):
-                found.setdefault(id(param), f"output head (named {leaf})")
+                reason_of.setdefault(id(param), f"output head (named {leaf})")
     layer = _sequential_head(wrapped[-1])
     if layer is not None:
         add(layer, "output head (last layer of the nn.Sequential)")
-    return found
+    return reason_of
 
 
 def _is_head_name(name: str) -> bool:
@@ -73,16 +71,16 @@ def _is_head_name(name: str) -> bool:
 
 
 def _only_child(module: nn.Module) -> nn.Module | None:
-    """What ``module`` merely wraps: its one child with parameters, if it has none itself and is no container."""
-    own = next(module.parameters(recurse=False), None)
-    if own is not None or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+    """Return the module that ``module`` merely wraps: its one child with parameters, if it has no parameters itself."""
+    parameter = next(module.parameters(recurse=False), None)
+    if parameter is not None or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return None
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
     return children[0] if len(children) == 1 else None
 
 
 def _declared_heads(module: nn.Module) -> list[nn.Module]:
-    """What a Hugging Face model itself calls its output embeddings."""
+    """Return the modules that a Hugging Face model declares as its output embeddings."""
     getter = getattr(module, "get_output_embeddings", None)
     if not callable(getter):
         return []
@@ -90,12 +88,12 @@ def _declared_heads(module: nn.Module) -> list[nn.Module]:
         declared = getter()
     except (NotImplementedError, AttributeError):
         return []
-    several = declared if isinstance(declared, (list, tuple, nn.ModuleList)) else [declared]
-    return [head for head in several if isinstance(head, nn.Module)]
+    heads = declared if isinstance(declared, (list, tuple, nn.ModuleList)) else [declared]
+    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 def _last_layer(module: nn.Module, named: str) -> nn.Module | None:
-    """The layer of a head that makes the output: itself, or the last one of a container that is clearly a head."""
+    """Return the layer of a head that makes the output: itself, or the last of a container that is clearly a head."""
     children = [(name, child) for name, child in module.named_children() if _has_matrix(child)]
     if not children:
         return module if _has_matrix(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
@@ -109,16 +107,16 @@ def _last_layer(module: nn.Module, named: str) -> nn.Module | None:
 
 
 def _sequential_head(module: nn.Module) -> nn.Module | None:
-    """The last layer of a plain Sequential, if it is a Linear and matrices come before it."""
+    """Return the last layer of a plain Sequential, if it is a Linear behind other matrices."""
     if type(module) is not nn.Sequential:
         return None
     children = [child for child in module if next(child.parameters(), None) is not None]
     if not children:
         return None
-    last, before = children[-1], any(_has_matrix(child) for child in children[:-1])
+    last, has_earlier_matrix = children[-1], any(_has_matrix(child) for child in children[:-1])
     if type(last) is nn.Sequential:
         return _sequential_head(nn.Sequential(*children[:-1], *last))
-    return last if isinstance(last, nn.Linear) and before else None
+    return last if isinstance(last, nn.Linear) and has_earlier_matrix else None
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -126,5 +124,5 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def words(name: str) -> list[str]:
-    """Lower-case words of a snake_case or CamelCase name."""
+    """Split a snake_case or CamelCase name into lower-case words."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]

@@ -1,4 +1,4 @@
-"""Weights in host memory that a GPU reads and writes by itself."""
+"""Weights in pinned host memory that a GPU reads and writes directly (unified virtual addressing)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["on_host"]
 
 
 class _Pages:
-    """Memory of the process, as a GPU finds it: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
+    """Pinned host memory behind CUDA's array interface, so that torch wraps it as a tensor of the GPU.
 
-    Registered with the driver as it is. torch's pinned memory comes in powers of two, half of it unused at worst.
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html. Pages are registered with the driver at their
+    exact size: torch's pinned memory comes in powers of two, half of it unused at worst.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -33,21 +34,16 @@ class _Pages:
 
 
 def _unpin(begin: int) -> None:
-    """Once work that is queued has no use for it."""
+    """Unregister the pages once queued work no longer uses them."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def on_host(values: Tensor) -> Tensor:
-    """A copy in host memory, of the same device: with unified addressing a pinned address is one of the GPU's, too.
-
-    Args:
-        values: contiguous; what a GPU does not hold, or a plan, is in host memory already.
-    Raises:
-        OffloadError: as much memory cannot be pinned.
-    """
+    """Return a copy of contiguous ``values`` in pinned host memory that still counts as a tensor of its GPU. CPU
+    tensors, empty ones and fake ones (plans) come back as they are."""
     if not values.is_cuda or not values.numel() or isinstance(values, FakeTensor):
         return values
-    # The tensor holds the pages; vLLM keeps weights so ("UVA offloading").
+    # as_tensor keeps `_Pages` alive as long as the tensor; vLLM holds weights the same way ("UVA offloading").
     memory = torch.as_tensor(_Pages(values.nbytes), device=values.device)
     return memory.view(values.dtype).view(values.shape).copy_(values)

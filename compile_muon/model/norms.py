@@ -1,4 +1,4 @@
-"""Norms of all parameters, or of all gradients, for a logger: one collective."""
+"""Norms of all parameters, or of all gradients, for a logger, with one collective."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["parameter_norms"]
 
 @torch.no_grad()
 def parameter_norms(model: nn.Module, *, gradients: bool = False) -> dict[str, float]:
-    """The 2-norm of each parameter of a sharded model, or of its gradient, whole at every stage.
+    """Return the 2-norm of each whole parameter of a sharded model, or of its gradient, at every stage.
 
     Every element counts once, however many ranks hold it. Collective over all ranks of the model's optimizer, in one
     all-reduce of one number a parameter (gradients that eager code left in another placement take one each, which the
     step then need not); waits for the device once.
 
     Args:
-        gradients: of ``.grad`` in place of the weights; at stage 1 that is zero between micro-batches.
+        gradients: norms of ``.grad`` in place of the weights; at stage 1 that is zero between micro-batches.
     Returns:
-        By the names of ``model.named_parameters()``; without those that have no gradient on this rank.
+        Norms by the names of ``model.named_parameters()``; parameters without a gradient on this rank are left out.
     """
     sharded_params: dict[ShardedParam, str] = {}
     for path, module in model.named_modules():
@@ -34,23 +34,23 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False) -> dict[str, f
         return {}
     if gradients:
         for sharded in sharded_params:
-            sharded.place_gradient()
-    own = {
+            sharded.place_gradient()  # as the step would: eager code may have left it in another placement
+    local_tensors = {
         a: a.local_grad if gradients else a.local.detach()
         for a in sharded_params
         if not gradients or a.grad is not None
     }
     device = next(iter(sharded_params)).local.device
     squares = torch.zeros(len(sharded_params), dtype=torch.float64, device=device)
-    if own:
-        places = [i for i, sharded in enumerate(sharded_params) if sharded in own]
-        # What several ranks hold would be counted once for each.
-        shares = squares.new_tensor([1 / sharded.spec.layout.copies for sharded in own])
-        squares[places] = norms(list(own.values())).double().square() * shares
+    if local_tensors:
+        places = [i for i, sharded in enumerate(sharded_params) if sharded in local_tensors]
+        # The all-reduce adds an element once for each rank that holds a copy.
+        weights = squares.new_tensor([1 / sharded.spec.layout.copies for sharded in local_tensors])
+        squares[places] = norms(list(local_tensors.values())).double().square() * weights
     for group in {id(sharded.group): sharded.group for sharded in sharded_params if sharded.group is not None}.values():
-        part = torch.tensor([i for i, sharded in enumerate(sharded_params) if sharded.group is group], device=device)
-        summed = squares[part]
+        indices = torch.tensor([i for i, sharded in enumerate(sharded_params) if sharded.group is group], device=device)
+        summed = squares[indices]
         dist.all_reduce(summed, group=group)
-        squares[part] = summed
-    found = dict(zip(sharded_params, squares.sqrt().tolist(), strict=True))
-    return {name: found[sharded] for sharded, name in sharded_params.items() if sharded in own}
+        squares[indices] = summed
+    norm_of = dict(zip(sharded_params, squares.sqrt().tolist(), strict=True))
+    return {name: norm_of[sharded] for sharded, name in sharded_params.items() if sharded in local_tensors}

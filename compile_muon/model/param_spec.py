@@ -1,4 +1,4 @@
-"""The static facts of a parameter that its markers carry: its layout over the mesh, dtypes, method."""
+"""`ParamSpec`: the static facts of a parameter that its markers carry: layout over the mesh, dtypes, method."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ __all__ = ["describe", "muon_spec"]
 
 
 def muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
-    """How a matrix laid out like this is orthogonalized; None where no method of matrices trains it.
-
-    Raises:
-        ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
-    """
+    """Return how a matrix of this layout is orthogonalized; None where no matrix method trains the parameter."""
     if assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
@@ -38,11 +34,11 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
             )
         batch = layout.shape[0]
     ns, view = config.muon.ns, assignment.view
-    most = (rows, cols) if view is None else most_work(view.shapes(rows, cols))
+    largest = (rows, cols) if view is None else most_work(view.shapes(rows, cols))
     try:
         plan = make_plan(ns.method, ns.coefficients, ns.steps, ns.dtype, device, ns.eps, ns.backend)
     except ValueError as error:
-        # The kernels name their arguments as we do, less the prefix.
+        # Arguments of the kernels are our settings without the prefix `ns_`.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     symmetric = plan.method == "auto" and symmetric_kernels(plan.dtype, device, ns.backend)
     return MuonSpec(
@@ -50,7 +46,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         rows=rows,
         cols=cols,
         nesterov=config.muon.nesterov,
-        form=chosen_form(plan.method, *most, len(plan.steps), len(plan.restarts), symmetric=symmetric),
+        form=chosen_form(plan.method, *largest, len(plan.steps), len(plan.restarts), symmetric=symmetric),
         coefficients=tuple(value for triple in plan.steps for value in triple),
         safety=plan.safety,
         restarts=plan.restarts,
@@ -68,19 +64,15 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
 def describe(
     param: Tensor, assignment: Assignment, config: Config, mesh: Mesh | None, device: torch.device, role: Role = DENSE
 ) -> ParamSpec:
-    """Static facts of one parameter, which is or will be on ``device``, under this configuration.
-
-    Raises:
-        ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
-    """
+    """Return the static facts of a parameter that is, or will be, on ``device``."""
     shape, stage = tuple(param.shape), config.zero.stage
-    if role.expert and role.placed is None:  # marked: what a rank has is all it is
+    if role.expert and role.placed is None:  # a plain tensor marked as this rank's experts
         assert mesh is not None
         shape = (shape[0] * mesh.axis("expert").size, *shape[1:])
     layout = Layout(shape, stage) if mesh is None else mesh.layout(shape, stage, role)
     compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
     master = param.dtype
-    if param.requires_grad:  # float32 at least, unless another one is asked for; what is frozen stays as it is
+    if param.requires_grad:  # float32 at least by default; frozen parameters keep their dtype
         master = config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
     offloaded = assignment.master_offloaded and compute.itemsize < master.itemsize
     return ParamSpec(

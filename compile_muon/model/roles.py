@@ -1,4 +1,4 @@
-"""Which parameters a rank's model has only a part of: DTensors on the mesh's axes of experts and of tensor slices."""
+"""Roles of parameters that a rank's model has only a part of: DTensors over the mesh axes `expert` and `tensor`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ _REMEDY = "cut it over mesh['tensor'] or mesh['expert'] of the mesh that MuonZer
 
 
 def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
-    """The role of every parameter, by its name; nothing is changed.
+    """Return the role of every parameter by name; the model is not changed.
 
-    A parameter is read in the forward as what it is now: a DTensor where it is one. ``param.mesh = mesh["expert"]`` on
-    a plain tensor says that it holds this rank's experts of a stack.
-
-    Raises:
-        UnsupportedModelError: a parameter is placed on ranks that are no axis of the mesh, on two axes, or in a way
-            that is not known; naming parameter, axis, placement and remedy.
+    Forward reads a parameter as it is now: as a DTensor where it is one. ``param.mesh = mesh["expert"]`` on a plain
+    tensor marks it as this rank's experts of a stack.
     """
     return {name: _role(name, param, mesh) for name, param in model.named_parameters()}
 
@@ -39,11 +35,7 @@ def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
 def planned_roles(
     model: nn.Module, mesh: Mesh | None, experts: ExpertParallelConfig
 ) -> tuple[dict[str, Role], ExpertPlan | None]:
-    """:func:`roles_of`, as they will be once the experts of a Transformers model are spread; and the plan for that.
-
-    Raises:
-        ConfigError: they cannot be spread, or nothing is cut over an axis ``tensor``.
-    """
+    """Return :func:`roles_of` once a Transformers model's experts are spread, and the plan to spread them."""
     roles = roles_of(model, mesh)
     if mesh is not None and "tensor" in mesh.names and all(role.tensor_dim is None for role in roles.values()):
         problem = "has no parameter cut over it: its ranks would be copies that no gradient is averaged over"
@@ -60,25 +52,25 @@ def planned_roles(
         )
         raise config_error("expert_parallel.size", experts.size, problem, remedy) from None
     plan = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
-    stacks, placed = set(plan.parameters), mesh.given["expert"]
+    stacks, expert_mesh = set(plan.parameters), mesh.given["expert"]
     for name, param in model.named_parameters():
         if name in stacks:
-            roles[name] = Role(expert=True, placed=(placed, (Shard(0),), tuple(param.shape)))
+            roles[name] = Role(expert=True, placed=(expert_mesh, (Shard(0),), tuple(param.shape)))
     return roles, plan
 
 
 def _role(name: str, param: Tensor, mesh: Mesh | None) -> Role:
-    marked = getattr(param, "mesh", None)
+    marked_mesh = getattr(param, "mesh", None)
     if isinstance(param, DTensor):
-        if isinstance(marked, DeviceMesh):
-            raise _no(name, f"is a DTensor on {_dims(param.device_mesh)} and marked with mesh = {_dims(marked)}")
+        if isinstance(marked_mesh, DeviceMesh):
+            raise _no(name, f"is a DTensor on {_dims(param.device_mesh)} and marked with mesh = {_dims(marked_mesh)}")
         return _placed(name, param.device_mesh, tuple(param.placements), tuple(param.shape), mesh, reads=True)
-    if isinstance(marked, DeviceMesh):
-        size = marked.size()
+    if isinstance(marked_mesh, DeviceMesh):
+        size = marked_mesh.size()
         whole = (param.shape[0] * size, *param.shape[1:]) if param.ndim else ()
-        role = _placed(name, marked, (Shard(0),), tuple(whole), mesh, reads=False)
+        role = _placed(name, marked_mesh, (Shard(0),), tuple(whole), mesh, reads=False)
         if size > 1 and not role.expert:
-            raise _no(name, f"is marked with mesh = {_dims(marked)}, which is not the axis of experts")
+            raise _no(name, f"is marked with mesh = {_dims(marked_mesh)}, which is not the axis of experts")
         return role
     return DENSE
 
@@ -93,36 +85,36 @@ def _placed(
     reads: bool,
 ) -> Role:
     how = f"{placements} on {_dims(placed)}"
-    cut = [dim for dim in range(placed.ndim) if placed.size(dim) > 1]
-    if len(cut) > 1:
-        axes = " and ".join(_axis_of(placed, dim, mesh) or _dims(placed) for dim in cut)
+    cut_dims = [dim for dim in range(placed.ndim) if placed.size(dim) > 1]
+    if len(cut_dims) > 1:
+        axes = " and ".join(_axis_of(placed, dim, mesh) or _dims(placed) for dim in cut_dims)
         remedy = "give it one role: cut it over one axis alone"
         raise _no(name, f"is placed {how}, on two axes at once ({axes})", remedy)
-    seen = (placed, placements, shape) if reads else None
-    if not cut:
-        return Role(placed=seen)
-    axis, placement = _axis_of(placed, cut[0], mesh), placements[cut[0]]
+    read_as = (placed, placements, shape) if reads else None
+    if not cut_dims:
+        return Role(placed=read_as)
+    axis, placement = _axis_of(placed, cut_dims[0], mesh), placements[cut_dims[0]]
     if axis not in ("expert", "tensor"):
-        there = "one rank" if mesh is None else " x ".join(f"{n} {mesh.axis(n).size}" for n in mesh.names)
-        what = f"the axis {axis} of which MuonZero cuts itself" if axis else f"which is no axis of the mesh ({there})"
+        ranks = "one rank" if mesh is None else " x ".join(f"{n} {mesh.axis(n).size}" for n in mesh.names)
+        what = f"the axis {axis} of which MuonZero cuts itself" if axis else f"which is no axis of the mesh ({ranks})"
         raise _no(name, f"is placed {how}, {what}")
     if isinstance(placement, Replicate):
-        return Role(placed=seen)
-    if type(placement) is not Shard:  # Partial, or strided as fused matrices are
+        return Role(placed=read_as)
+    if type(placement) is not Shard:  # Partial, or _StridedShard as DTensor cuts fused matrices
         remedy = "cut it into contiguous parts, Shard(dim), and fused matrices (q, k and v, gate and up) apart"
         raise _no(name, f"is placed {how}: {placement} is neither Shard nor Replicate", remedy)
     dim = placement.dim % len(shape)
     if axis == "tensor":
-        return Role(tensor_dim=dim, placed=seen)
-    size = placed.size(cut[0])
+        return Role(tensor_dim=dim, placed=read_as)
+    size = placed.size(cut_dims[0])
     if dim != 0 or shape[0] % size:
         problem = f"is placed {how}: {shape[dim]} along dim {dim} are not {size} equal parts of a stack of experts"
         raise _no(name, problem, "cut dim 0, of a number of experts that the axis divides")
-    return Role(expert=True, placed=seen)
+    return Role(expert=True, placed=read_as)
 
 
 def _axis_of(placed: DeviceMesh, dim: int, mesh: Mesh | None) -> str:
-    """The name of our axis that has the ranks of this dimension; "" if there is none."""
+    """Return the name of the mesh axis with the same ranks as dimension ``dim`` of ``placed``; "" if there is none."""
     if mesh is None:
         return ""
     ranks = dist.get_process_group_ranks(placed.get_group(dim))

@@ -1,6 +1,6 @@
-"""Before anything is sharded: all ranks have the same libraries, configuration, parameters and layouts.
+"""The check before sharding that all ranks have the same libraries, configuration, parameters and layouts.
 
-Ranks that differ in any of these exchange different collectives, or the same ones with another meaning.
+Ranks that differ in any of these would run different collectives, or the same ones with another meaning.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from compile_muon.passes.language.spec import ParamSpec
 
 __all__ = ["agree"]
 
-#: what each rank has for itself: its place, its names of the group and of the machine's file, and settings that change
-#: no number
+#: fields that may differ by rank: its index, names of process groups and of the machine's file, and settings that
+#: change no number
 _OWN = ("index", "group", "reduce_group", "exchange_group", "dump", "nvtx", "machine")
 _ORDER = "order of parameters"
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
+    versions = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     for name in ("compile_muon", "triton"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
 def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a dataclass, and of those inside it, as ``(path, text)``."""
+    """Yield the fields of a dataclass, and of dataclasses inside it, as ``(path, text)``."""
     for field in fields(record):
         value = getattr(record, field.name)
         if is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
         elif field.name not in _OWN:
-            # What a predicate chooses shows in the layouts; how it prints is an address.
+            # A predicate prints as an address, which differs by rank; its choices are compared with the layouts.
             yield prefix + field.name, "a function" if callable(value) else repr(value)
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    found = {
+    facts = {
         name: f"{tuple(p.shape)} {p.dtype}{' frozen' if not p.requires_grad else ''}".replace("torch.", "")
         for name, p in model.named_parameters()
     }
-    return found | {_ORDER: _digest([*found]).hex()[:8]}
+    return facts | {_ORDER: _digest([*facts]).hex()[:8]}
 
 
 def _layouts(specs: Mapping[str, ParamSpec], algorithms: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -80,16 +80,10 @@ def agree(
     mesh: Mesh,
     heartbeat: Heartbeat | None,
 ) -> None:
-    """Compare with the other ranks; collective.
+    """Compare this rank's facts with the other ranks'; collective: one all-gather of a few digests; all ranks raise.
 
-    Args:
-        costs: what the file of the machine says on this rank.
-        specs: static facts by parameter name, as this rank has them.
-        algorithms: what trains each.
-        heartbeat: learns the number that each rank's optimizer has.
-    Raises:
-        ConfigError: versions or settings differ; all ranks raise, naming what differs and on which ranks.
-        UnsupportedModelError: parameters or layouts differ.
+    ``costs``: the cost model read from this rank's machine file; ``specs``, ``algorithms``: static facts and method by
+    parameter name; ``heartbeat`` learns the number of each rank's optimizer.
     """
     sections = {
         "library versions": _versions(),
@@ -98,10 +92,10 @@ def agree(
         "layouts": dict(_layouts(specs, algorithms)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
-    mine = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)
-    everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
-    dist.all_gather(everyone, mine, group=mesh.everyone)
-    rows = torch.stack(everyone).tolist()
+    local_numbers = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)
+    gathered = [torch.empty_like(local_numbers) for _ in range(mesh.size)]
+    dist.all_gather(gathered, local_numbers, group=mesh.everyone)
+    rows = torch.stack(gathered).tolist()
     if heartbeat is not None:
         heartbeat.meet([row[-1] for row in rows])
     for column, (title, facts) in enumerate(sections.items()):
@@ -110,14 +104,14 @@ def agree(
 
 
 def _disagreement(title: str, mine: dict[str, str], mesh: Mesh) -> Exception:
-    """What to raise; collective."""
-    found = compare(mine, mesh.everyone, absent="(absent)")
-    if len(found) > 1:
-        found.pop(_ORDER, None)  # follows from the others
+    """Return the error to raise; collective, since ranks exchange the facts that differ."""
+    differences = compare(mine, mesh.everyone, absent="(absent)")
+    if len(differences) > 1:
+        differences.pop(_ORDER, None)  # other names or shapes imply another order
     if title == "layouts":  # the first field of a parameter says enough
-        first = {key.split(" ")[0]: key for key in reversed(found)}
-        found = {key: values for key, values in found.items() if key in first.values()}
-    message = f"ranks disagree on {title}: {worded(found)}; nothing was changed"
+        first = {key.split(" ")[0]: key for key in reversed(differences)}
+        differences = {key: values for key, values in differences.items() if key in first.values()}
+    message = f"ranks disagree on {title}: {worded(differences)}; nothing was changed"
     if title in ("library versions", "settings"):
         return ConfigError(f"{message}; start every rank from the same environment with the same settings")
     return UnsupportedModelError(f"{message}; build the same model on every rank")

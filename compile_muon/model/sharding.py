@@ -1,10 +1,9 @@
-"""From an ``nn.Module`` to sharded parameters behind unshard markers.
+"""Sharding of an ``nn.Module``: parameters become shards behind unshard markers.
 
-On several ranks each parameter becomes a DTensor over all axes of the mesh, with ``Shard(0)`` over its shard axis, or
-over both of those of data parallelism (uneven and empty shards allowed), or with ``Replicate()`` at stage 0. Inside
-forward its module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`).
-``_parameters`` holds the parameter, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names
-they had.
+On several ranks each parameter becomes a DTensor over all axes of the mesh: ``Shard(0)`` over its shard axis, or over
+both data-parallel axes (uneven and empty shards allowed), or ``Replicate()`` at stage 0. Inside forward its module
+reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`). ``_parameters`` holds the
+parameter, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under unchanged names.
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ __all__ = ["shard_model"]
 
 @torch.no_grad()
 def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.ProcessGroup) -> None:
-    """Every rank starts from the first one's parameters and buffers, as in DDP: the first that has the same part."""
+    """Broadcast parameters and buffers, as DDP does, from the first rank that has the same part of the model."""
     for name, param in model.named_parameters():
         layout = specs[name].layout
+        # Ranks along `tensor` hold different slices, or else copies, which must become equal too.
         axes = [layout.everyone] if layout.joined else [layout.everyone, layout.tensor]
         _spread(local_tensor(param), [group_named(axis.group) for axis in axes if not axis.alone])
     for buffer in model.buffers():
@@ -56,7 +56,7 @@ def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.Pro
 def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
     if not has_memory(tensor):
         return
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().contiguous()  # collectives take no strided tensors
     for group in groups:
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
     if whole.data_ptr() != tensor.data_ptr():
@@ -64,34 +64,31 @@ def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
 
 
 def _view_alone(rows: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which starts at its first element and ends with its last.
+    """Return the same memory as a storage of its own, from the first element of ``rows`` to their last.
 
-    A DTensor whose shard starts in the middle of a storage has a data pointer that is not null; torch (2.13) takes it
-    for an ordinary tensor then, and ``torch.save`` and ``copy.deepcopy`` fail on the storage it does not have. And a
-    shard in a file would bring the whole resident weight with it.
+    torch 2.13 takes a DTensor whose shard starts inside a storage (its data pointer is not null) for an ordinary
+    tensor; ``torch.save`` and ``copy.deepcopy`` then fail. And a saved shard would carry the whole resident weight.
     """
     if not rows.numel():
         return rows.clone()
     if not has_memory(rows):
         return rows.detach()
-    # As bytes: DLPack does not know every dtype.
+    # DLPack does not know every dtype, so the rows pass through it as bytes.
     return torch.from_dlpack(rows.reshape(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
 
 
 def _cut(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of these rows in memory of its own; without values of those on the meta device."""
+    """Return a copy of these rows in memory of its own; rows on the meta device give memory without values."""
     return torch.empty_like(rows, dtype=dtype, device=device) if rows.is_meta else rows.to(dtype, copy=True)
 
 
 def _split(
     param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, role: Role, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
-    """The parameter users see from now on, and what is resident of the weight beside it.
-
-    One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
-    """
+    """Return the sharded parameter, and the resident weight (or this rank's part of it), None without one. A parameter
+    on the meta device gets memory on ``device`` for this rank's part, without values."""
     layout, dtype = spec.layout, decode_dtype(spec.dtype)
-    whole = local_tensor(param).detach().contiguous()  # all that this rank's model has
+    whole = local_tensor(param).detach().contiguous()  # under tensor or expert parallelism, this rank's part
     if param.is_meta and not layout.gathered:
         whole = torch.empty_like(whole, device=device)
     if mesh is None:
@@ -105,7 +102,7 @@ def _split(
     else:
         rows, first = layout.local_rows, 0
         compute = decode_dtype(spec.compute_dtype)
-        # Where dtypes agree the shard is a view of the resident weight, which costs nothing on this rank's rows then.
+        # Where dtypes agree the shard is a view of the resident weight, so this rank's rows are stored once.
         shared = layout.resident and spec.compute_dtype == spec.dtype
         if layout.replicated_weight:
             resident = whole.to(compute)
@@ -131,7 +128,7 @@ def _split(
 
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter of these values; attributes users put on ``param`` (use_muon, tags of other libraries) stay on it."""
+    """Make a parameter of these values; attributes that users set on ``param`` (use_muon, library tags) stay on it."""
     make: Callable[..., nn.Parameter] = sharded_parameter if isinstance(values, DTensor) else nn.Parameter
     new = make(values, requires_grad=param.requires_grad)
     vars(new).update(user_attributes(param))
@@ -150,21 +147,11 @@ def shard_model(
     provider: StateProvider,
     spread: ExpertPlan | None = None,
 ) -> list[ShardedParam]:
-    """Shard every parameter of ``model`` in place and put markers in front of it.
+    """Shard every parameter of ``model`` in place, put markers in front of it, and return the sharded parameters.
 
-    Args:
-        model: the module; all its parameters on one device, or on the meta device.
-        assignments: algorithm per parameter name.
-        config: resolved configuration.
-        mesh: the ranks by axis, None for one process.
-        roles: of each parameter, by name.
-        ledger: that the parameters belong to.
-        hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
-        device: of the shards.
-        provider: of states that are not resident.
-        spread: of experts over ranks, to be done once everything is known to fit.
-    Returns:
-        One sharded parameter each, in ``named_parameters()`` order.
+    Parameters are all on one device, or all on the meta device; the result is in ``named_parameters()`` order.
+    ``hypers``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``provider`` keeps states that are not resident.
+    ``spread`` moves experts to their ranks once all ranks agree.
     """
     named = dict(model.named_parameters())
     costs = costs_for(config.machine, device.type)
@@ -173,6 +160,7 @@ def shard_model(
     if mesh is not None:
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
+            # Every check that one rank may fail comes ahead of the first change of the model.
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
             provider.reserve(specs, owners)
             if spread is not None:
@@ -182,7 +170,7 @@ def shard_model(
     else:
         provider.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}
-    told = set[str]()
+    warned_names = set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
@@ -190,12 +178,12 @@ def shard_model(
             provider.keep_master(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
         new, resident = _split(param, spec, mesh, roles[name], device)
         if isinstance(new, ShardedParameter):
-            new.origin = (name, told)
+            new.origin = (name, warned_names)
             if mesh is not None:
                 new.averaging = mesh.gradient_placements(roles[name]), spec.layout.divisor
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
-        own_momentum = spec.muon is not None and spec.muon.resident_momentum
-        momentum = torch.zeros_like(local, dtype=dtype) if own_momentum else local.new_empty(0, dtype=dtype)
+        resident_momentum = spec.muon is not None and spec.muon.resident_momentum
+        momentum = torch.zeros_like(local, dtype=dtype) if resident_momentum else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
             name, new, spec, momentum, hypers[name], resident, ledger, group, roles[name].placed,
@@ -210,12 +198,8 @@ def shard_model(
 
 
 def _drop_gradients(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told.
-
-    Args:
-        sharded_params: by the parameter from before.
-    """
-    if names := [sharded.name for before, sharded in sharded_params.items() if before.grad is not None]:
+    """Drop gradients of a backward before sharding, with a warning; each rank's are of its own batch."""
+    if names := [sharded.name for original, sharded in sharded_params.items() if original.grad is not None]:
         for sharded in sharded_params.values():
             sharded.param.grad = None
         warn_user(f"gradients of {listed(names)} from a backward before MuonZero are dropped; run backward after it")

@@ -1,4 +1,4 @@
-"""What compile_muon can shard and orthogonalize; everything else is refused by name before anything is changed."""
+"""Checks of what compile_muon can shard and orthogonalize; the rest is refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,8 @@ _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = False) -> None:
-    """Refuse a model that cannot be trained; nothing is changed.
-
-    Args:
-        meta: whether parameters without memory are all right, because they will be given some.
-        dtensors: whether DTensors are, because :func:`compile_muon.model.roles.roles_of` has looked at them.
-    Raises:
-        UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
-    """
+    """Refuse a model that cannot be trained; nothing is changed. ``meta`` allows parameters without memory, which will
+    get some; ``dtensors`` allows DTensors, which :func:`compile_muon.model.roles.roles_of` has checked."""
     check_modules(model)
     if torch.is_inference_mode_enabled():
         raise UnsupportedModelError(
@@ -40,26 +34,22 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
         _check_parameter(name, param, meta=meta, dtensors=dtensors)
     if meta and not all(param.is_meta for param in parameters.values()):
         real = next(name for name, param in parameters.items() if not param.is_meta)
-        lost = next(name for name, param in parameters.items() if param.is_meta)
+        empty = next(name for name, param in parameters.items() if param.is_meta)
         raise UnsupportedModelError(
-            f"{real}: has memory, and {lost} is on the meta device; build all of the model under torch.device('meta')"
+            f"{real}: has memory, and {empty} is on the meta device; build all of the model under torch.device('meta')"
         )
     _check_overlaps(parameters)
 
 
 def check_is_module(model: object) -> None:
-    """Refuse what other optimizers are given: parameters, groups of them, several modules.
-
-    Raises:
-        UnsupportedModelError: with the call that is right.
-    """
+    """Refuse the arguments of other optimizers (parameters, groups of them, several modules), naming the right call."""
     if isinstance(model, nn.Module):
         return
     kind = f"is a {type(model).__name__}"
     call = "pass the module itself: MuonZero(model, lr=0.02), or initialize(model, config)"
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UnsupportedModelError(f"model: is the class {model.__name__}; make one: MuonZero({model.__name__}(...))")
-    # What is in it says more than what it is; a generator has lost its first one, and nobody goes on with it.
+    # The first element tells what was meant. next() consumes it of a generator, but this function raises anyway.
     first: Any = model
     if isinstance(model, Iterable) and not isinstance(model, (str, bytes, torch.Tensor)):
         first = next(iter(model.values() if isinstance(model, Mapping) else model), None)
@@ -78,14 +68,14 @@ def check_is_module(model: object) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """The part of :func:`check_supported` that asks for no parameter."""
+    """Check modules alone, the part of :func:`check_supported` that needs no parameter."""
     check_is_module(model)
     wrappers = wrapper_types()
     for name, module in model.named_modules():
         where = name or "model"
         for sharded in sharded_params_of(module).values():
             if not sharded.ledger.stepped and not sharded.distributed:
-                continue  # of a copied module, whole
+                continue  # belongs to a copied module, whose parameters are whole
             raise UnsupportedModelError(
                 f"{sharded.name}: is sharded by a MuonZero already; go on with that optimizer, or take a whole and "
                 "plain copy.deepcopy(model) inside `with compile_muon.full_parameters(model):` and shard the copy"
@@ -116,7 +106,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def wrapper_types() -> tuple[type, ...]:
-    """Modules that are data-parallel by themselves: DataParallel, DDP, FSDP and FSDP2."""
+    """Return the classes of modules that are data-parallel by themselves: DataParallel, DDP, FSDP and FSDP2."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     return nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule
@@ -151,11 +141,7 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bo
 
 
 def check_trainable(name: str, param: nn.Parameter) -> None:
-    """Raise if a parameter requires a gradient in a dtype that has no optimizer.
-
-    Raises:
-        UnsupportedModelError: naming it.
-    """
+    """Raise UnsupportedModelError if a parameter requires a gradient in a dtype that no optimizer takes."""
     if param.requires_grad and param.dtype not in _TRAINABLE_DTYPES:
         raise UnsupportedModelError(
             f"{name}: is trained in {param.dtype}; train it in float32 or bfloat16, or set requires_grad=False"
@@ -167,11 +153,11 @@ def _is_dtensor(param: nn.Parameter) -> bool:
 
 
 def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters over the same memory would be untied by sharding, without a sound."""
-    local = {name: local_tensor(param) for name, param in parameters.items()}
+    """Raise if two parameters share memory: sharding would untie them silently."""
+    local_tensors = {name: local_tensor(param) for name, param in parameters.items()}
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in local.items()
+        for name, p in local_tensors.items()
         if p.numel() and p.is_contiguous() and has_memory(p)  # strided ones may interleave without sharing an element
     )
     for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):

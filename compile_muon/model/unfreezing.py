@@ -1,4 +1,4 @@
-"""Parameters that were frozen when the model was sharded and are trained from now on: by what, and in which group."""
+"""Unfreezing: parameters that were frozen at sharding and train from now on: their method and group."""
 
 from __future__ import annotations
 
@@ -28,39 +28,30 @@ __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 def group_of(
     param_group: Mapping[str, Any], model: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> tuple[GroupConfig, list[str]]:
-    """What was given to ``add_param_group``, and the names of its parameters.
-
-    Args:
-        groups: that there are.
-    Raises:
-        ConfigError: a tensor is none of the model's, or needs no gradient; a rate is none; the name is taken.
-        ValueError: a parameter is in another group.
-    """
-    taken = [group["name"] for group in groups]
-    name = str(param_group.get("name", f"added_{len(taken)}"))
-    if name in taken:
+    """Return the group given to ``add_param_group``, and the names of its parameters; ``groups``: the existing ones."""
+    taken_names = [group["name"] for group in groups]
+    name = str(param_group.get("name", f"added_{len(taken_names)}"))
+    if name in taken_names:
         raise config_error("add_param_group.name", name, "is the name of another group", "leave it out")
-    given: Any = named_groups([{**param_group, "name": name}], model)
-    (own,) = check_groups("add_param_group", given)
+    named_group: Any = named_groups([{**param_group, "name": name}], model)
+    (new_group,) = check_groups("add_param_group", named_group)
     named = dict(model.named_parameters())
-    members = own.members(named)
-    trained = {id(param) for group in groups for param in group["params"]}
-    if twice := [name for name in members if id(named[name]) in trained]:
-        raise ValueError(f"some parameters appear in more than one parameter group: {listed(twice)}")
+    members = new_group.members(named)
+    trained_ids = {id(param) for group in groups for param in group["params"]}
+    if duplicates := [name for name in members if id(named[name]) in trained_ids]:
+        raise ValueError(f"some parameters appear in more than one parameter group: {listed(duplicates)}")
     if frozen := [name for name in members if not named[name].requires_grad]:
         raise config_error("add_param_group", listed(frozen), "needs no gradient", "set requires_grad_(True) first")
-    return replace(own, complete=False), members
+    return replace(new_group, complete=False), members
 
 
 def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | None) -> None:
-    """Compare with the other ranks what is unfrozen; collective.
-
-    Raises:
-        UnsupportedModelError: it differs, or has a dtype that cannot be trained; on all ranks.
-    """
-    if found := compare({"names": [sharded.name for sharded in sharded_params]}, group):
-        said = by_rank([listed(names) for names in found["names"]])
-        raise UnsupportedModelError(f"parameters were unfrozen otherwise: {said}; set requires_grad alike on all ranks")
+    """Raise on all ranks if they unfreeze other parameters, or some of a dtype that cannot be trained; collective."""
+    if differences := compare({"names": [sharded.name for sharded in sharded_params]}, group):
+        names_by_rank = by_rank([listed(names) for names in differences["names"]])
+        raise UnsupportedModelError(
+            f"parameters were unfrozen otherwise: {names_by_rank}; set requires_grad alike on all ranks"
+        )
     for sharded in sharded_params:
         check_trainable(sharded.name, sharded.param)
 
@@ -68,14 +59,8 @@ def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | 
 def plan_unfrozen(
     model: nn.Module, config: Config, names: Sequence[str], own: GroupConfig | None, *, partial: bool
 ) -> tuple[dict[str, Assignment], list[Group]]:
-    """By what these parameters are trained, and the groups that they are in, without the others in those.
-
-    Args:
-        own: their group, in place of the configuration's.
-        partial: whether the model is a part of another.
-    Raises:
-        ConfigError: a rate, method or view that does not fit them.
-    """
+    """Return the assignments of these parameters, and their groups with no other members. ``own``: a group for them in
+    place of the configuration's; ``partial``: the model is one stage of a pipeline."""
     if own is not None:
         config = replace(config, groups=(own,))
     assignments, groups = plan(config, model, partial=partial)
@@ -90,15 +75,11 @@ def take_up(
     hyper: Tensor,
     like: ShardedParam | None,
 ) -> None:
-    """Train these, of one group, from now on; they are laid out as they were, in the dtype they were in.
-
-    Args:
-        hyper: of another group.
-        like: another of their group, where they join one.
-    """
+    """Train these parameters of one group from now on, in their present layout and dtype. ``hyper``: the tensor of any
+    group, for its device; ``like``: another parameter of their group, where they join one."""
     algorithm = assignments[sharded_params[0].name].algorithm
-    own = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
+    hyper_and_rates = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
     for sharded in sharded_params:
         muon = muon_spec(assignments[sharded.name], config, hyper.device, sharded.spec.layout)
-        sharded.take_up(replace(sharded.spec, muon=muon), *own)
+        sharded.take_up(replace(sharded.spec, muon=muon), *hyper_and_rates)
     deal_owners(sharded_params)

@@ -1,4 +1,4 @@
-"""What of a parameter is orthogonalized by itself: as users say, or as the model's modules do."""
+"""Views: parts of a parameter that are orthogonalized one by one, as users say or as the model's modules imply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMEDY = "write some of split, heads, groups and dim: docs/how-to/methods.md"
 
 
 class _Said(NamedTuple):
-    """A view that is asked for; none, where its parameter stays whole for a reason."""
+    """A requested view and its reason; ``value`` is None for a parameter that stays whole for that reason."""
 
     field: str
     value: Mapping[str, Any] | None
@@ -31,37 +31,31 @@ class _Said(NamedTuple):
 
 
 def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> dict[str, Assignment]:
-    """The assignments, with the views of matrices in them.
-
-    ``param.muon_view`` wins over ``muon_views``, which wins over what ``per_head_muon`` and ``split_fused`` read in the
-    model.
-
-    Raises:
-        ConfigError: a view that does not fit its parameter, or is not of a matrix; a pattern that matches none.
-    """
+    """Return the assignments with the views of matrices in them. ``param.muon_view`` wins over ``muon_views``, and that
+    over the views that ``per_head_muon`` and ``split_fused`` read from the model."""
     named, mistakes = dict(model.named_parameters()), Mistakes()
-    said = dict(_of_modules(config, model)) | dict(_of_patterns(config, assignments, mistakes))
+    requests = dict(_of_modules(config, model)) | dict(_of_patterns(config, assignments, mistakes))
     for name, param in named.items():
-        if (own := getattr(param, "muon_view", None)) is not None:
-            said[name] = _Said(f"{name}.muon_view", own, "param.muon_view")
-    found = dict(assignments)
-    for name, given in said.items():
+        if (attribute := getattr(param, "muon_view", None)) is not None:
+            requests[name] = _Said(f"{name}.muon_view", attribute, "param.muon_view")
+    result = dict(assignments)
+    for name, request in requests.items():
         assignment = assignments[name]
         if assignment.matrix is None:
-            if given.reason.startswith("param") and assignment.algorithm != "frozen":
+            if request.reason.startswith("param") and assignment.algorithm != "frozen":
                 problem = f"is for matrices, and {assignment.algorithm} trains {name} ({assignment.reason})"
-                mistakes.add(config_error(given.field, dict(given.value or {}), problem, "leave it out"))
+                mistakes.add(config_error(request.field, dict(request.value or {}), problem, "leave it out"))
             continue
-        if given.value is None and given.field != f"{name}.muon_view":
-            found[name] = replace(assignment, reason=f"{assignment.reason}, {given.reason}")
+        if request.value is None and request.field != f"{name}.muon_view":
+            result[name] = replace(assignment, reason=f"{assignment.reason}, {request.reason}")
             continue
         with mistakes.collected():
-            view = _checked(name, given, tuple(named[name].shape))
+            view = _checked(name, request, tuple(named[name].shape))
             if view.count > 1:
-                reason = f"{assignment.reason}, as {view.count} matrices ({given.reason})"
-                found[name] = replace(assignment, view=view, reason=reason)
+                reason = f"{assignment.reason}, as {view.count} matrices ({request.reason})"
+                result[name] = replace(assignment, view=view, reason=reason)
     mistakes.raise_all()
-    return found
+    return result
 
 
 def _checked(name: str, given: _Said, shape: tuple[int, ...]) -> View:
@@ -90,40 +84,40 @@ def _of_patterns(
             yield name, _Said(f"muon_views[{pattern}]", dict(view), f"muon_views {pattern!r}")
 
 
-# ------------------------------------------------------------------------------------------- what modules are known by
+# ------------------------------------------------------------------------------------------- names of projections
 
-#: last part of a projection's name, by whose heads it has
+#: last parts of names of projections, by the heads in their rows
 _QUERIES = ("q_proj", "query", "q_lin", "q", "wq", "to_q")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "k", "v", "wk", "wv", "to_k", "to_v")
-#: fused ones: q, k and v one behind the other, and taking turns by key head
+#: fused projections: q, k and v one behind the other, and interleaved by key head
 _FUSED = ("qkv_proj", "Wqkv", "qkv")
 _INTERLEAVED = ("query_key_value",)
 _GATED = ("gate_up_proj", "gate_up", "w12")
-#: whose parts nothing is known of: multi-head latent attention, and GPTBigCode
+#: left whole, since their parts are not known: multi-head latent attention, and GPTBigCode
 _WHOLE = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "c_attn")
 
 
 def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]:
     if not (config.per_head_muon or config.split_fused):
         return
-    verified: dict[tuple[Any, ...], bool] = {}  # layers are alike
+    verified: dict[tuple[Any, ...], bool] = {}  # running a module is slow, and layers are alike
     for name, module in model.named_modules():
         attention = _Heads.of(module, model)
         for child, inner in module.named_children():
             weight = getattr(inner, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.ndim == 2:
                 transposed = type(inner).__name__ == "Conv1D"  # Hugging Face's, which keeps [in, out]
-                known = "qkv_proj" if transposed and child == "c_attn" else child
+                projection = "qkv_proj" if transposed and child == "c_attn" else child
                 rows = weight.shape[1 if transposed else 0]
-                view = _known(config, known, attention, rows)
-                field, said = f"{name}.{child}.weight".lstrip("."), child in _WHOLE
+                view = _known(config, projection, attention, rows)
+                field, left_whole = f"{name}.{child}.weight".lstrip("."), child in _WHOLE
                 if view is not None and "split" in view:
                     key = (*_facts(module), child, rows, *map(str, view.items()))
                     if key not in verified:
                         verified[key] = _is_cut_so(model, name, child, view, rows)
                     if not verified[key]:
-                        view, said = None, True
-                if view is None and said:
+                        view, left_whole = None, True
+                if view is None and left_whole:
                     yield field, _Said(field, None, "left whole: its parts are not known")
                 if view is not None:
                     reason = "per_head_muon" if "heads" in view else "split_fused"
@@ -138,15 +132,17 @@ def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that take their projections apart alike: their class, and the plain values they hold."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str, tuple))}
+    """Return a key that is equal for modules which split their projections alike: their class and plain attributes."""
+    attributes = {
+        name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str, tuple))
+    }
     return type(module), *(
-        f"{name} {value!r}" for name, value in plain.items() if name not in ("layer_idx", "layer_id")
+        f"{name} {value!r}" for name, value in attributes.items() if name not in ("layer_idx", "layer_id")
     )
 
 
 def _is_cut_so(model: nn.Module, path: str, child: str, view: Mapping[str, Any], rows: int) -> bool:
-    """Whether the module takes its fused projection apart as ``view`` says."""
+    """Return whether the module splits its fused projection as ``view`` says, by running it (`fused.py`)."""
     split, groups = view["split"], view.get("groups", 1)
     if child in _GATED:
         return halves_meet(model, path, child, rows)
@@ -161,7 +157,7 @@ def _is_cut_so(model: nn.Module, path: str, child: str, view: Mapping[str, Any],
 
 
 class _Heads(NamedTuple):
-    """Of an attention module."""
+    """Counts of query and key heads of an attention module, and the size of a head."""
 
     queries: int
     keys: int
@@ -169,7 +165,7 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, model: nn.Module) -> _Heads | None:
-        """As the module says, or the configuration it was built from."""
+        """Read the heads from the module, or from the configuration it was built from; None if not all are there."""
         config = getattr(module, "config", None) or getattr(model, "config", None)
 
         def read(*names: str) -> int | None:
@@ -190,7 +186,7 @@ class _Heads(NamedTuple):
 
 
 def _known(config: Config, child: str, heads: _Heads | None, rows: int) -> dict[str, Any] | None:
-    """The view of a projection of this name with so many rows; None where nothing is known of it."""
+    """Return the view of a projection of this name with ``rows`` rows; None where its parts are not known."""
     if child in _GATED and config.split_fused and rows % 2 == 0:
         return {"split": [rows // 2] * 2}
     if heads is None:

@@ -1,8 +1,8 @@
 """Optimizer state that is not resident: in host memory, in a file, or in fewer bits.
 
-``layout`` says which, and which of it is provided together, ``store`` keeps it, ``device_buffers`` has a few buckets of
-it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and ``state`` provides
-it to graphs and steps.
+``layout`` decides which states are offloaded and how buckets group them, ``store`` keeps buckets in memory or a file,
+``device_buffers`` holds a few of them on the device, ``codecs`` converts momenta to fewer bits, ``transaction`` rolls a
+step back where a disk fails, and ``state`` provides states to graphs and steps.
 """
 
 from compile_muon.offload.layout import keeps_momentum_alone, with_fetches

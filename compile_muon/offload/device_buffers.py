@@ -1,4 +1,4 @@
-"""The pool of buffers in which a device works on buckets: a few of them at a time, copied on streams of their own."""
+"""Device buffers: a pool in which the device works on a few buckets at a time, copied on streams of its own."""
 
 from __future__ import annotations
 
@@ -13,38 +13,27 @@ from compile_muon.offload.store import Bucket, Slot, Store
 
 __all__ = ["DeviceBuffers", "ReadAhead"]
 
-#: of a bucket, how often it has been opened in a step; of none, the beginning
+#: a bucket, and how often the step has opened it; (None, 0) is the beginning of a step
 _Visit = tuple[Bucket | None, int]
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """Device memory of one bucket.
+    """Device memory of one bucket."""
 
-    Args:
-        memory: bytes.
-        bucket: what is in it or on its way into it.
-        arrived: once it is there.
-        free: once nobody reads or copies from it.
-    """
-
-    memory: Tensor
-    bucket: Bucket | None = None
-    arrived: torch.Event | None = None
-    free: torch.Event | None = None
-    used: int = 0
+    memory: Tensor  # bytes
+    bucket: Bucket | None = None  # in it, or on its way into it
+    arrived: torch.Event | None = None  # on the copy stream, once the bucket is there
+    free: torch.Event | None = None  # once nothing reads or copies from it
+    used: int = 0  # clock of the latest use, for eviction
 
 
 class DeviceBuffers:
-    """Where work on buckets is done, of whatever store: the one pool of buffers on the device.
+    """The pool of buffers on the device, for ``count`` buckets of all stores.
 
-    Args:
-        placed: each store, its buckets, and the device that computes with them. Of memory that it sees itself, nothing
-            is copied: where that is a buffer between it and a disk, the disk waits for the work that was queued on it.
-        count: how many buckets it holds.
-        real: False for fake tensors, which have no streams.
-    Attributes:
-        stores: all of them; ``on_disk`` whether a disk has a part in it.
+    ``placed``: each store, its buckets, and the device that computes with them. Nothing is copied of a store in that
+    device's own memory; where this memory is a buffer of a file, the disk waits for the work queued on it. ``real`` is
+    False for fake tensors, which have no streams.
     """
 
     def __init__(
@@ -68,15 +57,15 @@ class DeviceBuffers:
         self._clock = 0
 
     def in_file(self, bucket: Bucket) -> bool:
-        """Whether it is in one."""
+        """Return whether a bucket is in a file."""
         return self._store_of[bucket].folder is not None
 
     def current(self, slot: Slot) -> Tensor:
-        """See :meth:`~compile_muon.offload.store.Store.current`."""
+        """Return the stored tensor of a slot, see :meth:`~compile_muon.offload.store.Store.current`."""
         return self._keeper[slot].current(slot)
 
     def start(self, bucket: Bucket) -> bool:
-        """It will be asked for soon; whether there is room for it."""
+        """Begin to read a bucket that will be opened soon; return whether there is room for it."""
         if self.in_file(bucket) or not self._has(bucket):
             return self._store_of[bucket].start(bucket)
         if all(buffer.bucket in self._in_use for buffer in self._buffers):
@@ -85,11 +74,7 @@ class DeviceBuffers:
         return True
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots on the device, by those that they are rows of; call :meth:`close` or :meth:`leave` behind the work.
-
-        Raises:
-            OffloadError: it cannot be read.
-        """
+        """Return a bucket's slots on the device, by their whole slots, until :meth:`leave` or :meth:`close`."""
         store = self._store_of[bucket]
         if bucket not in self._copied:
             return store.open(bucket)
@@ -104,14 +89,14 @@ class DeviceBuffers:
         return found
 
     def leave(self, bucket: Bucket) -> None:
-        """It was only read."""
+        """End the work on a bucket that was only read."""
         self._in_use.pop(bucket, None)
         self._store_of[bucket].leave(bucket, self._worked(bucket))
         if self._has(bucket):
             self._buffer_of(bucket).free = torch.accelerator.current_stream().record_event()
 
     def close(self, bucket: Bucket) -> None:
-        """It was written to: keep it."""
+        """End the work on a bucket that was written to, and copy it back to its store."""
         store = self._store_of[bucket]
         if bucket not in self._copied:
             store.close(bucket, self._worked(bucket))
@@ -122,32 +107,29 @@ class DeviceBuffers:
                 tensor.copy_(found[slot])
             return
         buffer = self._buffer_of(bucket)
+        # The copy to the host comes behind the device's work on the bucket.
         self._out.wait_event(torch.accelerator.current_stream().record_event())
         with self._out:
             for slot, tensor in host.items():
                 tensor.copy_(found[slot], non_blocking=True)
             written = self._out.record_event()
         buffer.free = self._written[bucket] = written
-        buffer.bucket = None  # in a file it is not current yet
+        buffer.bucket = None  # read again from the store: a file's new generation is current only after the commit
         store.close(bucket, written.synchronize)
 
     def commit(self, buckets: Collection[Bucket]) -> None:
-        """What these were closed with is current from now on."""
+        """Make the contents with which these buckets were closed current."""
         for store in self.stores:
             store.commit(buckets)
 
     def finish(self) -> None:
-        """Return once all that was closed is kept.
-
-        Raises:
-            OffloadError: some of it could not be written.
-        """
+        """Wait until every closed bucket is stored; raise OffloadError if one could not be written."""
         for store in self.stores:
             store.finish()
 
     def forget(self, bucket: Bucket | None = None) -> None:
-        """Someone writes to what is kept of this one: nobody works on it now, and what was read of it ahead is old.
-        Of all, and what is in use too, where it is None: they are others now, or a step is given up."""
+        """Drop what was read ahead of a bucket, because its stored tensors will be written to; nobody works on it. None
+        drops all buckets, those in use too: their contents were replaced, or a step is given up."""
         self.settle()
         if bucket is None:
             self._in_use.clear()
@@ -158,27 +140,27 @@ class DeviceBuffers:
                 buffer.bucket = None
 
     def settle(self) -> None:
-        """Wait until host memory has what was closed."""
+        """Wait until the copies of closed buckets to host memory are done."""
         written, self._written = self._written, {}
         for event in written.values():
             event.synchronize()
 
     def _has(self, bucket: Bucket) -> bool:
-        """Whether it takes turns in the buffers here."""
+        """Return whether a bucket takes turns in the buffers of this pool."""
         return bool(self._buffers) and bucket in self._copied
 
     def _buffer_of(self, bucket: Bucket) -> _Buffer:
         return next(buffer for buffer in self._buffers if buffer.bucket is bucket)
 
     def _worked(self, bucket: Bucket) -> Callable[[], object] | None:
-        """Returns when the device has done what is queued, where it works in a buffer of the store's."""
+        """Return a function that waits for the device's queued work, where it works in a buffer of the file store."""
         own_buffer = bucket not in self._users or bucket in self._copied
         if own_buffer or not self.in_file(bucket):
             return None
         return torch.accelerator.current_stream().record_event().synchronize
 
     def _lift(self, bucket: Bucket) -> _Buffer:
-        """Begin to copy it, over what was used longest ago."""
+        """Begin to copy a bucket to the device, over the bucket used longest ago; return its buffer."""
         self._clock += 1
         for buffer in self._buffers:
             if buffer.bucket is bucket:
@@ -187,9 +169,9 @@ class DeviceBuffers:
         buffer = min((each for each in self._buffers if each.bucket not in self._in_use), key=lambda each: each.used)
         store = self._store_of[bucket]
         host = store.open(bucket)
-        if buffer.free is not None:
+        if buffer.free is not None:  # the device may still work on the bucket that is evicted
             self._in.wait_event(buffer.free)
-        if (written := self._written.get(bucket)) is not None:
+        if (written := self._written.get(bucket)) is not None:  # its own copy to the host may still be under way
             self._in.wait_event(written)
         buffer.bucket, buffer.used = bucket, self._clock
         with self._in:
@@ -197,28 +179,23 @@ class DeviceBuffers:
                 view.copy_(host[slot], non_blocking=True)
             buffer.arrived = self._in.record_event()
         if self.in_file(bucket):
-            buffer.arrived.synchronize()  # the store's buffer is for others now
+            buffer.arrived.synchronize()  # leave() lets the store reuse the host buffer that the copy reads
             store.leave(bucket)
         return buffer
 
 
 class ReadAhead:
-    """Opens buckets, and begins to read what was opened behind them the last time.
-
-    Args:
-        buffers: that it reads into.
-        count: how many buckets are in them or on their way.
-    """
+    """Opens buckets, and reads ahead in the order of the step before; ``count``: buckets in buffers or on their way."""
 
     def __init__(self, buffers: DeviceBuffers, count: int) -> None:
         self._buffers, self._count = buffers, count
-        # What was opened behind it, the last time, each by how often it had been in the step; behind None, first.
+        # The visit that followed each visit, the last time.
         self._followed: dict[_Visit, _Visit] = {}
         self._visits: Counter[Bucket | None] = Counter()
         self._last: _Visit = None, 0
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots; what is opened behind what is remembered."""
+        """Open a bucket, and remember it as the successor of the one opened before."""
         if bucket is not self._last[0]:
             self._visits[bucket] += 1
             before, self._last = self._last, (bucket, self._visits[bucket])
@@ -226,7 +203,7 @@ class ReadAhead:
         return self._buffers.open(bucket)
 
     def go(self) -> None:
-        """Begin to read what came behind the last in a step before, as far as there is room beside that."""
+        """Begin to read the buckets that followed the latest one in a step before, as far as there is room."""
         visit = self._last
         for _ in range(self._count - (visit[0] is not None)):
             if (following := self._followed.get(visit)) is None:
@@ -236,7 +213,7 @@ class ReadAhead:
                 break
 
     def next_step(self) -> None:
-        """What the next step reads is current from now on."""
+        """Begin a new step: its first bucket to be read is current by now."""
         self._followed.pop(self._last, None)
         self._visits.clear()
         self._last = None, 0

@@ -17,32 +17,22 @@ __all__ = ["HostStep"]
 
 
 class _Coming(NamedTuple):
-    """What is on its way to the host for one bucket.
+    """The tensors of one bucket on their way to the host."""
 
-    Args:
-        rows: of each parameter, by name.
-        found_inf: whether the step writes nothing (``[]``, not 0 if so); None if the host knows that it does.
-        arrived: once all of it is there; None where nothing travels.
-    """
-
-    rows: dict[ShardedParam, dict[str, Tensor]]
-    found_inf: Tensor | None = None
-    arrived: torch.Event | None = None
+    rows: dict[ShardedParam, dict[str, Tensor]]  # by name: the gradient, and the weight unless the host has a master
+    found_inf: Tensor | None = None  # [], not 0 if the step writes nothing; None if the host knows that it writes
+    arrived: torch.Event | None = None  # once all of it is on the host; None if nothing is copied
 
 
 class HostStep:
-    """A step that the host computes: gradients and weights of one optimizer between its device and pinned host memory,
-    on streams of their own.
+    """A step that the host computes, with gradients and weights copied on streams between ``device`` and pinned memory.
 
-    Args:
-        device: that has them. Where it is the host itself, nothing travels.
-        real: False for fake tensors, which have no streams, and none of which is skipped.
-    Attributes:
-        arrivals: what comes of the next bucket, by parameter, while the one behind it is on its way; it ends where the
-            step writes nothing. It waits for that to arrive, and with the first for the device, which is then done with
-            the gradients.
+    Where ``device`` is the host itself nothing is copied. ``real`` is False for fake tensors, which have no streams,
+    and whose steps are never skipped.
     """
 
+    #: Rows of the next bucket, by parameter, while the copy of the one behind it is under way; ends in a skipped step.
+    #: Each item waits for its copy; the first waits for the device, which is then done with the gradients.
     arrivals: Iterator[dict[ShardedParam, dict[str, Tensor]]]
 
     def __init__(self, device: torch.device, *, real: bool) -> None:
@@ -51,11 +41,9 @@ class HostStep:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
 
     def begin(self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None) -> None:
-        """Gradients of the first bucket, which are final, and weights without a master on the host set out.
+        """Begin to copy the first bucket's gradients, which are final, and weights that have no master on the host.
 
-        Args:
-            buckets: parameters whose gradients travel together.
-            found_inf: 1.0 on the device for a step that writes nothing: then nothing is given.
+        ``buckets``: parameters whose gradients are copied together; ``found_inf``: 1.0 for a step that writes nothing.
         """
         self.follow()
         self.arrivals = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
@@ -74,16 +62,16 @@ class HostStep:
             yield here.rows
 
     def follow(self) -> None:
-        """What is on the device's stream now is done before anything else travels."""
+        """Order all later copies behind the work that is on the device's current stream."""
         if self._streams:
             self._behind = torch.accelerator.current_stream().record_event()
 
     def back(self, sharded_params: Sequence[ShardedParam], rows: Sequence[Mapping[str, Tensor]]) -> None:
-        """Parameters become what the host has made of them."""
+        """Copy the weights that the host has computed into the parameters."""
         if not self._streams:
             for sharded, row in zip(sharded_params, rows, strict=True):
                 local = sharded.local.detach()
-                if not local.is_set_to(weight := weight_of(sharded, row)):
+                if not local.is_set_to(weight := weight_of(sharded, row)):  # on a CPU the step may write in place
                     local.copy_(weight)
             return
         self._in.wait_event(self._behind)
@@ -106,19 +94,19 @@ class HostStep:
             rows = {a: {name: _pinned(tensor) for name, tensor in row.items()} for a, row in tensors.items()}
             flag = None if found_inf is None else _pinned(found_inf)
             arrived = self._out.record_event()
-        # Whoever takes the memory of gradients next comes behind.
+        # Later work of this stream may reuse the gradients' memory once they are freed, so it waits for the copy.
         torch.accelerator.current_stream().wait_event(arrived)
         return _Coming(rows, flag, arrived)
 
 
 def _pinned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """On its way into host memory; PyTorch keeps that until no stream copies from it or to it any more, and then gives
-    it again, mapped as it is."""
+    """Begin a copy into pinned host memory. PyTorch's pinned allocator reuses a block, still mapped, only when no
+    stream copies from it or to it any more."""
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu", pin_memory=True).copy_(
         tensor, non_blocking=True
     )
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of host memory, in this dtype."""
+    """Return a host tensor in this dtype."""
     return tensor if tensor.dtype == dtype else _pinned(tensor, dtype)

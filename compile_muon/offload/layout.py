@@ -1,4 +1,4 @@
-"""Which states are kept where, and which are provided together: parameters, slots, chunks and their buckets."""
+"""The layout of offloaded state: which states are kept where, and the slots, chunks and buckets that provide them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ __all__ = ["Chunk", "OffloadLayout", "check_master", "keeps_momentum_alone", "of
 def offloaded_names(
     config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module
 ) -> frozenset[str]:
-    """Parameters whose states are offloaded, the same on every rank.
+    """Return the parameters whose states are offloaded, the same on every rank.
 
-    Where ``ratio`` keeps a part resident: a moment travels in and out once a step, a momentum in once
-    more, so moments save more bytes for each that travels; of equals the largest go.
-
-    Raises:
-        ConfigError: AdamW's step is to be on the host, and none of its moments is there.
+    A ``ratio`` below 1 keeps a part resident: a moment is copied in and out once a step, a momentum in once more, so
+    moments are offloaded first, which save more bytes for each that is copied; of equals the largest first.
     """
     offload = config.zero.offload
     if offload is None:
@@ -69,7 +66,7 @@ def offloaded_names(
 def with_fetches(
     config: Config, assignments: Mapping[str, Assignment], offloaded: frozenset[str]
 ) -> dict[str, Assignment]:
-    """The assignments, with those noted whose momentum graphs must fetch, or whose master weight is offloaded."""
+    """Return the assignments with ``fetched`` (graphs fetch the momentum) and ``master_offloaded`` set."""
     compressed, offload = config.muon.momentum_dtype is not None, config.zero.offload
     moved, masters = (False, False) if offload is None else (offload.momentum, offload.masters)
     return {
@@ -84,7 +81,7 @@ def with_fetches(
     }
 
 
-#: which buckets of a chunk are asked for; of momenta that were moved already, not that
+#: the buckets of a chunk that each request reads; without the momentum's where a fetch has moved it already
 _ASKED = {
     StateRequest.STATES: ("momentum", "states"),
     StateRequest.STATES_MASTERS_READ: ("momentum", "states", "masters"),
@@ -96,37 +93,31 @@ _ASKED = {
 
 @dataclass(eq=False)
 class Chunk:
-    """Parameters whose state is provided together, a bucket for each use of it: by graphs, ahead of weights, with them.
+    """A chunk: parameters, or rows of one, whose states are provided together, in a bucket for each use."""
 
-    Args:
-        on_host: whether the host computes their step.
-        rows: of the one parameter that it has state of, where the others are in other chunks.
-        last: whether no further rows follow.
-        buckets: by use, "momentum", "states" and "masters"; of which there is none, none.
-    """
-
-    on_host: bool = False
-    rows: range | None = None
-    last: bool = True
+    on_host: bool = False  # the host computes their step
+    rows: range | None = None  # of its only parameter, whose other rows are in other chunks; None for whole parameters
+    last: bool = True  # no further rows follow
     names: list[str] = field(default_factory=list)
+    # By use: "momentum" is read by graphs, "states" ahead of weights, "masters" with them; unused ones are left out.
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
     @property
     def first(self) -> bool:
-        """Whether it has the first rows."""
+        """Whether the chunk has its parameter's first rows."""
         return not self.rows or self.rows.start == 0
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor like the parameter."""
+        """Return the chunk's rows of a tensor shaped like the parameter."""
         return tensor if self.rows is None else tensor.narrow(0, self.rows.start, len(self.rows))
 
     def asked_for(self, what: StateRequest, *, moved: bool) -> list[Bucket]:
-        """Which buckets are asked for."""
+        """Return the buckets that request ``what`` reads; ``moved``: the momentum was moved when it was fetched."""
         uses = [use for use in _ASKED[what] if use in self.buckets and not (moved and use == "momentum")]
         return [self.buckets[use] for use in uses]
 
     def fill(self, kept: Mapping[str, Mapping[str, Slot]]) -> None:
-        """Make the buckets of its parameters."""
+        """Make the buckets from the slots of its parameters, by name of parameter and state."""
         slots = [slot for name in self.names for slot in kept[name].values()]
         if self.rows is not None:
             slots = [slot.rows(self.rows.start, len(self.rows)) for slot in slots]
@@ -136,21 +127,11 @@ class Chunk:
 
 
 class OffloadLayout:
-    """The states of all parameters, in the order in which they are provided.
+    """The offloaded states of all parameters, in the order in which they are provided.
 
-    Args:
-        groups: those of the optimizer. A bucket is provided once in a step, so it holds state of one group.
-        specs: of all parameters, by name.
-        offloaded: names of those whose states are offloaded.
-        owners: of the matrices of those that keep states at owners, by name.
-        offload: None where momenta are kept in fewer bits and nothing is offloaded.
-        codec: of the momenta that graphs fetch.
-
-    Attributes:
-        kept: what of each parameter is offloaded, by name; of none, nothing.
-        chunks: all of them; ``chunks_of`` each parameter, by name.
-        on_host: the buckets that the host computes with.
-        here, there: those that stay on the device, and the others.
+    ``groups``: of the optimizer; a bucket is provided once in a step, so it holds state of one group. ``owners``: of
+    the matrices of parameters with states at owners. ``offload`` is None where momenta are stored in fewer bits and
+    nothing is offloaded. ``codec``: of the momenta that graphs fetch.
     """
 
     def __init__(
@@ -163,6 +144,7 @@ class OffloadLayout:
         codec: Codec,
     ) -> None:
         self._owners, self._codec, self._offload = owners, codec, offload or OffloadConfig()
+        # Slots by names of parameter and state; parameters that have none are left out.
         self.kept = {
             name: own
             for each in groups
@@ -183,16 +165,17 @@ class OffloadLayout:
         uses = [each for chunk in self.chunks for each in chunk.buckets.items()]
         momenta = [bucket for use, bucket in uses if use == "momentum"]
         others = [bucket for use, bucket in uses if use != "momentum"]
+        # Buckets that stay on the device (compressed, not offloaded), and the others.
         self.here = momenta if offload is None or not offload.momentum else []
         self.there = others if self.here else [*momenta, *others]
 
     @property
     def together(self) -> int:
-        """How many buckets may be provided at a time: all of a chunk."""
+        """Buckets that may be provided at a time: at least all of one chunk."""
         return max([self._offload.buffer_count, *(len(chunk.buckets) for chunk in self.chunks)])
 
     def fetched(self, name: str) -> list[Bucket]:
-        """What has the momentum of a parameter, where that is not on the device."""
+        """Return the buckets with the momentum of a parameter that are not on the device."""
         found = [chunk.buckets.get("momentum") for chunk in self.chunks_of.get(name, [])]
         return [bucket for bucket in found if bucket is not None and bucket not in self.here]
 
@@ -210,7 +193,7 @@ class OffloadLayout:
                 blocks = -(-columns // self._codec.block)
                 keep(SCALE, row_state_shape(spec, shape, blocks), torch.float32, "momentum")
         for state in method.states if offloaded else ():
-            if state.each == "element":  # what there is a number a row of is not worth the way
+            if state.each == "element":  # a state of one number a row is too small to offload
                 keep(state.name, shape, dtype, "states", state.label)
             elif state.at_owner:
                 own = state_shape(spec, state, owned(spec, self._owners[name]))
@@ -231,7 +214,7 @@ class OffloadLayout:
                 chunks += [Chunk(rows=rows, last=rows is cut[-1], names=[name]) for rows in cut]
                 room = 0
                 continue
-            # A momentum is fetched, and to a file written, by itself: two exchanges may have parts of a larger bucket.
+            # A momentum has a bucket alone: two exchanges may each fetch, and write to a file, a part of a larger one.
             if size > room or not chunks or any(slot.use == "momentum" for slot in slots):
                 chunks.append(Chunk(on_host))
                 room = max(largest, size)
@@ -240,7 +223,7 @@ class OffloadLayout:
         return chunks
 
     def _by_rows(self, name: str, method: Method) -> bool:
-        """Whether all that is kept of a parameter may be provided some rows after the other."""
+        """Return whether all offloaded states of a parameter can be provided some rows at a time."""
         if isinstance(method, MatrixMethod):
             return keeps_momentum_alone(method) and self._codec.by_rows and MASTER not in self.kept[name]
         states = {state.name for state in method.states if state.each == "element"}
@@ -248,11 +231,7 @@ class OffloadLayout:
 
 
 def check_master(name: str, spec: ParamSpec, config: Config) -> None:
-    """Raise what forbids to keep only a rounded copy of this parameter, whose gradient then has its dtype.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Raise ConfigError if a parameter cannot be a rounded copy alone, with a gradient of that lower dtype."""
     remedy = "leave masters out, so that gradients are float32"
     if spec.reduce_dtype != spec.dtype:
         problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
@@ -266,14 +245,15 @@ def check_master(name: str, spec: ParamSpec, config: Config) -> None:
 
 
 def keeps_momentum_alone(method: MatrixMethod) -> bool:
-    """Whether it keeps nothing but a momentum, which moves element by element."""
+    """Return whether a method's only state is a momentum, moved element by element."""
     return not method.states and method.advance is None and method.after is None
 
 
 def _cut(slots: Sequence[Slot], nbytes: int) -> list[range]:
-    """Rows of these tensors of one shape, so that no part of all has more bytes, if it can be; none where one has all.
+    """Return ranges of rows, of at most ``nbytes`` in all tensors (of one shape) together, or a page; [] if one has
+    all.
 
-    Parts begin with a page in each tensor, as requests past a page cache do.
+    Ranges begin at a page boundary in each tensor, as O_DIRECT requests must.
     """
     count, *inner = slots[0].shape or (0,)
     widths = [math.prod(inner) * slot.dtype.itemsize for slot in slots]

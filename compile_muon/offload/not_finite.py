@@ -1,4 +1,4 @@
-"""Which states that are offloaded are not finite, as known since they were written or fetched."""
+"""Flags of offloaded states that are not finite, computed when they are written or fetched."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ __all__ = ["NotFinite"]
 
 
 class NotFinite:
-    """Flags of states, ``[]`` on the device, not 0 of those with a number that is not finite.
-
-    Args:
-        labels: what errors call the states of each parameter, by the names of both.
-        device: that computes.
-    """
+    """Flags of offloaded states: ``[]`` tensors on ``device``, not 0 if a state has a number that is not finite.
+    ``labels``: the name of each state in errors, by names of parameter and state."""
 
     def __init__(self, labels: Mapping[str, Mapping[str, str]], device: torch.device) -> None:
         self._labels, self._device = labels, device
         self._wrong: dict[tuple[str, str], Tensor] = {}
-        self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and its flag since
+        self._moved: dict[str, tuple[int, Tensor]] = {}  # number of the fetch that moved a momentum, and its flag
 
     def look(self, own: Sequence[ShardedParam], provided: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
-        """Note which of these states are not finite.
-
-        Args:
-            more: whether these are further rows.
-        """
+        """Note which of these states are not finite; ``more``: they are further rows of states seen before."""
         by_label: dict[str, dict[ShardedParam, Tensor]] = {}
         for sharded, views in zip(own, provided, strict=True):
             for name, label in self._labels[sharded.name].items():
@@ -46,11 +38,11 @@ class NotFinite:
                 self._wrong[sharded.name, label] = flag if known is None else torch.maximum(known, flag)
 
     def moved(self, sharded: ShardedParam, flag: Tensor) -> None:
-        """A momentum was moved when it was fetched; whether to keep it is not known yet."""
+        """Note the flag of a momentum that was moved when it was fetched; the step decides whether to keep it."""
         self._moved[sharded.name] = sharded.fetches, flag
 
     def kept(self, fetches: Mapping[ShardedParam, int]) -> list[ShardedParam]:
-        """Those whose momentum of this fetch was moved, and is kept."""
+        """Return the parameters whose momentum was moved by exactly this fetch, and count their flags from now on."""
         found = []
         for sharded, number in fetches.items():
             made, flag = self._moved.get(sharded.name, (-1, None))
@@ -61,13 +53,13 @@ class NotFinite:
         return found
 
     def of(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """The flag of one state; None if it is not offloaded."""
+        """Return the flag of one state; None if it is not offloaded."""
         if label not in self._labels.get(sharded.name, {}).values():
             return None
         found = self._wrong.get((sharded.name, label))
         return torch.zeros((), device=self._device) if found is None else found
 
     def clear(self) -> None:
-        """States are others now, or a step is given up."""
+        """Drop all flags: the states were replaced, or a step is given up."""
         self._wrong.clear()
         self._moved.clear()

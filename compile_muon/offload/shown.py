@@ -1,6 +1,6 @@
-"""What is offloaded, where users and checkpoints look for it: in the optimizer's state, which they may write to.
+"""Offloaded state as users and checkpoints see it: entries of the optimizer's state, which they may write to.
 
-Parameters that they may write to as well are rounded copies of master weights, where these are offloaded.
+With offloaded master weights the parameters, which users may write to as well, are rounded copies of these.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ __all__ = ["Shown"]
 
 
 class Shown:
-    """The states of an optimizer that are offloaded.
-
-    Args:
-        optimizer: that has them.
-        sharded_params: of the parameters.
-        layout, buffers: of the states.
-        device: that computes.
-    """
+    """The offloaded states in ``optimizer.state``; ``device`` computes the steps."""
 
     def __init__(
         self,
@@ -46,13 +39,13 @@ class Shown:
     ) -> None:
         self._optimizer, self._layout, self._buffers, self._device = optimizer, layout, buffers, device
         self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in sharded_params}
-        # Edits of the parameter when it was last rounded to its master weight; -1: as given, or filled since.
+        # `edits_of` the parameter when it was last rounded to its master weight; -1 before the first.
         self._rounded_at = {sharded: -1 for sharded in self._tensors if sharded.spec.master}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Master weights of parameters that were edited become these, where they are not rounded to them."""
+        """Write parameters that were edited into their master weights, where these do not round to them."""
         for sharded, rounded_at in self._rounded_at.items():
             if edits_of(sharded.param) == rounded_at:
                 continue
@@ -64,14 +57,14 @@ class Shown:
             self._rounded_at[sharded] = edits_of(sharded.param)
 
     def show(self) -> None:
-        """What is kept stands there."""
-        for sharded, found in self._tensors.items():
+        """Put the stored tensors into the optimizer's state."""
+        for sharded, shown_states in self._tensors.items():
             for name, slot in self._layout.kept[sharded.name].items():
                 tensor = self._buffers.current(slot)
-                if name not in found or local_tensor(found[name]) is not tensor:
-                    found[name] = self._state(sharded, name, tensor)
+                if name not in shown_states or local_tensor(shown_states[name]) is not tensor:
+                    shown_states[name] = self._state(sharded, name, tensor)
             slots = self._optimizer.state[sharded.param]
-            slots.update(found)
+            slots.update(shown_states)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
                 self._optimizer.state[sharded.param] = _Settled(self._buffers.settle, slots)
         self.seen()
@@ -85,41 +78,40 @@ class Shown:
         return as_state(sharded, tensor, "element" if tensor.shape == sharded.local.shape else "row", mesh)
 
     def take_back(self) -> bool:
-        """Write what users put there, as they may, to what is kept; whether there was any."""
-        moved = False
-        for sharded, shown in self._tensors.items():
+        """Copy tensors that users put in place of the shown ones into the stored ones; return whether any were."""
+        changed = False
+        for sharded, shown_states in self._tensors.items():
             slots = self._optimizer.state[sharded.param]
-            found = {**slots}
-            for name, tensor in shown.items():
-                if found.get(name) is tensor:
+            states = {**slots}
+            for name, tensor in shown_states.items():
+                if states.get(name) is tensor:
                     continue
                 self._buffers.settle()
-                # What was taken out begins anew, a master weight as what its parameter is.
+                # A deleted state begins at zero, a deleted master weight at its parameter's values.
                 anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
-                local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
+                local_tensor(tensor).copy_(local_tensor(states.get(name, anew)))
                 slots[name] = tensor
-                moved = True
-        return moved
+                changed = True
+        return changed
 
     def seen(self) -> None:
-        """What was written there until now is known of, and parameters are rounded to their masters as they are."""
+        """Count all edits until now as known, and parameters as rounded to their masters."""
         self._seen = self._edits()
         self._rounded_at = {sharded: edits_of(sharded.param) for sharded in self._rounded_at}
 
     @property
     def edited(self) -> bool:
-        """Whether someone wrote to it since."""
+        """Whether a shown tensor was written to since :meth:`seen`."""
         return self._edits() != self._seen
 
     def _edits(self) -> list[int]:
+        # `_version` is torch's private edit counter, which autograd checks saved tensors by.
         return [local_tensor(tensor)._version for shown in self._tensors.values() for tensor in shown.values()]
 
 
 class _Settled(dict[str, Tensor]):
-    """The states of one parameter, which a GPU may still be copying to the host: whoever reads one waits for that.
-
-    A copy of it, as in ``{**slots}``, is of the tensors as they are.
-    """
+    """The states of one parameter; reads wait until copies from the GPU to host memory have ended. ``{**slots}`` copies
+    the dict without waiting."""
 
     def __init__(self, settle: Callable[[], None], slots: Mapping[str, Tensor]) -> None:
         super().__init__(slots)

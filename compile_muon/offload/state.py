@@ -1,4 +1,4 @@
-"""The states of one optimizer that are not resident: provided by the bucket, and taken back."""
+"""Offloaded and compressed states of one optimizer: provided by the bucket, and taken back."""
 
 from __future__ import annotations
 
@@ -40,28 +40,12 @@ _HOST = torch.device("cpu")
 
 
 class OffloadedStates(StateProvider, Extension):
-    """State of one rank that is somewhere else, or kept in fewer bits.
-
-    Args:
-        groups: those of the optimizer.
-        config: says where state is.
-        assignments, model: of the parameters.
-        group: all ranks of the optimizer; ``compares`` whether they are there.
-        device: that computes.
-    Raises:
-        ConfigError: AdamW's step is to be on the host, and none of its moments is there.
-
-    Attributes:
-        offloaded_names: of the parameters whose states are offloaded.
-        layout: of the states; from :meth:`reserve` on.
-        moved: whose momentum the step under way need not move, since it was when it was fetched.
-        provided: of what is not on the device, what the latest of :meth:`provide` is made of, and what of that is only
-            read.
-    """
+    """The states of one rank that are offloaded, or stored in fewer bits. ``group``: all ranks of the optimizer;
+    ``compares``: whether they exist (False in a plan); ``device`` computes."""
 
     all_resident = False
     unrecorded = "states are not resident"
-    layout: OffloadLayout
+    layout: OffloadLayout  # set by `reserve`
 
     def __init__(
         self,
@@ -79,22 +63,18 @@ class OffloadedStates(StateProvider, Extension):
         self.offloaded_names = offloaded_names(config, groups, assignments, model)
         fakes = [each for each in map(local_tensor, model.parameters()) if isinstance(each, FakeTensor)]
         self._fake = fakes[0].fake_mode if fakes else nullcontext()
-        self._real = compares if group is not None else not fakes  # neither a disk nor another rank is in a plan
+        self._real = compares if group is not None else not fakes  # a plan has neither disks nor other ranks
         self._buffers = DeviceBuffers((), count=0, real=self._real)
         self._flags = NotFinite({}, device)
         self._step = Transaction(group if self._real else None, device, self._forget)
-        self.moved = frozenset[ShardedParam]()
+        self.moved = frozenset[ShardedParam]()  # the step need not move their momenta: a fetch has
+        # Buckets off the device of the latest item of `provide`, and those of them that are only read.
         self.provided: tuple[list[Bucket], list[Bucket]] = [], []
         self._sharded_params: dict[str, ShardedParam] = {}
         self._optimizer: Optimizer
 
     def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`.
-
-        Raises:
-            ConfigError: of a parameter no rounded copy can be kept alone.
-            OffloadError: the disk of a rank has no room; on every rank.
-        """
+        """Make room for the states; an OffloadError of one rank's disk is raised on every rank."""
         config, device = self._config, self._device
         offload = config.zero.offload or OffloadConfig()
         for name, spec in specs.items():
@@ -128,11 +108,11 @@ class OffloadedStates(StateProvider, Extension):
         self.bytes_in_buffers = min(layout.together, len(sizes)) * max(sizes, default=0)
 
     def keep_master(self, name: str, master: Tensor) -> None:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        """Store the initial master weight."""
         self._buffers.current(self.layout.kept[name][MASTER]).copy_(master)
 
     def attach(self, engine: Engine) -> None:
-        """Belong to these parameters, and show their states in the optimizer's."""
+        """Take the engine's parameters, and show their states in the optimizer's."""
         super().attach(engine)
         self._optimizer = engine.step.optimizer
         own = [each for each in engine.step.sharded_params.values() if each.name in self.layout.kept]
@@ -144,10 +124,10 @@ class OffloadedStates(StateProvider, Extension):
     # ------------------------------------------------------------------ graphs
 
     def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum to ``out``, and begin to read what was fetched behind it the last time.
+        """Write the momentum to ``out``, and begin to read the bucket that was fetched behind it the last time.
 
-        In a file it is moved toward the gradient then and there, and written where the next generation is: a step that
-        uses the direction keeps that, and need not read it again.
+        A momentum in a file is moved toward the gradient here and written to the file's next generation, which a step
+        that uses the direction commits.
         """
         wrong: list[Tensor] = []
         method = method_of_matrix(sharded)
@@ -158,7 +138,7 @@ class OffloadedStates(StateProvider, Extension):
             parts = self._parts(sharded, self._ahead.open(bucket))
             momentum = self._codec.decode(parts, out.dtype)
             chunk.part(out).copy_(momentum)
-            # What a method of its own makes of a momentum may depend on the direction.
+            # A method's own `advance` may need the direction, which is not made yet.
             if self._buffers.in_file(bucket) and method.advance is None:
                 advance(method, [momentum], [chunk.part(grad)], [], {"momentum": sharded.factor})
                 self._codec.encode(momentum, parts, sharded.name, sharded.ledger.status.step)
@@ -172,7 +152,7 @@ class OffloadedStates(StateProvider, Extension):
         return out
 
     def _parts(self, sharded: ShardedParam, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
-        """What the momentum of a parameter is kept in, as far as it is in ``held``."""
+        """Return the tensors that store a parameter's momentum, as far as they are in ``held``."""
         slots = self.layout.kept[sharded.name]
         return {name: held[slot] for name, slot in slots.items() if slot.use == "momentum" and slot in held}
 
@@ -181,7 +161,7 @@ class OffloadedStates(StateProvider, Extension):
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`; by the bucket."""
+        """Provide states by the bucket."""
         self.provided = [], []
         if resident := [sharded for sharded in sharded_params if sharded.name not in self.layout.kept]:
             self._note(resident, what)
@@ -211,12 +191,12 @@ class OffloadedStates(StateProvider, Extension):
             self.provided = there, [bucket for bucket in there if bucket in read_only]
             yield own, provided
             if chunk.on_host:
-                if self._buffers.on_disk:  # what was noted is of before
+                if self._buffers.on_disk:  # back() overwrites weights whose copies `_note` has only begun
                     self._host.follow()
                 self._host.back(own, provided)
             for sharded, views in zip(own, provided, strict=True):
                 slots = self._optimizer.state[sharded.param]
-                if chunk.last:  # what was provided and has no bucket is the optimizer's again
+                if chunk.last:  # resident states go back to the optimizer, as new tensors perhaps
                     own_names = slots.keys() - self.layout.kept[sharded.name].keys()
                     slots.update({name: tensor for name, tensor in views.items() if name in own_names})
                 if parts := self._parts(sharded, held):
@@ -230,8 +210,8 @@ class OffloadedStates(StateProvider, Extension):
                     self._step.written.append(bucket)
 
     def _note(self, sharded_params: Sequence[ShardedParam], what: StateRequest) -> None:
-        """Note what a step is about to write in place, if a disk can still fail it: who is given masters alone writes
-        no states, and who is given some to write moves parameters."""
+        """Copy what a step is about to write in place, if a disk can still fail the step. A request for masters alone
+        writes no states; a request for states that are written moves parameters too."""
         if not self._buffers.on_disk or what is StateRequest.MASTERS_READ:
             return
         for sharded in sharded_params:
@@ -243,15 +223,14 @@ class OffloadedStates(StateProvider, Extension):
             self._step.note(written)
 
     def _views(self, sharded: ShardedParam, held: Mapping[Slot, Tensor], chunk: Chunk) -> dict[str, Tensor]:
-        """The states of a parameter. What is kept beside its elements is where its step is computed, wherever a load
-        put it."""
+        """Return the states of a parameter by name; resident ones move to the device that computes the step."""
         kept, slots = self.layout.kept[sharded.name], self._optimizer.state[sharded.param]
         device = _HOST if chunk.on_host else self._device
         found = {name: tensor for name, tensor in {**slots}.items() if name not in kept}
         for name, tensor in found.items():
             if tensor.device.type != device.type:
                 slots[name] = found[name] = tensor.to(device)
-        if not chunk.last:  # what there is one of moves with the last rows
+        if not chunk.last:  # a scalar, such as `step`, advances once, with the last rows
             found = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in found.items()}
         found |= {name: held[slot] for name, slot in kept.items() if slot.use != "momentum" and slot in held}
         if parts := self._parts(sharded, held):
@@ -259,23 +238,19 @@ class OffloadedStates(StateProvider, Extension):
         return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        """Return the flag of a state, None if it is not offloaded."""
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:
-        """Which momenta are not finite. One that is resident is seen by its direction, all of which is NaN then."""
+        """Add which momenta are not finite. Resident ones need no flag: their direction is all NaN then."""
         found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
         if found:
             checks.add("momentum", list(found), torch.stack(list(found.values())))
 
     @contextmanager
     def writing(self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None) -> Iterator[Callable[[], None]]:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`.
-
-        Raises:
-            OffloadError: on every rank, if a disk of one failed.
-        """
-        # Where the device decides whether to write, no momentum has been moved for good.
+        """Enclose a step's writes in a transaction: an OffloadError of one rank's disk is raised on every rank."""
+        # With `found_inf` only the device knows whether the step writes, so momenta moved at a fetch are not kept.
         self.moved = frozenset(self._flags.kept(fetches if found_inf is None else {}))
         self._step.written = [bucket for sharded in self.moved for bucket in self.layout.fetched(sharded.name)]
         own = [[self._sharded_params[name] for name in chunk.names] for chunk in self.layout.chunks if chunk.on_host]
@@ -298,21 +273,21 @@ class OffloadedStates(StateProvider, Extension):
         self._ahead.next_step()
 
     def _forget(self) -> None:
-        """What is known of states is not so any more."""
+        """Drop buffers and flags: the stored states were replaced, or a step is given up."""
         self._buffers.forget()
         self._flags.clear()
 
-    # ------------------------------------------------------------------ what users see
+    # ------------------------------------------------------------------ states that users see
 
     def own(self) -> None:
-        """What users put into the optimizer's state, as they may, is kept; what they took out begins anew."""
+        """Store what users put into the optimizer's state; states that they deleted begin anew."""
         self._shown.follow()
         if self._shown.take_back() or self._shown.edited:
             self.loaded()
             self._shown.show()
 
     def loaded(self) -> None:
-        """Someone wrote to what is shown."""
+        """Take up values that were written to the shown tensors: masters, flags, and parameters rounded to masters."""
         self._forget()
         self._shown.follow()
         for chunk in self.layout.chunks:
@@ -329,13 +304,13 @@ class OffloadedStates(StateProvider, Extension):
         self._shown.seen()
 
     def _new_momenta(self) -> None:
-        """What was made of the momenta before is of no use any more."""
+        """Invalidate the directions that were made from the earlier momenta."""
         for sharded in self._sharded_params.values():
             if sharded.spec.muon is not None:
                 torch.autograd.graph.increment_version(sharded.momentum)
 
     def totals(self) -> Mapping[str, int]:
-        """Bytes read from a disk and written to one, where there is one."""
+        """Return the bytes read from a disk and written to one; empty without a disk."""
         stores = self._buffers.stores
         read, written = (sum(getattr(each, name) for each in stores) for name in ("bytes_read", "bytes_written"))
         return {"disk_bytes_read": read, "disk_bytes_written": written} if read or written else {}

@@ -1,8 +1,8 @@
-"""Where optimizer state is kept: in memory, or in a file of which a few buckets are in memory at a time.
+"""Stores of optimizer state: in memory, or in a file of which a few buckets are in memory at a time.
 
-In a file every slot has two places, generations. Readers read the current one. A step writes the other, which becomes
-current when all of the step is written: a step that fails half-way, in arithmetic or in a disk, leaves what it found.
-The file has no name: it goes when the process does, however that ends. What a run goes on from is a checkpoint.
+A file has two places, generations, for every slot. Readers read the current one. A step writes the other, which becomes
+current when all of the step is written: a step that fails half-way, in arithmetic or in a disk, leaves the current one
+intact. The file has no name: it goes when the process does, however that ends. Runs go on from checkpoints.
 """
 
 from __future__ import annotations
@@ -40,24 +40,15 @@ def _up(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class Slot:
-    """One tensor.
+    """A slot: one tensor of optimizer state on this rank."""
 
-    Args:
-        name: of it, for errors.
-        shape, dtype: of what this rank holds.
-        use: which of its parameter's buckets has it; see :class:`~compile_muon.offload.layout.Chunk`.
-        label: what errors call the state; empty where nobody asks whether it is finite.
-        whole: the tensor that these are rows of; itself where it is no part of another.
-        first: of these rows, in it.
-    """
-
-    name: str
+    name: str  # in errors
     shape: tuple[int, ...]
     dtype: torch.dtype
-    use: str = ""
-    label: str = ""
-    whole: Slot = None  # type: ignore[assignment]  # set below
-    first: int = 0
+    use: str = ""  # which of its parameter's buckets has it; see :class:`~compile_muon.offload.layout.Chunk`
+    label: str = ""  # of the state in errors; empty where nothing checks that it is finite
+    whole: Slot = None  # type: ignore[assignment]  # the slot these are rows of; itself by default, set below
+    first: int = 0  # index of these rows in `whole`
 
     def __post_init__(self) -> None:
         if self.whole is None:
@@ -65,16 +56,16 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Of one generation."""
+        """Bytes of one generation."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def begin(self) -> int:
-        """In bytes, in :attr:`whole`."""
+        """Offset in :attr:`whole`, in bytes."""
         return self.first * math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, first: int, count: int) -> Slot:
-        """Some of its rows, as a slot of their own."""
+        """Return some of its rows as a slot of their own."""
         return replace(self, shape=(count, *self.shape[1:]), whole=self, first=first)
 
 
@@ -86,11 +77,11 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """In memory: slots begin with a page."""
+        """Bytes in memory, where each slot begins at a page boundary."""
         return sum(_up(slot.nbytes) for slot in self.slots)
 
     def views(self, memory: Tensor) -> dict[Slot, Tensor]:
-        """The slots in ``memory``, which are bytes, by the tensors that they are rows of."""
+        """Return views of the slots in ``memory``, a tensor of bytes, by their whole slots."""
         found, begin = {}, 0
         for slot in self.slots:
             found[slot.whole] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
@@ -99,20 +90,11 @@ class Bucket:
 
 
 class Store:
-    """State in memory, on the parameters' device or pinned on the host: written in place, so most calls do nothing.
+    """State in memory, of the parameters' device or pinned on the host: written in place, so most calls do nothing."""
 
-    Args:
-        device: whose memory.
-        pin: for copies that a GPU makes by itself.
-    Attributes:
-        device: whose memory :meth:`open` gives.
-        folder: on the disk that has it; None in memory.
-        bytes_read, bytes_written: of a disk, so far.
-    """
-
-    device = torch.device("cpu")
-    folder: Path | None = None
-    bytes_read = bytes_written = 0
+    device = torch.device("cpu")  # of the tensors that :meth:`open` returns
+    folder: Path | None = None  # on the disk that has the file; None in memory
+    bytes_read = bytes_written = 0  # of a disk, so far
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
         self.device = device
@@ -123,95 +105,74 @@ class Store:
         }
 
     def start(self, bucket: Bucket) -> bool:
-        """It will be asked for soon; whether there is room for it."""
+        """Begin to read a bucket that will be opened soon; return whether there is room for it."""
         return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Its slots in host or device memory, by those that they are rows of, until :meth:`leave` or :meth:`close`.
+        """Return a bucket's slots in host or device memory, by their whole slots, until :meth:`leave` or :meth:`close`.
 
-        Args:
-            read: False for who writes all of it.
+        ``read`` is False for a caller that overwrites all of it.
+
         Raises:
-            OffloadError: it cannot be read.
+            OffloadError: the bucket cannot be read.
         """
         found = {slot.whole: self._tensors[slot.whole] for slot in bucket.slots}
         rows = {slot.whole: slot for slot in bucket.slots if slot is not slot.whole}
         return found | {whole: found[whole].narrow(0, slot.first, slot.shape[0]) for whole, slot in rows.items()}
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """What :meth:`open` gave was only read. ``ready`` returns when nobody reads it any more."""
+        """End the use of a bucket that was only read. ``ready`` returns when nothing reads its memory any more."""
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """What :meth:`open` gave was written to: keep it. ``ready`` returns when all of it is there."""
+        """Store a bucket that was written to. ``ready`` returns when its memory has the final values."""
 
     def finish(self) -> None:
-        """Return once all that was closed is kept.
-
-        Raises:
-            OffloadError: some of it could not be written.
-        """
+        """Wait until every closed bucket is stored; raise OffloadError if one could not be written."""
 
     def commit(self, buckets: Collection[Bucket]) -> None:
-        """What these were closed with, and is kept, is current from now on; what others were closed with is not."""
+        """Make the stored contents of these closed buckets current; other buckets keep their former contents."""
 
     def forget(self, bucket: Bucket | None = None) -> None:
-        """Someone writes to :meth:`current` of this bucket, which nobody works on: what was read of it ahead is old.
-        Of all where it is None, with what was closed since the last commit."""
+        """Drop what was read ahead of a bucket that nobody works on: its :meth:`current` tensors will be written to.
+        None drops all buckets, with the contents that were closed since the last commit."""
 
     def current(self, slot: Slot) -> Tensor:
-        """What is kept, in host memory or as mapped from a file, for whoever looks at all of it.
-
-        Args:
-            slot: a whole one. Where its rows are slots, a step writes all of them or none.
-        """
+        """Return the stored tensor of a whole slot, in host memory or mapped from the file, to read or write all of it.
+        A step writes all rows of a whole slot, or none, also where these are slots of their own."""
         return self._tensors[slot]
 
 
 @dataclass(eq=False)
 class _Held:
-    """A buffer, and what is in it or on its way into it or out of it.
+    """A buffer, and the bucket that is in it or on its way in or out."""
 
-    Args:
-        memory: its bytes.
-        bucket: what it holds of the current generation.
-        wrote: what was last written from it.
-        left: returns when nobody reads from it any more.
-        opened: whether somebody works on it.
-        ahead: whether it was read and not asked for yet.
-    """
-
-    memory: Tensor
-    bucket: Bucket | None = None
-    wrote: Bucket | None = None
+    memory: Tensor  # bytes
+    bucket: Bucket | None = None  # whose current generation is in the buffer
+    wrote: Bucket | None = None  # last written from the buffer
     reading: list[Future[int]] = field(default_factory=list)
     writing: list[Future[int]] = field(default_factory=list)
-    left: Callable[[], object] | None = None
-    used: int = 0
-    opened: bool = False
-    ahead: bool = False
+    left: Callable[[], object] | None = None  # returns when nothing reads from the buffer any more
+    used: int = 0  # clock of the latest use, for eviction
+    opened: bool = False  # a caller works on it
+    ahead: bool = False  # read, and not opened yet
 
     @property
     def busy(self) -> bool:
-        """Whether it is still being written from."""
+        """Whether writes from the buffer are still under way."""
         return not all(request.done() for request in self.writing)
 
     def drop_reads(self) -> None:
-        """Wait for what is on its way into it, which nobody wants."""
+        """Wait for reads into the buffer whose contents are no longer wanted."""
         for request in self.reading:
             request.exception()
         self.reading = []
 
 
 class FileStore(Store):
-    """In a file without a name.
+    """State in a file without a name, in ``folder``; a constructor that raises OffloadError leaves nothing behind.
 
-    Args:
-        folder: on the disk that is to hold it.
-        buckets: of slots; each slot in one. Rows of a larger one begin and end with a page, but for its last.
-        buffers: how many buckets may be in memory.
-        pin: for copies that a GPU makes by itself.
-    Raises:
-        OffloadError: the folder is not there, or the disk has no room for all of it; nothing is left behind then.
+    ``buckets``: each slot is in one; rows of a larger slot begin and end at a page boundary, except its last.
+    ``buffers``: buckets that may be in memory. ``pin``: buffers are pinned, for asynchronous copies to a GPU.
     """
 
     def __init__(
@@ -223,15 +184,15 @@ class FileStore(Store):
         self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
-        self._places: dict[Slot, tuple[int, int]] = {}  # bytes: in generation 0 of the file, and in the bucket
-        # One mapping: each keeps a descriptor, of which a process may have a thousand.
+        self._places: dict[Slot, tuple[int, int]] = {}  # offsets: in generation 0 of the file, and in the bucket
+        # One mapping for all slots: each mapping keeps a file descriptor open, and a process may have a thousand.
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         start_of = dict(zip(wholes, starts, strict=True))
         self._mapped = {
             slot: tuple(_viewed(memory[g * self.nbytes + start :], slot) for g in range(2))
             for slot, start in start_of.items()
         }
-        # Which is current; a step writes the other.
+        # The current generation of each whole slot.
         self._generation = dict.fromkeys(wholes, 0)
         for bucket in buckets:
             begin = 0
@@ -241,11 +202,11 @@ class FileStore(Store):
         largest = max([ALIGNED, *(bucket.nbytes for bucket in buckets)])
         self._held = [_Held(_buffer(largest, pin=pin)) for _ in range(min(buffers, len(buckets)))]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload")
-        self._lock = threading.RLock()  # backward runs on a thread of autograd's
+        self._lock = threading.RLock()  # fetches of a backward run on an autograd thread
         self._clock = 0
 
     def start(self, bucket: Bucket) -> bool:
-        """Begin to read it, over what was used longest ago; never over what was read and not asked for."""
+        """Begin to read a bucket, over the one used longest ago, never over one that was read and not opened yet."""
         with self._lock:
             if any(held.bucket is bucket for held in self._held):
                 return True
@@ -256,7 +217,7 @@ class FileStore(Store):
             return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Its slots in a buffer, once they are read."""
+        """Return a bucket's slots in a buffer, once they are read."""
         with self._lock:
             held = next((held for held in self._held if held.bucket is bucket), None)
             if held is None:
@@ -281,21 +242,21 @@ class FileStore(Store):
             held.reading = self._requests(self._read, held, bucket, False, held.left)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """Its buffer may be for another one."""
+        """Let the bucket's buffer be reused."""
         with self._lock:
             for held in self._held:
                 if held.bucket is bucket:
                     held.opened, held.left = False, ready
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """Write it to the other generation, from threads."""
+        """Write a bucket to the other generation, on threads."""
         with self._lock:
             for other in self._held:
-                if other.wrote is bucket:  # to the same place
+                if other.wrote is bucket:  # two writes to the same place must not overtake each other
                     self._finish(other)
             held = next(held for held in self._held if held.bucket is bucket)
             held.writing = self._requests(self._write, held, bucket, True, ready)
-            held.bucket, held.wrote, held.opened = None, bucket, False  # not what is current
+            held.bucket, held.wrote, held.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
         """Wait for the writes."""
@@ -304,16 +265,16 @@ class FileStore(Store):
                 self._finish(held)
 
     def commit(self, buckets: Collection[Bucket]) -> None:
-        """The generation that was written becomes current."""
+        """Make the written generation of these buckets current."""
         with self._lock:
             for whole in {slot.whole for bucket in buckets for slot in bucket.slots} & self._generation.keys():
                 self._generation[whole] ^= 1
             for held in self._held:
                 if held.bucket in buckets:
-                    held.bucket, held.ahead = None, False  # read before
+                    held.bucket, held.ahead = None, False  # has the former generation
 
     def forget(self, bucket: Bucket | None = None) -> None:
-        """What was read of it ahead; of all where it is None, with what was written, which never becomes current."""
+        """Drop what was read ahead of a bucket; of all, with what was written and not committed, where it is None."""
         with self._lock:
             for held in self._held:
                 if bucket is None:
@@ -325,13 +286,13 @@ class FileStore(Store):
                     held.bucket, held.ahead = None, False
 
     def current(self, slot: Slot) -> Tensor:
-        """As mapped from the file."""
+        """Return the slot as mapped from the file."""
         return self._mapped[slot][self._generation[slot]]
 
     # ------------------------------------------------------------------ buffers
 
     def _finish(self, held: _Held) -> None:
-        """Wait until it is written."""
+        """Wait until a buffer is written."""
         writing, held.writing = held.writing, []
         try:
             self.bytes_written += sum(request.result() for request in writing)
@@ -349,7 +310,7 @@ class FileStore(Store):
     # ------------------------------------------------------------------ the file
 
     def _read(self, memory: Tensor, place: int) -> int:
-        """From the file into a buffer; how many bytes it got, which may be fewer."""
+        """Read from offset ``place`` of the file into a buffer; return the bytes read, which may be fewer."""
         return os.preadv(self._file, [memory.numpy().data], place)
 
     def _write(self, memory: Tensor, place: int) -> int:
@@ -363,7 +324,8 @@ class FileStore(Store):
         other: bool,
         ready: Callable[[], object] | None,
     ) -> list[Future[int]]:
-        """Neighbours of the current generation, or of the other, in pieces, once ``ready`` returns."""
+        """Submit reads or writes of a bucket in pieces, neighbours in the file together, once ``ready`` returns.
+        ``other``: of the generation that is not current."""
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot in bucket.slots:
@@ -383,19 +345,19 @@ class FileStore(Store):
 
 
 def _buffer(nbytes: int, *, pin: bool) -> Tensor:
-    """Bytes that start with a page; pinned memory does as well."""
+    """Allocate bytes that begin at a page boundary, as pinned memory does too."""
     if pin:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
-    """The slot at the start of it."""
+    """Return the slot at the start of ``memory``."""
     return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
 
 
 def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, first: Future[Any] | None) -> int:
-    """Until all bytes are read or written: a call may do a part."""
+    """Repeat ``call`` until all bytes are read or written, since one call may transfer a part; return how many."""
     if first is not None:
         first.result()
     done = 0
@@ -408,7 +370,7 @@ def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, firs
 
 
 def _unnamed(folder: Path, nbytes: int) -> int:
-    """A file of that size without a name, all of it allocated."""
+    """Create a file of that size without a name, all of it allocated."""
     try:
         return unnamed_file(folder, nbytes)
     except OSError as error:
@@ -420,7 +382,7 @@ def _unnamed(folder: Path, nbytes: int) -> int:
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:
-    """Read and write it past the page cache, where the file system can."""
+    """Set O_DIRECT, to bypass the page cache, where the file system supports it."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,4 +1,4 @@
-"""What a step writes to states that are offloaded: on every rank all of it is kept, or nothing."""
+"""The transaction of a step over offloaded states: every rank keeps all of its writes, or none does."""
 
 from __future__ import annotations
 
@@ -17,36 +17,26 @@ __all__ = ["Transaction"]
 
 
 class Transaction:
-    """The step under way.
-
-    Args:
-        group: all ranks; None without others.
-        device: that computes.
-        forget: puts back what stores and buffers had.
-
-    Attributes:
-        written: buckets that the step has closed.
-    """
+    """The step under way; ``group``: all ranks, None without others; ``forget`` rolls stores and buffers back."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, forget: Callable[[], None]) -> None:
         self._group, self._device, self._forget = group, device, forget
-        self.written: list[Bucket] = []
+        self.written: list[Bucket] = []  # buckets that the step has closed
         self._undone: list[tuple[Tensor, Tensor]] = []
-        self._told: OffloadError | None = None  # what all ranks have heard of
+        self._told: OffloadError | None = None  # raised on all ranks already
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Copy to the host what the step is about to write in place."""
+        """Copy tensors that the step is about to write in place to the host, to restore them from."""
         for tensor in tensors:
             copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
     @contextmanager
     def agreeing(self, what: str, *, meets: bool = True) -> Iterator[None]:
-        """Raise on all ranks what a disk of one failed in the block, once all is as it was.
+        """Raise on all ranks if a disk of one failed inside the block, after rolling back; collective at its end.
 
-        Args:
-            what: a rank says of another.
-            meets: False where there is no disk, and nothing to hear of.
+        ``what`` follows the ranks' names in the message on the others. ``meets`` is False without a disk: nothing can
+        fail, and ranks do not meet.
         """
         failure: OffloadError | None = None
         try:
@@ -72,12 +62,12 @@ class Transaction:
         raise self._told
 
     def end(self) -> None:
-        """All is kept: there is nothing to go back to."""
+        """Forget the copies: all writes are kept."""
         self.written = []
         self._undone.clear()
 
     def _undo(self) -> None:
-        """All is as it was ahead of the step."""
+        """Restore everything to its state before the step."""
         self._forget()
         for tensor, before in reversed(self._undone):
             tensor.copy_(before)

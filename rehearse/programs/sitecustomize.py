@@ -1,6 +1,6 @@
-"""For programs that are rehearsed as they are: on Python's path, it makes up the numbers that they compare.
+"""On Python's path of unchanged programs that are rehearsed, this module makes up the numbers that they compare.
 
-Modules are changed when they are imported: a rehearsed program has no line for it.
+Modules are patched when they are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripted import script  # noqa: E402
 
 
 def _attention(module: Any) -> None:
-    """cuDNN is the real one, which finds no device."""
+    """Turn off cuDNN, which is NVIDIA's and finds no device."""
     import torch
 
     module.enable_cudnn_sdp(False)
@@ -31,7 +31,7 @@ def _checks(module: Any) -> None:
 
 
 def _right(module: Any) -> None:
-    """Every product is right, and takes its time."""
+    """Make every product right, and every timing 1 ms."""
     import triton
 
     module.worst_block = lambda result, exact: 0.0
@@ -45,7 +45,7 @@ def _right(module: Any) -> None:
 
 
 def _trusted(module: Any) -> None:
-    """What copies and averages is right too."""
+    """Make copies and averages right too."""
 
     def trusting(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda x: (make(x)[0], lambda result: None)
