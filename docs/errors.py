@@ -22,7 +22,21 @@ PAGE = ROOT / "docs" / "reference" / "messages.md"
 FOLDERS = {"compile_muon": "compile_muon", "passes": "compile_muon.passes", "kernels": "compile_muon.kernels"}
 WARNING = "warning"
 GAP = "…"
-WIDTH = 150
+WIDTH = 72
+#: parts of the package, and the page that tells about what they do; longer names come first
+ABOUT = {
+    "extensions.pipeline": "how-to/pipeline", "extensions.qk_clip": "how-to/methods",
+    "integrations.accelerate": "how-to/accelerate", "integrations.context_parallel": "how-to/sequence",
+    "integrations.lightning": "how-to/lightning", "integrations.torchtitan": "how-to/torchtitan",
+    "model.views": "how-to/methods", "passes.dynamo.logits": "how-to/methods", "passes.methods": "how-to/methods",
+    "weights.adapters": "how-to/peft",
+    "agreement": "reference/reliability", "checkpoint": "how-to/checkpoints", "config": "reference/configuration",
+    "engine": "why/ledger", "experts": "how-to/meshes", "extensions": "how-to/write-an-extension",
+    "files": "how-to/checkpoints", "integrations": "how-to/transformers", "kernels": "reference/kernels",
+    "mesh": "how-to/meshes", "model": "reference/limits", "offload": "how-to/offload", "optimizer": "reference/api",
+    "passes": "how-to/write-a-pass", "planning": "how-to/planning", "sequence": "how-to/sequence",
+    "weights": "how-to/weights", "": "start/troubleshooting",
+}  # fmt: skip
 _MOST = 6  # forms of a message
 
 #: no message of their own: they end a function, or are caught where they are raised
@@ -309,18 +323,25 @@ def page() -> str:
     lines = [
         "# Messages",
         "",
-        "What does an error or a warning say, and who says it?",
+        "What does an error or a warning say, and which page tells more?",
         "",
         f"{len({message.text for message in found})} messages, in the order of their first fixed words; … stands for "
-        "names, values and long ends. Search for some words of yours. Settings have the names that you wrote: `lr` "
+        "names, values and what follows. Search for some words of yours. Settings have the names that you wrote: `lr` "
         "here is `optimizer.params.lr` in an error about a config. `python docs/errors.py` makes this page from the "
         "sources. By symptom: [troubleshooting](../start/troubleshooting.md).",
     ]
     for letter, group in itertools.groupby(found, key=lambda message: _words(message.text)[0].upper()):
-        lines += ["", f"## {letter}", "", "| message | kind | made by |", "|---|---|---|"]
-        rows = dict.fromkeys((_cut(m.text), m.kind, m.module.removeprefix("compile_muon.")) for m in group)
-        lines += [f"| {_code(text)} | {kind} | `{module}` |" for text, kind, module in rows]
+        lines += ["", f"## {letter}", "", "| message | kind | more |", "|---|---|---|"]
+        rows = dict.fromkeys((_cut(m.text), m.kind, _about(m.module.removeprefix("compile_muon."))) for m in group)
+        lines += [f"| {_code(text)} | {kind} | {more} |" for text, kind, more in rows]
     return "\n".join(lines) + "\n"
+
+
+def _about(module: str) -> str:
+    """Return a link to the page about a part of the package."""
+    page = next(page for part, page in ABOUT.items() if not part or f"{module}.".startswith(f"{part}."))
+    folder, _, name = page.partition("/")
+    return f"[{name.replace('-', ' ')}]({'' if folder == 'reference' else f'../{folder}/'}{name}.md)"
 
 
 def _cut(text: str) -> str:
