@@ -345,7 +345,11 @@ def _about(module: str) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else text[:WIDTH].rpartition(" ")[0] + " " + GAP
+    """Return the first words, with no command in part."""
+    if len(text) <= WIDTH:
+        return text
+    first = text[:WIDTH].rpartition(" ")[0]
+    return f"{first if first.count('`') % 2 == 0 else first.rpartition('`')[0].rstrip()} {GAP}"
 
 
 def _code(text: str) -> str:
