@@ -67,9 +67,12 @@ def _check_momentum(field: str, value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Checked):
-    """A learning rate schedule; each subclass is one of DeepSpeed's, under its name."""
+    """A learning rate schedule; each subclass is one of DeepSpeed's, under its name.
 
-    #: DeepSpeed's key of both halves' rates (docs/reference/configuration.md#rates-in-a-schedule); "" if there is none
+    Attributes:
+        rate_key: both halves' rates (docs/reference/configuration.md#rates-in-a-schedule).
+    """
+
     rate_key: ClassVar[str] = ""
     low_key: ClassVar[str] = ""  #: field with both halves' lowest rates; "" if there is none
     rate_default: ClassVar[float | None] = None  #: DeepSpeed's default of rate_key; None keeps the optimizer's rates
