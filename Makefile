@@ -92,6 +92,7 @@ mutate: $(VENV)/.test
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
+	$(BIN)/python docs/words.py
 	$(MAKE) --no-print-directory types
 
 # mypy sees the package as it is installed, through links: compile_muon/ with passes/ and kernels/ inside it.
