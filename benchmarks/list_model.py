@@ -1,25 +1,35 @@
 """What the model of a launch expects of the 80 matrices of `train_step.py --preset 1b`, by part, and beside NCCL.
 
     python benchmarks/list_model.py [sm_90] [--processors 132]
+    python benchmarks/list_model.py --fit benchmarks/results/h200_lists.json --machine h200
 
 No GPU: times are those of kernels/gpu/model.py, whose numbers stand in tiles.json. Before: tiles on diagonals as wide
 as others, loops that are not flattened, a summand wherever a is added. Normalization is not in it.
+
+``--fit`` takes lists that `lists.py` timed back to back beside a product, and prints the constants of tiles.json at the
+clock of that minute: the rate is that of the product in float16, the default, and what lies between two tiles is what
+the lists took beside their loops, each at the rate of its own dtype. Two lists cannot tell flattened loops from others.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import PRESETS
+from lists import CASES
 
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.model import Device, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import Table, load_tables
+from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate.newton_schulz import Launched, Steps, launches
 
 HELD = (0, 8, 16, 32)
@@ -71,11 +81,43 @@ def beside(
     return total, longest
 
 
+def fitted(rows: Sequence[Mapping[str, Any]], table: Table, machine: Machine) -> dict[str, float]:
+    """Return "rate", "between" and "between_flattened" of a device by the rows of `lists.py`, least squares over lists.
+
+    Normalization reads each matrix twice and writes it once, in two bytes an element.
+    """
+    processors, fastest = machine.processors, max(tile.rate for tile in table.cublas)
+    rates: dict[str, float] = {}
+    products = squares = 0.0
+    for row in (row for row in rows if row["way"] == "list"):
+        shapes = [tuple(sorted(shape)) for shape in CASES[row["case"]]]
+        rates[row["dtype"]] = rate = 1e12 * row["sustained_tflops"] / processors / fastest
+        listed = launched_for(shapes, row["method"], row["dtype"], folds=row["dtype"] == "float16")
+        without, with_one = (
+            sum(by_part(listed, replace(table, device=device), device, processors).values())
+            for between in (0.0, 1e-6)
+            for device in [replace(table.device, rate=rate, between=between, between_flattened=between)]
+        )
+        copied = 6 * sum(k * width for k, width in shapes) / (machine.memory_bandwidth * machine.memory_fraction)
+        microsecond = with_one - without
+        products += microsecond * (row["ms"] - 1e3 * copied - without)
+        squares += microsecond**2
+    between = round(1e-6 * max(0.0, products / squares), 8)
+    return {"rate": round(rates["float16"], -9), "between": between, "between_flattened": between}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture", nargs="?", default="sm_90", choices=list(load_tables()))
     parser.add_argument("--processors", type=int, default=132)
+    parser.add_argument("--fit", type=Path, metavar="LISTS.json")
+    parser.add_argument("--machine", default="h200", help="that was timed, for --fit")
     options = parser.parse_args()
+    if options.fit:
+        machine = load_machine(options.machine)
+        rows = json.loads(options.fit.read_text())["rows"]
+        print(json.dumps(fitted(rows, load_tables()[machine.architecture], machine)))
+        return
     table, processors = load_tables()[options.architecture], options.processors
     shape = PRESETS["1b"]
     width = shape.width

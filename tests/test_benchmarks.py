@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from compile_muon.kernels import newton_schulz_list
+from compile_muon.planning.machine import load_machine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -51,7 +52,7 @@ SCRIPTS: dict[str, tuple[str, Callable[[Any], object]]] = {
         "--preset tiny --picture {folder}/timeline.svg --trace {folder}/trace.json",
         lambda found: found["ranges"]["step commit muon"] == found["ranges"]["frame0000.backward"] == 1,
     ),
-    "ns_training": ("--seeds 1 --steps 1", lambda found: len(found["rows"]) == 10),
+    "ns_training": ("--seeds 1 --steps 1", lambda found: len(found["rows"]) == 12),
     "price": (
         "--models 1B --worlds 8 --layers 1",
         lambda found: all(0 < price["share"] < 1 for price in found["simulated"][0]["prices"]),
@@ -267,6 +268,21 @@ def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) ->
     assert {name: table for name, table in tables.items() if name != "sm_123"} == tune.load_tables()
     assert [tile.rows for tile in tables["sm_123"].product] == [128, 32]
     assert tables["sm_123"].product[0].rate == 1.0 and not tables["sm_123"].product[0].descriptors
+
+
+def test_what_lies_between_tiles_is_fitted_at_the_rate_of_the_minute(benchmark, tune) -> None:
+    model, table, machine = benchmark("list_model"), tune.load_tables()["sm_90"], load_machine("h200")
+    rows, case = [], "1b, 20 matrices"
+    copied = 6 * sum(k * width for k, width in model.CASES[case]) / (0.9 * 4.8e12)
+    for method, dtype, rate in (("standard", "bfloat16", 5.0e12), ("auto", "float16", 4.8e12)):
+        device = dataclasses.replace(table.device, rate=rate, between=3e-6, between_flattened=3e-6)
+        shapes = [tuple(sorted(shape)) for shape in model.CASES[case]]
+        listed = model.launched_for(shapes, method, dtype, folds=dtype == "float16")
+        parts = model.by_part(listed, dataclasses.replace(table, device=device), device, 132)
+        told = {"case": case, "method": method, "dtype": dtype, "sustained_tflops": rate * 132 * 1.005 / 1e12}
+        rows += [told | {"way": "list", "ms": sum(parts.values()) + 1e3 * copied}, told | {"way": "single", "ms": 1e3}]
+    fitted = model.fitted(rows, table, machine)
+    assert fitted == {"rate": 4.8e12, "between": 3e-6, "between_flattened": 3e-6}
 
 
 # --- everything on a GPU ----------------------------------------------------------------------------------------------

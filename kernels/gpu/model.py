@@ -11,12 +11,12 @@ loads, products and stores; and what a block does before and after its loop, ``o
 beside it. In a launch for a list programs stay, and ``between`` two loops, or ``between_flattened``, stands in place of
 ``overhead``. Memory is no limit of these kernels: from 512 up each of their operands is read from L2.
 
-What is assumed, and where it comes from, stands in ``tiles.json``. Rates of sm_90 are measured by
-``benchmarks/tune_tiles.py``, which sets what lies between two tiles of a list, too; rates of the others are
-**estimated** from published figures of Triton and cuBLAS on large products; overhead and launch from the latencies of a
-pipeline's first loads and of a graph's kernel nodes. On an H100 squares from 1024 to 8192 take 0.98 to 1.18 of what
-this says. ``between`` is there what a step of 80 matrices implies, ``between_flattened`` that without the first loads,
-and ``start`` estimated from a block's launch, three descriptors and its first loads.
+Sources stand in ``tiles.json``. Tiles of sm_90 and their relative rates are measured by ``benchmarks/tune_tiles.py``;
+the device's rate and what lies between two tiles are fitted to lists that ran back to back beside a product, at the
+clock of a card that works (``benchmarks/list_model.py --fit``): cuBLAS makes 798 TFLOP/s with pauses between launches
+and 650 to 690 without. Rates of other architectures are **estimated** from published figures of Triton and cuBLAS on
+large products; overhead and launch from the latencies of a pipeline's first loads and of a graph's kernel nodes;
+``start`` from a block's launch, three descriptors and its first loads.
 """
 
 import heapq
