@@ -1,6 +1,6 @@
 """Whether a form and a dtype of Newton–Schulz change what a model learns: one small GPT, each choice, some seeds.
 
-    python benchmarks/ns_training.py                          # the record: 10 choices, 3 seeds, 500 steps
+    python benchmarks/ns_training.py                          # the record: 12 choices, 3 seeds, 500 steps
     python benchmarks/ns_training.py --seeds 1 --steps 20     # a minute, to see that it works
     python benchmarks/ns_training.py --only "jordan, gram, float16" "you, gram, float16"    # these choices alone
 
@@ -50,8 +50,8 @@ class Choice:
         return f"{self.coefficients}, {self.method}, {self.dtype}"
 
 
-# The first of each set is what the others of that set are compared with. Gram in float32 differs from it by rounding
-# only, a few millionths: what its losses differ by is what chance does to a run.
+# The others of a set are compared with its first, four_steps with jordan's first. Gram in float32 differs from it by
+# rounding only, a few millionths: what its losses differ by is what chance does to a run.
 CHOICES = (
     Choice("jordan", "standard", "float32"),
     Choice("jordan", "gram", "float32"),
@@ -63,7 +63,10 @@ CHOICES = (
     Choice("you", "gram", "float16"),
     Choice("polar_express", "standard", "bfloat16"),
     Choice("polar_express", "gram", "float16"),
+    Choice("four_steps", "standard", "bfloat16"),
+    Choice("four_steps", "gram", "float16"),
 )
+COMPARED = {"four_steps": "jordan"}
 
 
 def train(choice: Choice, seed: int, steps: int) -> list[float]:
@@ -97,13 +100,13 @@ def spread(values: list[float]) -> float:
 
 
 def summarize(runs: list[dict]) -> list[dict]:
-    """One row a choice: mean loss and spread over seeds, and the same of its differences, seed by seed, to its set's
-    first choice."""
+    """Return a row for each choice: mean loss and spread over seeds, and of differences, seed by seed, to its base."""
     last = {(Choice(**run["choice"]), run["seed"]): run["last"] for run in runs}
     rows = []
     chosen = [choice for choice in CHOICES if any(choice == c for c, _ in last)]
     for choice in chosen:
-        base = next(c for c in chosen if c.coefficients == choice.coefficients)
+        wanted = COMPARED.get(choice.coefficients, choice.coefficients)
+        base = next((c for c in chosen if c.coefficients == wanted), choice)
         seeds = [seed for (c, seed) in last if c == choice and (base, seed) in last]
         if seeds:
             losses = [last[choice, seed] for seed in seeds]

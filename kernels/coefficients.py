@@ -2,7 +2,9 @@
 
 Sources: jordan, KellerJordan/Muon; you, YouJiacheng (as in Dao-AILab/gram-newton-schulz); polar_express, arXiv
 2505.16932 (as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a singular value above one);
-cans, NVIDIA Emerging-Optimizers; deepseek_v4, eight jordan steps and two that contract towards one.
+cans, NVIDIA Emerging-Optimizers; deepseek_v4, eight jordan steps and two that contract towards one; four_steps, the
+construction of Polar Express (its algorithm 1, cushion 0.024) for four steps from ℓ = 0.0025, all but the last for
+values 1.01 times as large: [0.0025, 1] ends in [0.69, 1.27], where five jordan steps reach [0.68, 1.20] from 0.0015 on.
 
 cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision (largest
 singular value 700 in float16, 4e23 in bfloat16), for the first step sends 1 to 1.99 and the next ones diverge above
@@ -127,6 +129,17 @@ COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType(
                     (2.2737, -1.6447, 0.4162),
                 ),
                 safety=1.02,
+            ),
+            CoefficientSet(
+                "four_steps",
+                (
+                    (8.1551, -22.7650, 16.3630),
+                    (3.9901, -2.8429, 0.5215),
+                    (3.5873, -2.6325, 0.5095),
+                    (2.6421, -1.9614, 0.4509),
+                ),
+                safety=1.02,
+                fixed_length=True,
             ),
             CoefficientSet("deepseek_v4", (_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2, fixed_length=True),
         )

@@ -116,8 +116,8 @@ class NSConfig(Checked):
     """Newton-Schulz orthogonalization.
 
     Attributes:
-        steps: iterations; None for 10 with "deepseek_v4", one for each triple of a list, else 5. Another number is an
-            error for these two; other sets are cut, or repeat their last triple.
+        steps: iterations; None for 10 with "deepseek_v4", 4 with "four_steps", one for each triple of a list, else 5.
+            Another number is an error for these three; other sets are cut, or repeat their last triple.
         coefficients: one triple (a, b, c) is for every step; :data:`compile_muon.kernels.COEFFICIENTS` gives the
             sources of the named sets. "cans" is an error in bfloat16, where it diverges.
         method: "standard" iterates on the matrix, "gram" on its Gram matrix; "auto" takes the cheaper one where both

@@ -16,6 +16,7 @@ RESTARTS = {
     "you": {"float16": (2,), "bfloat16": (1, 3), "float32": (2,)},  # published for float16: (2,)
     "polar_express": {"float16": (2,), "bfloat16": (1, 3), "float32": (2,)},  # published for float16: (2,)
     "cans": {"float32": (2,)},
+    "four_steps": {"float16": (2,), "bfloat16": (2,), "float32": (2,)},
     "deepseek_v4": {"float16": (3, 6, 9), "bfloat16": (2, 4, 6, 8), "float32": (3, 6)},
 }
 
