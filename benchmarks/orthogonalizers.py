@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_muon.kernels import newton_schulz, newton_schulz_list, quack, resolve_coefficients
+from compile_muon.kernels import newton_schulz, newton_schulz_list, resolve_coefficients
 from compile_muon.kernels.operations import gram_flops, standard_flops
 
 STEPS = 5
@@ -293,16 +293,6 @@ def uncompiled(function: Callable) -> Callable:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
-def _quack(device: torch.device) -> Run:
-    """QuACK's symmetric and general products under our standard form."""
-    if device.type != "cuda":
-        raise Missing("it has kernels for GPUs only")
-    if (problem := quack.why_not()) is not None:
-        raise Missing(problem)
-    options = {"method": "standard", "coefficients": "jordan", "steps": STEPS, "dtype": torch.bfloat16}
-    return lambda xs: newton_schulz_list(xs, **options, backend="quack")
-
-
 def _torch_grouped(device: torch.device) -> Run:
     """torch's own grouped symmetric kernels, which Inductor takes for Muon's function under foreach_map.
 
@@ -335,6 +325,5 @@ CONTENDERS = {
     YARDSTICK: Contender(_torch_muon(True), "standard", torch.bfloat16),
     "cuBLAS, batched": Contender(_cublas, "standard", torch.bfloat16),
     "gram-newton-schulz": Contender(_gram_newton_schulz, "gram", torch.float16),
-    "QuACK": Contender(_quack, "standard", torch.bfloat16),
     "torch grouped": Contender(_torch_grouped, "standard", torch.bfloat16),
 }

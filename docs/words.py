@@ -1,6 +1,6 @@
 """The check of docstrings that `make lint` runs: each begins with a verb, or with a noun that names its subject.
 
-    python docs/words.py            # the docstrings that begin with a pronoun; status 1 if there are too many
+python docs/words.py            # the docstrings that begin with a pronoun; status 1 if there are too many
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
 
 
 def without_subject(root: Path) -> tuple[list[str], int]:
-    """Return the places of docstrings that begin with a pronoun, with their first line, and the number of docstrings."""
+    """Return the docstrings that begin with a pronoun, by place and first line, and the number of all docstrings."""
     places, total = [], 0
     for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
         file = path.relative_to(root).as_posix()
@@ -48,7 +48,8 @@ def without_subject(root: Path) -> tuple[list[str], int]:
 def main() -> int:
     places, total = without_subject(ROOT)
     share = len(places) / total
-    print(*places, f"{len(places)} of {total} docstrings begin with a pronoun: {share:.1%}, at most {MOST:.0%}", sep="\n")
+    print(*places, sep="\n")
+    print(f"{len(places)} of {total} docstrings begin with a pronoun: {share:.1%}, at most {MOST:.0%}")
     return int(share > MOST)
 
 

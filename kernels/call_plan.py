@@ -24,7 +24,7 @@ class Plan:
         eps: smallest norm that X is divided by.
         safety: multiplies the norm.
         restarts: numbers of steps after which the gram form restarts.
-        backend: "aten", "triton" or "quack", or "auto" for whichever is expected to be fastest.
+        backend: "aten" or "triton", or "auto" for whichever is expected to be fastest.
         memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
     """
 

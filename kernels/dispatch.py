@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import quack, reference
+from . import reference
 from .batching import one_batch_per_shape, one_by_one
 from .call_plan import Plan
 from .coefficients import CoefficientSet
@@ -28,7 +28,7 @@ __all__ = [
     "symmetric_kernels",
 ]
 
-BACKENDS = ("auto", "aten", "triton", "quack")
+BACKENDS = ("auto", "aten", "triton")
 FORMS = ("auto", "standard", "gram")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -131,12 +131,12 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
     Args:
         dtype: that Newton-Schulz computes in.
         device: where it will run.
-        backend: "auto", "aten", "triton" or "quack".
+        backend: "auto", "aten" or "triton".
     """
     device = torch.device(device)
     if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if backend == "quack" or device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
     products = None if gpu is None else gpu.products_on(device)
@@ -147,11 +147,11 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
     """Whether ``backend`` computes in ``dtype`` on ``device``.
 
     Args:
-        backend: "auto", "aten", "triton" or "quack".
+        backend: "auto", "aten" or "triton".
         dtype: that Newton-Schulz computes in.
         device: where it will run.
     Raises:
-        ValueError: an unknown backend; "triton" or "quack" where it is not there, or in another dtype than float16 and
+        ValueError: an unknown backend; "triton" where it is not there, or in another dtype than float16 and
             bfloat16.
     """
     if backend not in BACKENDS:
@@ -162,12 +162,10 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
     if dtype not in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         raise ValueError(f"backend={backend!r} with dtype={name!r}: computes in float16 and bfloat16 only; {remedy}")
-    if torch.device(device).type != "cuda" and not (backend == "triton" and _interpreting()):
+    if torch.device(device).type != "cuda" and not _interpreting():
         raise ValueError(f"backend={backend!r} on {torch.device(device).type}: runs on CUDA devices only; {remedy}")
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None:
         raise ValueError(f"backend={backend!r}: Triton is not installed; {remedy}")
-    if backend == "quack" and (problem := quack.why_not()) is not None:
-        raise ValueError(f"backend={backend!r}: {problem}, or {remedy}")
 
 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -176,8 +174,7 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
     On CPUs each matrix by itself on aten. On GPUs in half precision, on architectures that ``gpu/tiles.json`` has
     measurements of, and where that is expected to be faster: by Triton's kernels, all matrices of one form at once,
     whatever their shapes. Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1
-    CPUs are such a GPU. By quack's kernels what ``quack.json`` says was measured faster there; asked for by name, all
-    that they can.
+    CPUs are such a GPU.
 
     Args:
         xs: tensors [..., m, n] on one device, unmodified.
@@ -187,8 +184,6 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
         New contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
     plans = [_with_method(x, plan, symmetric=True) for x in xs]
-    if any(on_quack := quack.serves(xs, plans)):
-        return _partly_on_quack(xs, plan, [plans[i] if chosen else None for i, chosen in enumerate(on_quack)])
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
     gpu = triton_kernels() if plan.backend in ("auto", "triton") else None
@@ -209,18 +204,6 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
 
 def _on_aten(x: Tensor, plan: Plan) -> Tensor:
     return reference.orthogonalize(x, _with_method(x, plan, symmetric=False))
-
-
-def _partly_on_quack(xs: Sequence[Tensor], plan: Plan, plans: Sequence[Plan | None]) -> list[Tensor]:
-    """``plans`` has None for what the others compute."""
-    results: dict[int, Tensor] = {}
-    for each in dict.fromkeys(plans):
-        chosen = [i for i in range(len(xs)) if plans[i] == each]
-        mine = [xs[i] for i in chosen]
-        # Of the rest quack serves none: whole shapes are served or not.
-        done = orthogonalize(mine, plan) if each is None else quack.orthogonalize_list(mine, each, quack.products())
-        results.update(zip(chosen, done, strict=True))
-    return [results[i] for i in range(len(xs))]
 
 
 def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:

@@ -43,8 +43,8 @@ def newton_schulz(
         steps: how many, or None for as many as the coefficients have.
         dtype: that the products run in; "auto" is float16 on CUDA, float32 elsewhere.
         eps: a matrix smaller than that stays small; 0 makes the result independent of scale.
-        backend: "aten" (cuBLAS on GPUs), "triton", or "quack" where that library is installed; "auto" is whichever is
-            expected to be fastest on the device and at the shape.
+        backend: "aten" (cuBLAS on GPUs) or "triton"; "auto" is whichever is expected to be fastest on the device and
+            at the shape.
         memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
     Returns:
         A new contiguous tensor of x's shape in the compute dtype.

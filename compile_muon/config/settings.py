@@ -128,8 +128,8 @@ class NSConfig(Checked):
         eps: least Frobenius norm that a matrix is divided by, as in torch.optim.Muon: gradients with a smaller norm get
             shorter directions.
         backend: "aten" is cuBLAS on GPUs; "auto" takes what is expected to be fastest
-            (docs/reference/kernels.md#what-runs-where). "triton" and "quack" are errors where they are not installed,
-            and in other dtypes than float16 and bfloat16.
+            (docs/reference/kernels.md#what-runs-where). "triton" is an error where it is not installed, and
+            in other dtypes than float16 and bfloat16.
         memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; longer lists of matrices are
             split, down to one. "auto" is what backward has freed, at least 1 GiB.
     """

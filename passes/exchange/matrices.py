@@ -129,7 +129,4 @@ def _in_rows(view: View | None) -> bool:
 
 def _norms_wanted(settings: MuonSpec, device: torch.device) -> bool:
     """Whether the expected kernels of Newton-Schulz take norms of rows."""
-    on_triton = settings.backend != "quack" and symmetric_kernels(
-        decode_dtype(settings.dtype), device, settings.backend
-    )
-    return on_triton and settings.eps >= _LEAST_NORM
+    return symmetric_kernels(decode_dtype(settings.dtype), device, settings.backend) and settings.eps >= _LEAST_NORM

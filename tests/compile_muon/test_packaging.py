@@ -104,7 +104,7 @@ def wheel(built: tuple[set[str], Path]) -> zipfile.ZipFile:
 
 def test_the_sdist_holds_what_builds_a_wheel_and_no_tests(built: tuple[set[str], Path]) -> None:
     files, _ = built
-    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints.txt", "kernels/quack.json"} <= files
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints.txt"} <= files
     assert not {name for name in files if name.startswith(("tests", "docs", "benchmarks", "build"))}
 
 

@@ -14,7 +14,8 @@ def test_the_sets_on_offer():
     assert list(COEFFICIENTS) == ["jordan", "you", "polar_express", "cans", "four_steps", "deepseek_v4"]
 
 
-# Where singular values in [0.01, 1] end, as published, and of four_steps as it was made for; cans and polar_express divide by `safety` first.
+# Where singular values in [0.01, 1] end, as published, and of four_steps as it was made for; cans and polar_express
+# divide by `safety` first.
 PUBLISHED_RANGE = {
     "jordan": (0.682, 1.134),
     "you": (0.978, 1.032),

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from compile_muon.kernels import quack
 from compile_muon.kernels.batching import Stack, batch_bytes, chunked
 from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 from compile_muon.kernels.dispatch import chosen_form
-from compile_muon.kernels.gpu.arena import SMALL, Layout, list_bytes, work_bytes
+from compile_muon.kernels.gpu.arena import SMALL, Layout, list_bytes
 from compile_muon.kernels.gpu.model import Result, Tile, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.model import seconds as launch_seconds
 from compile_muon.kernels.gpu.tile_order import results_of
@@ -164,11 +163,9 @@ class Call:
         self.limit: int = MEMORY_LIMIT if limit == AUTO_LIMIT else limit
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
         halves = machine.device == "cuda" and self.dtype in ("float16", "bfloat16")
-        has_kernels = backend == "quack" or machine.tiles is None or machine.tiles.taken(backend)
-        #: Triton or quack computes it: one triangle of symmetric products
+        has_kernels = machine.tiles is None or machine.tiles.taken(backend)
+        #: Triton computes it: one triangle of symmetric products
         self.symmetric = halves and backend != "aten" and has_kernels
-        #: quack computes it: the matrices of one shape together, not those of one form
-        self.by_shape = self.symmetric and backend == "quack"
         self.itemsize: int = getattr(torch, self.dtype).itemsize
         self.norms = bool(norms)  # norms of rows are given
         #: (matrices, k, l, dtype, whether it is tall) of each tensor with entries
@@ -188,7 +185,7 @@ class Call:
     @cached_property
     def listed(self) -> list[Launched] | None:
         """Triton's launches; None where other kernels compute the call, or the machine has no tile tables."""
-        if self.machine.tiles is None or not self.symmetric or self.by_shape:
+        if self.machine.tiles is None or not self.symmetric:
             return None
         groups: dict[str, list[tuple[Matrices, int]]] = {}
         for b, k, width, dtype, _ in self.tensors:
@@ -262,7 +259,7 @@ class Call:
         """Return how many kernels the host launches; 1 on CPUs.
 
         Triton launches one kernel for each product of all half-precision matrices of a form, but one for each result in
-        the last product. Other kernels, quack's among them, take the matrices of one shape together.
+        the last product. cuBLAS takes the matrices of one shape together.
         """
         if self.machine.device == "cpu":
             return 1
@@ -271,16 +268,14 @@ class Call:
         products: dict[Any, int] = {}
         for shape in self._shapes:
             form = self.form(*shape[:2])
-            together = self.symmetric and not self.by_shape
-            products[form if together else shape] = (5 if form == "gram" else 3) * len(self.triples)
+            products[form if self.symmetric else shape] = (5 if form == "gram" else 3) * len(self.triples)
         return sum(products.values()) + (_BESIDE if self.symmetric else 2 * _BESIDE) * len(self._shapes)
 
     def workspace_bytes(self) -> int:
         """Return the bytes held beside inputs and results.
 
         On CPUs, X once more and two k x k matrices, for one matrix at a time. On GPUs, those of the largest chunk as
-        ``compile_muon.kernels`` builds chunks: all matrices of a form for Triton, those of one shape for quack and
-        aten.
+        ``compile_muon.kernels`` builds chunks: all matrices of a form for Triton, those of one shape for aten.
         """
         if self.machine.device == "cpu":
             return max(((k * width + 2 * k**2) * self.itemsize for _, k, width, _, _ in self.tensors), default=0)
@@ -288,9 +283,7 @@ class Call:
         for b, k, width, dtype, _ in self.tensors:
             steps = (self.form(k, width), len(self.triples), len(self.restarts))
             key: tuple[object, ...]
-            if self.by_shape and quack.fits(k, width, dtype, getattr(torch, self.dtype)):
-                key, matrix_bytes = (k, width), work_bytes(k, width, *steps, self.itemsize)
-            elif self.symmetric and not self.by_shape:
+            if self.symmetric:
                 key, matrix_bytes = steps, list_bytes(k, width, *steps, dtype.itemsize, self.itemsize)
             else:
                 key, matrix_bytes = (k, width, dtype), batch_bytes(k, width, dtype.itemsize, self.itemsize)
