@@ -324,6 +324,19 @@ def test_autocast():
     assert all(state.param.dtype is torch.float32 for state in optimizer.engine.step.muon)
 
 
+def test_an_edit_through_data_is_seen_by_the_next_forward_in_lower_precision():
+    """Weights in bfloat16 are made of the masters in each forward: PyTorch counts no such edit of a plain tensor."""
+    model, optimizer = built(param_dtype="bf16")
+    run = torch.compile(model, backend="muon_zero", options=EAGER)
+    x = X.bfloat16()
+    train(lambda _: run(x), optimizer, steps=1)
+    before = run(x)
+    for param in model.parameters():
+        param.data.zero_()
+    after = run(x)
+    assert before.abs().sum() > 0 and after.abs().sum() == 0
+
+
 def test_inference_frames_leave_no_account():
     model, optimizer = built()
     run = torch.compile(model, backend="muon_zero", options=EAGER)
