@@ -1,16 +1,17 @@
-"""Newton-Schulz on the matrix products of quack (Dao-AILab/quack, distributed as ``quack-kernels``), where it is there.
+"""Newton-Schulz on the matrix products of quack (Dao-AILab/quack, distributed as ``quack-kernels``), if installed.
 
-Its symmetric product is written in CuTe: on 9.0 with clusters of two blocks that share their loads, ping-pong between
-two groups of consumer warps and an epilogue of its own, none of which Triton 3.6 or 3.7 offers. What gram-newton-schulz
-runs on are the same three functions, of ``quack.gemm_interface``.
+quack's symmetric product is written in CuTe: on 9.0 with clusters of two blocks that share their loads, ping-pong
+between two groups of consumer warps and an epilogue of its own, none of which Triton 3.6 or 3.7 offers.
+gram-newton-schulz runs on the same three functions of ``quack.gemm_interface``.
 
 **The same bits every time.** By default ``gemm`` and ``gemm_add`` time their configurations, 44 on 9.0, at the first
-call of a shape: other tiles in the next run, so other sums, and waits that no capture of a CUDA graph survives. With
-``tuned=False`` they take the one that quack has for the architecture (``gemm`` the one that nvidia-matmul-heuristics
-computes, where that is installed); ``gemm_symmetric`` has one only. The first call of a form compiles it all the same.
+call of a shape: the next run may choose other tiles and so sum in another order, and the waits break the capture of a
+CUDA graph. With ``tuned=False`` both take quack's configuration for the architecture (``gemm`` the one that
+nvidia-matmul-heuristics computes, if installed); ``gemm_symmetric`` has a single one. A form's first call still
+compiles.
 
-**No copies.** Matrices of a shape are normalized into one contiguous batch, and the last product of each tensor goes
-into its result, rows or columns first: quack compiles for the dimension that has unit stride, and views stay views.
+**No copies.** Matrices of a shape are normalized into one contiguous batch, and the last product of each tensor is
+written into its result, rows or columns first: quack compiles for the dimension that has unit stride, and takes views.
 """
 
 import inspect
@@ -37,44 +38,37 @@ from .iterations import FORMS
 __all__ = ["Products", "Region", "architecture", "fits", "orthogonalize_list", "products", "serves", "why_not"]
 
 _DISTRIBUTION = "quack-kernels"
-#: whose functions were read: from the first, up to before the second
+#: supported versions: the first, and the first that is no longer supported
 _VERSIONS = ((0, 4, 1), (0, 7))
-#: the parameters that are passed by name
+#: functions called, and the parameters passed to them by name
 _FUNCTIONS = {
     "gemm": {"out", "tuned"},
     "gemm_add": {"C", "out", "beta", "tuned"},
     "gemm_symmetric": {"C", "alpha", "beta"},
 }
-#: entries that a row's length is a multiple of: 16 bytes, what TMA reads and writes by
+#: a row's length is a multiple of so many entries: 16 bytes, the unit in which TMA reads and writes
 _ROW = 8
 _TABLE = Path(__file__).with_name("quack.json")
 
-#: [b, m, n] each: one batch, or in order what it is cut into
+#: tensors [b, m, n]: one batch, or consecutive parts of a batch
 Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Region:
-    """Shapes at whose corners quack was timed and took less than the faster of Triton and cuBLAS.
+    """A box of shapes at whose corners quack was timed and took less than the faster of Triton and cuBLAS."""
 
-    Args:
-        method: "standard" or "gram".
-        dtypes: names of those timed.
-        k, l, matrices: the least and the most of each; ``matrices`` of one shape in a call.
-        time: the largest ratio of quack's time to the other one's.
-        source: device, date, versions and command.
-    """
-
-    method: str
-    dtypes: tuple[str, ...]
+    method: str  # "standard" or "gram"
+    dtypes: tuple[str, ...]  # names of the dtypes timed
+    # The least and the most of the shorter side, the longer side, and the matrices of one shape in a call.
     k: tuple[int, int]
     l: tuple[int, int]  # noqa: E741
     matrices: tuple[int, int]
-    time: float
-    source: str
+    time: float  # largest ratio of quack's time to the faster other time
+    source: str  # device, date, versions and command
 
     def has(self, shape: tuple[int, int, int], plan: Plan) -> bool:
-        """Whether (matrices, k, l) lies in it, and the method and dtype of ``plan`` are its own."""
+        """Tell whether the region covers ``shape``, (matrices, k, l), and the method and dtype of ``plan``."""
         bounds = (self.matrices, self.k, self.l)
         inside = all(least <= size <= most for size, (least, most) in zip(shape, bounds, strict=True))
         dtype = str(plan.dtype).removeprefix("torch.")
@@ -83,7 +77,7 @@ class Region:
 
 @cache
 def load_regions(path: Path = _TABLE) -> Mapping[str, tuple[Region, ...]]:
-    """By architecture, "sm_90" for one. The file has the fields of :class:`Region`."""
+    """Load the regions by architecture, for example "sm_90", from a file with the fields of :class:`Region`."""
     entries: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())
 
     def frozen(entry: dict[str, Any]) -> Region:
@@ -95,10 +89,9 @@ def load_regions(path: Path = _TABLE) -> Mapping[str, tuple[Region, ...]]:
 
 @dataclass(frozen=True)
 class Products:
-    """``iterations.Products`` over three functions of ``quack.gemm_interface``.
+    """``iterations.Products`` over three functions of ``quack.gemm_interface``."""
 
-    Factors are Python floats: of anything else quack takes the value from a tensor, or none.
-    """
+    # alpha and beta are passed as Python floats: quack reads any other type from a tensor, or ignores it.
 
     gemm: Callable[..., Tensor]
     gemm_add: Callable[..., Tensor]
@@ -110,21 +103,21 @@ class Products:
         return (self.gemm_symmetric(whole, whole.mT),)
 
     def symmetric(self, left: Parts, right: Parts, *, plus: Parts, beta: float, alpha: float = 1.0) -> Parts:
-        """``alpha left right + beta plus``, one triangle mirrored."""
+        """``alpha left right + beta plus``, one triangle computed and mirrored."""
         (factor,), (x,), (summand,) = left, right, plus
         return (self.gemm_symmetric(factor, x, C=summand, alpha=float(alpha), beta=float(beta)),)
 
     def general(
         self, left: Parts, right: Parts, *, plus: Parts | None = None, beta: float = 0.0, out: Parts | None = None
     ) -> Parts:
-        """``left right + beta plus``, in each of ``out`` where given, else new."""
+        """``left right + beta plus``, written into the parts of ``out``, or new."""
         (factor,), (x,) = left, right
         if out is None:
             return (self._general(factor, x, None if plus is None else plus[0], beta, None),)
         counts = [len(result) for result in out]
         summands = [None] * len(out) if plus is None else plus[0].split(counts)
-        for each in zip(factor.split(counts), x.split(counts), summands, out, strict=True):
-            self._general(*each[:3], beta, each[3])
+        for part in zip(factor.split(counts), x.split(counts), summands, out, strict=True):
+            self._general(*part[:3], beta, part[3])
         return out
 
     def _general(self, left: Tensor, right: Tensor, plus: Tensor | None, beta: float, out: Tensor | None) -> Tensor:
@@ -140,28 +133,31 @@ class Products:
 
 @cache
 def why_not() -> str | None:
-    """What keeps quack from being used here; None where nothing does. Imports it, unless its version is a wrong one."""
+    """Return why quack cannot be used here, or None if it can; imports quack if its version is supported."""
     first, end = _VERSIONS
     wanted = f"{_DISTRIBUTION} from {'.'.join(map(str, first))} up to before {'.'.join(map(str, end))}"
     try:
-        found = distribution(_DISTRIBUTION)
+        package = distribution(_DISTRIBUTION)
     except PackageNotFoundError:
         return f"{_DISTRIBUTION} is not installed; pip install it"
-    if not first <= tuple(map(int, re.findall(r"\d+", found.version)[:3])) < end:
-        return f"{_DISTRIBUTION} {found.version} is installed; install {wanted}"
+    if not first <= tuple(map(int, re.findall(r"\d+", package.version)[:3])) < end:
+        return f"{_DISTRIBUTION} {package.version} is installed; install {wanted}"
     spec = find_spec("quack")
-    own = [file for file in found.files or () if file.as_posix() == "quack/__init__.py"]  # none of an editable install
+    # Another module may answer to the name "quack". An editable install lists no files, so none is compared.
+    init = [file for file in package.files or () if file.as_posix() == "quack/__init__.py"]
     origin = spec.origin if spec is not None else None
-    if own and (origin is None or Path(origin).resolve() != Path(own[0].locate()).resolve()):
-        return f"the module quack is {origin}, not that of {_DISTRIBUTION} {found.version}; rename or remove it"
+    if init and (origin is None or Path(origin).resolve() != Path(init[0].locate()).resolve()):
+        return f"the module quack is {origin}, not that of {_DISTRIBUTION} {package.version}; rename or remove it"
     try:
         functions = _functions()
     except Exception as error:  # whatever CuTe's DSL raises where it finds no GPU, or not its own libraries
-        return f"{_DISTRIBUTION} {found.version} cannot be imported ({type(error).__name__}: {error}); mend its install"
+        return (
+            f"{_DISTRIBUTION} {package.version} cannot be imported ({type(error).__name__}: {error}); mend its install"
+        )
     for name, parameters in _FUNCTIONS.items():
         if name not in functions or not parameters <= set(inspect.signature(functions[name]).parameters):
             calls = f"quack.gemm_interface.{name}({', '.join(sorted(parameters))})"
-            return f"{_DISTRIBUTION} {found.version} has no {calls}; install {wanted}"
+            return f"{_DISTRIBUTION} {package.version} has no {calls}; install {wanted}"
     return None
 
 
@@ -172,18 +168,14 @@ def _functions() -> dict[str, Callable[..., Tensor]]:
 
 @cache
 def products() -> Products:
-    """Imports quack.
-
-    Raises:
-        ImportError: it cannot be used here; with the reason and the remedy.
-    """
+    """Import quack's products, or raise ImportError with the reason and the remedy."""
     if (problem := why_not()) is not None:
         raise ImportError(problem)
     return Products(**_functions())
 
 
 def architecture(device: torch.device) -> str | None:
-    """ "sm_90" for one; None of a device that quack has no clusters for."""
+    """Name the device's architecture, for example "sm_90"; None for one that quack has no clusters for."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -191,24 +183,20 @@ def architecture(device: torch.device) -> str | None:
 
 
 def fits(rows: int, cols: int, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether quack multiplies matrices of that shape: with rows and columns of whole 16 bytes, in half precision.
+    """Tell whether quack multiplies ``rows`` × ``cols`` matrices of dtype ``given`` in the compute dtype ``dtype``.
 
-    Args:
-        rows, cols: of a matrix.
-        given: dtype of the input; float64 is normalized in float64, which the kernel for it does not have.
-        dtype: that Newton-Schulz computes in.
+    Rows and columns have whole 16 bytes, the compute dtype is a half-precision one, and the input is not float64, which
+    the normalization kernel would have to normalize in float64.
     """
     half = dtype in (torch.float16, torch.bfloat16)
     return half and given != torch.float64 and rows > 0 and cols > 0 and rows % _ROW == 0 and cols % _ROW == 0
 
 
 def serves(xs: Sequence[Tensor], plans: Sequence[Plan]) -> list[bool]:
-    """For each of a list, whether quack computes it: with backend "quack" all that it can, with "auto" what was
-    measured to be faster (``quack.json``).
+    """Tell for each of ``xs``, [..., m, n] on one device, whether quack orthogonalizes it.
 
-    Args:
-        xs: [..., m, n] on one device.
-        plans: of each, with method "standard" or "gram"; of one backend.
+    Backend "quack" takes all that its kernels can, "auto" the shapes that were measured to be faster (``quack.json``).
+    ``plans``: one plan a tensor, with method "standard" or "gram", all of one backend.
     """
     name = architecture(xs[0].device) if xs and plans[0].backend in ("auto", "quack") else None
     if name is None:
@@ -232,31 +220,29 @@ def serves(xs: Sequence[Tensor], plans: Sequence[Plan]) -> list[bool]:
 
 
 def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: Products) -> list[Tensor]:
-    """Newton-Schulz of every matrix of a list, those of a shape at once, whichever way they lie.
+    """Orthogonalize every matrix of a list, those of a shape in one batch, tall ones transposed.
 
-    Args:
-        xs: [..., m, n], none empty, of shapes and dtypes that ``fits``, any strides, on one device, unmodified.
-        plan: with method "standard" or "gram". Batches stay under its ``memory_limit``, but for a single matrix.
-        products: compute.
-    Returns:
-        New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
+    ``xs``: [..., m, n], none empty, of shapes and dtypes that :func:`fits`, any strides, on one device, unmodified. The
+    method of ``plan`` is "standard" or "gram"; a batch of several matrices stays under its ``memory_limit``. Results
+    are new contiguous tensors of the inputs' shapes in ``plan.dtype`` that share no memory.
     """
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     pairs = [(wide(x), wide(result)) for x, result in zip(xs, results, strict=True)]
-    alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+    pairs_of_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
     for x, out in pairs:
-        alike.setdefault((x.shape[1], x.shape[2]), []).append((x, out))
-    for (k, l), same in alike.items():  # noqa: E741
-        each = work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)
-        for chunk in chunked([Stack(len(x), each) for x, _ in same], plan.memory_limit):
-            parts = [(same[i][0][piece], same[i][1][piece]) for i, piece in chunk]
-            into = tuple(result for _, result in parts)
+        pairs_of_shape.setdefault((x.shape[1], x.shape[2]), []).append((x, out))
+    for (k, l), same_shape in pairs_of_shape.items():  # noqa: E741
+        bytes_each = work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)
+        for chunk in chunked([Stack(len(x), bytes_each) for x, _ in same_shape], plan.memory_limit):
+            parts = [(same_shape[i][0][piece], same_shape[i][1][piece]) for i, piece in chunk]
+            outputs = tuple(result for _, result in parts)
             # No name holds the normalized matrices: their memory is free again after the first step.
-            FORMS[plan.method](_normalized(parts, plan), plan.steps, plan.restarts, products, out=into)
+            FORMS[plan.method](_normalized(parts, plan), plan.steps, plan.restarts, products, out=outputs)
     return results
 
 
 def _normalized(parts: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> Parts:
+    """Normalize the inputs of ``parts``, pairs of (input, result), into one contiguous batch."""
     first, out = parts[0]
     batch = torch.empty(sum(len(x) for x, _ in parts), *first.shape[1:], dtype=plan.dtype, device=out.device)
     for (x, _), slot in zip(parts, batch.split([len(x) for x, _ in parts]), strict=True):

@@ -1,4 +1,4 @@
-"""Newton-Schulz on plain aten operations: the definition, and what runs wherever nothing faster is chosen.
+"""Newton-Schulz on plain aten operations: the definition, and the fallback wherever no faster kernel is chosen.
 
 Every function takes one matrix [m, n] or a batch [b, m, n] of a floating dtype, any strides, and leaves it unmodified.
 For a single matrix in bfloat16, normalization and the standard form are operation for operation those of
@@ -18,14 +18,10 @@ __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "sum
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
-    """Normalize, iterate on the wide orientation, turn back.
+    """Normalize x, iterate on its wide orientation, and transpose back.
 
-    Args:
-        x: [m, n] or [b, m, n] of a floating dtype, any strides, unmodified.
-        plan: with method "standard" or "gram".
-        products: compute; default: aten.
-    Returns:
-        A new contiguous tensor of x's shape in ``plan.dtype``.
+    The method of ``plan`` is "standard" or "gram"; products default to aten. The result is a new contiguous tensor of
+    x's shape in ``plan.dtype``.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -39,25 +35,17 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = Non
 
 
 def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
-    """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
+    """Return X / (safety · max(‖X‖, eps)) in ``dtype``, ‖·‖ the Frobenius norm of each matrix.
 
-    The norm is taken and divided by in float32 (float64 where X or ``dtype`` is) *before* the cast, of X over its
-    largest entry, so that neither squares nor half-precision entries overflow or vanish: the result is right for
+    The norm of X over its largest entry is taken, and divided by, in float32 (float64 where X or ``dtype`` is)
+    *before* the cast, so that neither squares nor half-precision entries overflow or vanish: the result is right for
     entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole
-    matrix into NaN. No host synchronization.
-
-    Args:
-        x: [m, n] or [b, m, n] of a floating dtype, unmodified.
-        dtype: of the result.
-        eps: smallest norm.
-        safety: multiplies the norm.
-    Returns:
-        A new tensor of x's shape.
+    matrix into NaN. The host never waits.
     """
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     tiny = torch.finfo(wide).tiny
     x = x.to(wide)
-    # Not vector_norm(inf), which takes 25 times as long on CPUs.
+    # amax and amin, because vector_norm(inf) takes 25 times as long on CPUs.
     largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
     x = x / largest
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -66,7 +54,7 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
 
 
 def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
-    """:func:`normalize` to bfloat16 as torch.optim.Muon has it: cast first, divide by a norm rounded to bfloat16."""
+    """:func:`normalize` to bfloat16 as torch.optim.Muon does: cast first, divide by a norm rounded to bfloat16."""
     x = x.to(torch.bfloat16)
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     norm = norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny))
@@ -74,7 +62,7 @@ def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
 
 
 class Aten:
-    """``iterations.Products`` on aten, every product a whole one: ``[k, l]`` matrices, or batches ``[b, k, l]``."""
+    """``iterations.Products`` on aten, both triangles computed: of ``[k, l]`` matrices, or batches ``[b, k, l]``."""
 
     def outer(self, x: Tensor) -> Tensor:
         """``x xᵀ``."""
@@ -99,10 +87,10 @@ class Aten:
 
 @contextmanager
 def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Of a block, float16 products of cuBLAS whose sums are float32 throughout.
+    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing.
 
-    PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once for
-    depths that are odd. bfloat16 keeps what is set: its bits are those of torch.optim.Muon.
+    PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
+    for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
     """
     matmul = torch.backends.cuda.matmul
     if dtype != torch.float16 or not matmul.allow_fp16_reduced_precision_reduction:
