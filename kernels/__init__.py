@@ -1,7 +1,6 @@
 """Newton-Schulz and the two elementwise halves of a Muon step, behind one interface per idea.
 
-Code above this package calls only the names listed here. ``compile_muon.kernels.dispatch`` alone chooses the arithmetic
-of ``newton_schulz``.
+The public names are listed here. ``compile_muon.kernels.dispatch`` alone chooses the arithmetic of ``newton_schulz``.
 """
 
 # With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers imports to
