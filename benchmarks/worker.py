@@ -1,6 +1,6 @@
 """One rank of one trial, in a process of its own: `python worker.py TRIAL.json PIPE`.
 
-It builds the contender and then does what it is told on the pipe (a file descriptor), until that is closed.
+It builds the contender, then executes the commands of the pipe (a file descriptor) until the pipe is closed.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ class Rank:
         self._steps = 0
 
     def turn(self) -> dict:
-        """A step behind one of its own, from the end of that on, as in training: what the one before left under way it
-        waits for.
+        """Train an untimed step, then a timed one right after it, as in training.
 
-        Without that it would have been sent while others had their turn, over another link, or under a barrier.
+        So the timed step waits for the transfers that a step before it leaves in flight. After another contender's turn
+        these would have ended meanwhile, over another link, or under a barrier.
         """
         batch = self._batch()
         self.step()
         return self._timed(batch)
 
     def step(self) -> dict:
-        """One training step: wall seconds, CPU seconds of this process (all threads), loss; steps and bytes so far."""
+        """Train one step; return wall seconds, CPU seconds of this process (all threads), loss, and totals so far."""
         batch = self._batch()
         dist.barrier()
         return self._timed(batch)
 
     def _batch(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of the next step; drawing them is nobody's step time."""
+        """Draw the micro-batches of the next step, outside any step's time."""
         x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
         return list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
 
@@ -91,11 +91,11 @@ class Rank:
         }
 
     def weigh(self) -> int:
-        """Peak memory of one more step, in bytes."""
+        """Return the peak memory of one more step, in bytes."""
         return peak_bytes(self.step, self._device)
 
     def describe(self) -> dict:
-        """What was built."""
+        """Describe the contender that was built."""
         return {
             "setup_s": self._setup_s,
             "muon_matrices": self._session.muon_matrices,
