@@ -124,9 +124,9 @@ class Trainee:
         warm = max(1, steps // 20)
         schedule = LambdaLR(self._optimizer, lambda step: min((step + 1) / warm, 1 - 0.9 * step / steps))
         train_batches = batches(self._text.train, self._shape, steps, 1000 + seed)
-        losses, done, seconds = training(self._model, train_batches, self._optimizer, schedule), 0, 0.0
+        losses, trained, seconds = training(self._model, train_batches, self._optimizer, schedule), 0, 0.0
         for point in range(points + 1):
-            count = steps * point // points - done
+            count = steps * point // points - trained
             start = self.clock()
             try:
                 for loss in islice(losses, count):
@@ -136,8 +136,8 @@ class Trainee:
             if count:
                 last.item()  # waits for the device
             seconds += self.clock() - start
-            done += count
-            yield [done * self._shape.batch * self._shape.context, round(seconds, 3), self._validate()]
+            trained += count
+            yield [trained * self._shape.batch * self._shape.context, round(seconds, 3), self._validate()]
 
     @torch.no_grad()
     def _validate(self) -> float:

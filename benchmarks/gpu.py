@@ -145,8 +145,8 @@ class Driver:
             if isinstance(variables, str):
                 return Outcome(step.name, "skipped", variables, 0.0, shown, "", ())
             nccl = variables
-        if (left := self._deadline - time.monotonic()) < step.seconds:
-            reason = f"{max(left, 0):.0f} s were left, and it may take {step.seconds:g}"
+        if (remaining := self._deadline - time.monotonic()) < step.seconds:
+            reason = f"{max(remaining, 0):.0f} s were left, and it may take {step.seconds:g}"
             return Outcome(step.name, "dropped", reason, 0.0, shown, "", ())
         if step.config is not None:
             config = self._out / f"{step.name}.config.json"
@@ -313,10 +313,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="put what a rehearsal compiled and NCCL into it")
     parser.add_argument("--packed", type=Path, metavar="FOLDER", help="such a folder, to begin with")
     options = parser.parse_args(argv)
-    known = [step.name for step in STEPS]
+    step_names = [step.name for step in STEPS]
     for name in options.only or ():
-        if name not in known:
-            parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(known)}")
+        if name not in step_names:
+            parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(step_names)}")
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     if options.part is not None:
         order = PARTS[options.part].steps

@@ -84,15 +84,15 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
         self._channels: list[Connection] = []
         for rank in range(trial.ranks):
-            ours, theirs = Pipe()
-            with open(self._log(rank), "w") as log, theirs:
-                self._channels.append(ours)
+            own_end, worker_end = Pipe()
+            with open(self._log(rank), "w") as log, worker_end:
+                self._channels.append(own_end)
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(_WORKER), str(specification), str(theirs.fileno())],
+                        [sys.executable, str(_WORKER), str(specification), str(worker_end.fileno())],
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        pass_fds=[theirs.fileno()],
+                        pass_fds=[worker_end.fileno()],
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     )
                 )

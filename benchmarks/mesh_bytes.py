@@ -114,9 +114,9 @@ class Cost:
 def cost(model: Model, mesh: Mesh, stage: int, over: str = "shard", tokens: int = 8192) -> Cost:
     """Compute the cost of a step of one micro-batch, ``tokens`` a rank."""
     sent: Counter[tuple[str, str]] = Counter()
-    kept = 0.0
+    kept_bytes = 0.0
     for weight in model.weights:
-        kept += _kept(weight, mesh, stage, over)
+        kept_bytes += _kept(weight, mesh, stage, over)
         sent += _weight_traffic(weight, mesh, stage, over)
     pairs = 2 * len(model.layers) + 1  # attention and MLP of each layer; embedding and head
     mixtures = sum(any(weight.experts for weight in layer) for layer in model.layers)
@@ -126,7 +126,7 @@ def cost(model: Model, mesh: Mesh, stage: int, over: str = "shard", tokens: int 
     dispatched = activation_bytes("dispatch", ranks=mesh.expert, slots=max(model.slots, 1), **size)
     sent["expert", "dispatch"] += round(mixtures * dispatched)
     layer = max(sum(_here(weight, mesh).numel for weight in layer) for layer in model.layers)
-    return Cost(kept, layer * BFLOAT16, sent)
+    return Cost(kept_bytes, layer * BFLOAT16, sent)
 
 
 def _here(weight: Weight, mesh: Mesh) -> Weight:
@@ -233,9 +233,9 @@ def main() -> None:
     part = 0 if args.by == "axis" else 1
     columns = list(dict.fromkeys(key[part] for one in costs.values() for key, nbytes in one.sent.items() if nbytes))
     heads = [f"`{name}`" if args.by == "axis" else name for name in columns]
-    kept = ["mesh", "kept, GiB", "a layer, GiB"]
-    print(f"| {' | '.join([*kept, *(f'{head}, GB' for head in heads)])} |")
-    print("|" + "---|" * (len(kept) + len(heads)))
+    first_columns = ["mesh", "kept, GiB", "a layer, GiB"]
+    print(f"| {' | '.join([*first_columns, *(f'{head}, GB' for head in heads)])} |")
+    print("|" + "---|" * (len(first_columns) + len(heads)))
     for mesh, one in costs.items():
         totals: Counter[str] = Counter()
         for key, nbytes in one.sent.items():

@@ -127,11 +127,13 @@ def begun(path: Path, methods: list[str], facts: dict[str, Any]) -> dict[str, An
 
     A ValueError says that the other methods have other facts, so that results cannot be compared.
     """
-    others = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
-    others = {name: result for name, result in others.items() if name not in methods}
-    if others and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:
-        raise ValueError(f"{path} has {', '.join(others)} of {before}, but this is {facts}: run all, or use --json")
-    return facts | {"methods": others}
+    other_methods = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
+    other_methods = {name: result for name, result in other_methods.items() if name not in methods}
+    if other_methods and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:
+        raise ValueError(
+            f"{path} has {', '.join(other_methods)} of {before}, but this is {facts}: run all, or use --json"
+        )
+    return facts | {"methods": other_methods}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -138,7 +138,7 @@ def main() -> None:
         for _ in range(math.ceil(args.steps / (_TURN - 1))):
             for run in runs.values():
                 run.turn()
-        same = all(
+        weights_equal = all(
             torch.equal(a, b)
             for a, b in zip(runs["resident"].model.parameters(), runs["offloaded"].model.parameters(), strict=True)
         )
@@ -147,7 +147,7 @@ def main() -> None:
     for name, median in seconds.items():
         table.add_row(name, f"{median:.3f}", f"{median / seconds['resident']:.3f}")
     Console().print(table)
-    print("weights are the same to the bit" if same else "WEIGHTS DIFFER")
+    print("weights are the same to the bit" if weights_equal else "WEIGHTS DIFFER")
     result = {
         "command": f"python {shlex.join(sys.argv)}",
         "torch": torch.__version__,
@@ -156,7 +156,7 @@ def main() -> None:
         "bytes_a_step": moved,
         "bytes_a_second": Slow.rate,
         "of_resident": {name: median / seconds["resident"] for name, median in seconds.items()},
-        "same_weights": same,
+        "same_weights": weights_equal,
     }
     args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -80,7 +80,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
         return f"#{COLORS[kind] & 0xFFFFFF:06x}" if kind else (_PLAIN, _PART)[level > 0]
 
     figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.6 * len(rows)))
-    seen: set[str] = set()
+    drawn_kinds: set[str] = set()
     for number, (row, bars) in enumerate(rows.items()):
         base = len(rows) - 1 - number
         axes.text(-0.006 * (end - start) / 1e3, base + 0.4, row, ha="right", va="center")
@@ -90,7 +90,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
                 axes.broken_barh([(begin, length)], (base + 0.15, 0.5), facecolors=_OTHER)
                 continue
             kind, text = category(event["name"]), event["name"].split()[-1].split(".")[-1]
-            seen |= {kind} - {""}
+            drawn_kinds |= {kind} - {""}
             height = (0.9, 0.6, 0.5)[min(level, 2)]
             edge = "white" if level == 0 else "none"
             axes.broken_barh([(begin, length)], (base, height), facecolors=colour(kind, level), edgecolors=edge)
@@ -102,7 +102,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
     axes.set_xlabel("ms")
     axes.set_title(title)
     patches = [Patch(color=_PLAIN, label="frame or step()"), Patch(color=_PART, label="part of step()")]
-    patches += [Patch(color=colour(kind), label=kind) for kind in COLORS if kind in seen]
+    patches += [Patch(color=colour(kind), label=kind) for kind in COLORS if kind in drawn_kinds]
     if any(not is_range(event) for events in ranks for event in events):
         patches.append(Patch(color=_OTHER, label="sent by Gloo" if "Gloo" in "".join(rows) else "kernel"))
     figure.legend(handles=patches, ncols=len(patches), loc="lower center", frameon=False)

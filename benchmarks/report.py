@@ -113,9 +113,9 @@ def _rounds(
     records: list[dict], ours: tuple[str, int], other: tuple[str, int], key: str = "step_s"
 ) -> list[tuple[float, float]]:
     """Pair the seconds of two contenders, each `(name, stage)`, in the same rounds of the same heats."""
-    others = {(r["heat"], r["repeat"]): r[key] for r in _ran(records, *other)}
-    both = [r for r in _ran(records, *ours) if (r["heat"], r["repeat"]) in others]
-    return [pair for r in both for pair in zip(r[key], others[r["heat"], r["repeat"]], strict=True)]
+    other_values = {(r["heat"], r["repeat"]): r[key] for r in _ran(records, *other)}
+    both = [r for r in _ran(records, *ours) if (r["heat"], r["repeat"]) in other_values]
+    return [pair for r in both for pair in zip(r[key], other_values[r["heat"], r["repeat"]], strict=True)]
 
 
 def judge(rows: list[Row], records: list[dict], ranks: int = 2, cores: int | None = None) -> list[Verdict]:

@@ -205,8 +205,8 @@ def main() -> None:
     for line in wrong:
         console.print(line)
     if args.out:
-        used = {machine.name: machine.to_json() for machine in machines}
-        record = {"machines": used, "cases": [asdict(case) | {"error": case.error} for case in rows]}
+        machine_records = {machine.name: machine.to_json() for machine in machines}
+        record = {"machines": machine_records, "cases": [asdict(case) | {"error": case.error} for case in rows]}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
         draw(rows, args.out.with_suffix(".svg"))
 

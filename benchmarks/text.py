@@ -63,7 +63,7 @@ class Text:
         places = [place] if place else [STANDARD_LIBRARY, Path(torch.__file__).parent]
         corpus = read_corpus(limit, files_of(*places) if place or vocabulary > VOCABULARY else None)
         parts = list(enumerate(corpus.split(max(1, min(PART, len(corpus) // 10)))))
-        halves = [torch.cat([part for at, part in parts if (at % 10 == 9) == held]) for held in (False, True)]
+        halves = [torch.cat([part for at, part in parts if (at % 10 == 9) == held_out]) for held_out in (False, True)]
         self.bytes = [len(half) for half in halves]
         if vocabulary > VOCABULARY:
             texts = [half.numpy().tobytes() for half in halves]

@@ -150,12 +150,12 @@ def compile_ahead(
             for kind in tiles
             for tile in tiles[kind]
         }
-        for done in as_completed(waiting):
+        for future in as_completed(waiting):
             try:
-                result = done.result()
+                result = future.result()
             except BrokenExecutor:  # a compiler crashed its process: the other tiles are compiled when they are timed
                 break
-            candidate = waiting[done]
+            candidate = waiting[future]
             if isinstance(result, str):
                 out[candidate] = result
             else:

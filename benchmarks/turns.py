@@ -164,10 +164,10 @@ class Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "compile_muon.kernels"])
         self._patience_s = patience_s
-        self._channel, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, name, device, graph))
+        self._channel, worker_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(worker_end, name, device, graph))
         self._process.start()
-        theirs.close()
+        worker_end.close()
         self._answer()
 
     def prepare(self, case: Case) -> str | None:

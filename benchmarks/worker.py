@@ -41,9 +41,9 @@ class Rank:
         self._parameters = sum(p.numel() for p in model.parameters())
         expected = len(muon_names(model))
         plan = Plan.of(trial, self._shape.batch, self._device)
-        started = time.perf_counter()
+        start = time.perf_counter()
         self._session = CONTENDERS[trial["contender"]].build(model, plan)
-        self._setup_s = time.perf_counter() - started
+        self._setup_s = time.perf_counter() - start
         matrices = self._session.muon_matrices
         if "muon" in trial["contender"] and matrices != expected:
             raise RuntimeError(f"{trial['contender']} gave Muon {matrices} matrices, expected {expected}")

@@ -164,11 +164,11 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = Non
 def _named(name: str) -> CoefficientSet:
     if name in COEFFICIENTS:
         return COEFFICIENTS[name]
-    known = list(COEFFICIENTS)
-    nearest = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
+    names = list(COEFFICIENTS)
+    nearest = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
     hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
     raise ValueError(
-        f"coefficients={name!r} is unknown: {hint}the sets are {', '.join(known)}; or pass one (a, b, c) or several"
+        f"coefficients={name!r} is unknown: {hint}the sets are {', '.join(names)}; or pass one (a, b, c) or several"
     )
 
 

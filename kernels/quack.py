@@ -135,13 +135,13 @@ class Products:
 def why_not() -> str | None:
     """Return why quack cannot be used here, or None if it can; imports quack if its version is supported."""
     first, end = _VERSIONS
-    wanted = f"{_DISTRIBUTION} from {'.'.join(map(str, first))} up to before {'.'.join(map(str, end))}"
+    requirement = f"{_DISTRIBUTION} from {'.'.join(map(str, first))} up to before {'.'.join(map(str, end))}"
     try:
         package = distribution(_DISTRIBUTION)
     except PackageNotFoundError:
         return f"{_DISTRIBUTION} is not installed; pip install it"
     if not first <= tuple(map(int, re.findall(r"\d+", package.version)[:3])) < end:
-        return f"{_DISTRIBUTION} {package.version} is installed; install {wanted}"
+        return f"{_DISTRIBUTION} {package.version} is installed; install {requirement}"
     spec = find_spec("quack")
     # Another module may answer to the name "quack". An editable install lists no files, so none is compared.
     init = [file for file in package.files or () if file.as_posix() == "quack/__init__.py"]
@@ -157,7 +157,7 @@ def why_not() -> str | None:
     for name, parameters in _FUNCTIONS.items():
         if name not in functions or not parameters <= set(inspect.signature(functions[name]).parameters):
             calls = f"quack.gemm_interface.{name}({', '.join(sorted(parameters))})"
-            return f"{_DISTRIBUTION} {package.version} has no {calls}; install {wanted}"
+            return f"{_DISTRIBUTION} {package.version} has no {calls}; install {requirement}"
     return None
 
 

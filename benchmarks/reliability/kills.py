@@ -308,7 +308,7 @@ def campaign(request: Request) -> Iterator[Row]:
     courses: dict[tuple[int, int, bool], Course] = {}
     for index, setting in enumerate(chosen):
         row = Row("kills", setting.name, again("kills", request, setting.name))
-        wanted = total * (index + 1) // len(chosen) - total * index // len(chosen)
+        kill_count = total * (index + 1) // len(chosen) - total * index // len(chosen)
         with tempfile.TemporaryDirectory() as place:
             unkilled = never_killed(setting, Path(place))
         # The way to save and the place of the state change times only, so digests are those of any such course.
@@ -321,10 +321,10 @@ def campaign(request: Request) -> Iterator[Row]:
             row.note("trained otherwise than with other saves, or with state in memory", wrong=True)
         unkilled.digests = course.digests
         training = kills = 0
-        while kills < wanted:
+        while kills < kill_count:
             dice = random.Random(f"{request.seed} {setting.name} {training}")
             training += 1
             with tempfile.TemporaryDirectory() as place:
-                kills += killed_until_done(setting, unkilled, dice, Path(place), row, wanted - kills)
+                kills += killed_until_done(setting, unkilled, dice, Path(place), row, kill_count - kills)
         row.details |= {"trainings": training, "seconds of a run never killed": round(unkilled.seconds, 2)}
         yield row

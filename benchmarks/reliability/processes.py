@@ -108,16 +108,16 @@ def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> 
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     if pid := os.fork():
-        os.close(theirs)
-        return Child(pid, ours)
+        os.close(write_end)
+        return Child(pid, read_end)
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before prctl
             os._exit(1)
-        os.close(ours)
+        os.close(read_end)
         output = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for handle in (1, 2):
             os.dup2(output, handle)
@@ -133,7 +133,7 @@ def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> 
         # Private: ends threads as the interpreter does at exit, which notifies pools and waits for all. The rest of an
         # exit frees nothing that matters, and may hang in destructors.
         threading._shutdown()  # type: ignore[attr-defined]
-        os.write(theirs, pickle.dumps(answer))
+        os.write(write_end, pickle.dumps(answer))
     finally:
         os._exit(code)
 

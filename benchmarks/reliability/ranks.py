@@ -493,23 +493,23 @@ def _side_by_side(chosen: list[Case], place: Path, jobs: int, alone: str) -> Ite
     """
     waiting = [(case, AGAIN) for case in reversed(chosen)]
     running: list[tuple[Case, int, Child]] = []
-    started = 0
+    runs_started = 0
     while waiting or running:
         while waiting and len(running) < jobs:
-            case, left = waiting.pop()
+            case, retries = waiting.pop()
             if alone and FAULTS[case.fault].link:
                 yield case, {"skipped": alone}
                 continue
-            started += 1
-            child = start(run, case, place / str(started), log=place / f"{started}.log")
-            running.append((case, left, child))
-        for case, left, child in list(running):
+            runs_started += 1
+            child = start(run, case, place / str(runs_started), log=place / f"{runs_started}.log")
+            running.append((case, retries, child))
+        for case, retries, child in list(running):
             if child.poll():
-                running.remove((case, left, child))
+                running.remove((case, retries, child))
                 if child.code != 0:
                     raise RuntimeError(f"{case.name}: the run itself failed: {child.code} {child.error}")
-                if not child.answer["happened"] and left:
-                    waiting.append((case, left - 1))
+                if not child.answer["happened"] and retries:
+                    waiting.append((case, retries - 1))
                 else:
                     yield case, child.answer
         time.sleep(0.01)

@@ -156,8 +156,8 @@ def waves(tiles: int, width: int, *, shared: bool) -> list[int]:
     """
     starts = [0]
     while starts[-1] < tiles:
-        left = ceildiv(tiles - starts[-1], width)
-        starts.append(min(tiles, starts[-1] + (max(left // 2, 1) if shared else left) * width))
+        tiles_a_program = ceildiv(tiles - starts[-1], width)
+        starts.append(min(tiles, starts[-1] + (max(tiles_a_program // 2, 1) if shared else tiles_a_program) * width))
     return starts
 
 

@@ -105,10 +105,10 @@ def divide_kernel(
     matrix = program // tiles
     i = tl.arange(0, PARTIALS)
     start = partials + matrix.to(tl.int64) * 2 * programs + i
-    each = tl.load(start, mask=i < programs, other=TINY)
+    largest_of_programs = tl.load(start, mask=i < programs, other=TINY)
     sums = tl.load(start + programs, mask=i < programs, other=0.0)
-    largest = tl.max(each, axis=0)
-    shrink = each / largest
+    largest = tl.max(largest_of_programs, axis=0)
+    shrink = largest_of_programs / largest
     # The sum is NaN if any entry is NaN or infinite. The maximum must propagate it, or the matrix would seem finite.
     least = tl.maximum(eps / largest, TINY)
     norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), least, propagate_nan=tl.PropagateNan.ALL)

@@ -28,8 +28,8 @@ _LARGEST = 8192
 
 
 def _phase(rates: Mapping[str, float]) -> str:
-    done = rates["step"] - 1
-    return _FIRST if done == 0 else _TURN if done % rates["basis_every"] == 0 else _KEEP
+    steps_done = rates["step"] - 1
+    return _FIRST if steps_done == 0 else _TURN if steps_done % rates["basis_every"] == 0 else _KEEP
 
 
 def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ def _step(gradient: Tensor, seen: Seen) -> Made:
     if seen.phase == _FIRST:
         new |= {f"{side}_basis": _begun(new[side]) for side in ("left", "right")}
         return Made(gradient * 0, new)
-    done = rates["step"] - 1
+    steps_done = rates["step"] - 1
     momentum = momentum.lerp(grad, 1 - near)
     moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - far)
-    unbiased = (1 - far**done).sqrt() / (1 - near**done)
+    unbiased = (1 - far**steps_done).sqrt() / (1 - near**steps_done)
     step = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * unbiased
     direction = _seen_from(step, *(basis.mT for basis in bases))
     new["first_moment"] = momentum
