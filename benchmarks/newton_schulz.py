@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def unsound(self) -> bool:
-        """Whether a contender of this project failed or was wrong, or nothing was measured."""
+        """True if a contender of this project failed or was wrong, or nothing was measured."""
         others = {"gram-newton-schulz", "QuACK", "torch grouped"}
         return not self.times or any(name not in others for _, name in {**self.wrong, **self.failed})
 

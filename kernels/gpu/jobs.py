@@ -56,7 +56,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether a process has compiled the kernel."""
+        """True once a process has compiled the kernel."""
         with contextlib.suppress(OSError):
             return self.file.stat().st_size > 0
         return False
@@ -81,7 +81,7 @@ def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[
 def compile_job(job: Job) -> None:
     """Compile a job's kernel into Triton's cache, unless another process has done so meanwhile.
 
-    Called in a process without a GPU: the active driver is :class:`NoDevice` meanwhile.
+    For worker processes only, because :class:`NoDevice` replaces Triton's active driver while the kernel compiles.
     """
     kernel = getattr(import_module(job.module), job.name)
     driver: Any = triton.runtime.driver

@@ -98,7 +98,7 @@ class State:
 
     @property
     def at_owner(self) -> bool:
-        """Whether the state is at the owner of a matrix."""
+        """True if the state is at the owner of a matrix."""
         return self.each in _SIDES
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of ``n`` matrices of one shape, in fp32 (fp64 where the master weights are).
+    """A piece: this rank's part of ``n`` matrices of one shape, in fp32 (fp64 where the master weights are).
 
     The part is r whole rows of each matrix, or with tensor parallelism this rank's columns of these rows.
     """
@@ -270,7 +270,7 @@ class MatrixMethod(Method):
 
     @property
     def in_step(self) -> bool:
-        """Whether ``step()`` alone makes directions: backward knows no phase, and no states but the momentum."""
+        """True if ``step()`` alone makes directions: backward knows no phase, and no states but the momentum."""
         return bool(self.owned or self.phase or self.joined or self.project)
 
     @functools.cached_property
@@ -283,7 +283,7 @@ class MatrixMethod(Method):
 
     @property
     def keeps_momentum(self) -> bool:
-        """Whether each parameter has a momentum."""
+        """True if each parameter has a momentum."""
         return self.has(MOMENTUM.name)
 
     def update(
