@@ -78,13 +78,15 @@ class Session:
 
 @dataclass(frozen=True)
 class Contender:
+    """A system under test."""
+
     name: str
     build: Callable[[nn.Module, Plan], Session]
     stages: tuple[int, ...]
-    requires: str
-    remedy: str
+    requires: str  # module that has to be installed
+    remedy: str  # command that installs it
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    one_rank: bool = False
+    one_rank: bool = False  # trains on one rank only
 
     def missing(self, dtype: torch.dtype, ranks: int) -> str | None:
         """Return why this contender cannot run here, with the remedy; None if it can."""

@@ -128,6 +128,7 @@ class Driver:
         return self.outcomes
 
     def _run(self, step: Step) -> Outcome:
+        """Run one step, unless it is skipped or dropped."""
         # Relative paths, so that results name no folder of the machine that made them.
         folders = {"out": self._out, "tuned": self._tuned, "caches": CACHES}
         places = {name: os.path.relpath(folder, ROOT) for name, folder in folders.items()} | {"name": step.name}

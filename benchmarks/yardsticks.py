@@ -28,6 +28,8 @@ def cases(on_gpu: bool) -> dict[str, tuple[Case, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Yardstick:
+    """A function to time beside Newton–Schulz, with its check."""
+
     make: Make
 
     def on(self, device: torch.device) -> Prepare:

@@ -294,6 +294,7 @@ def run(case: Case, place: Path) -> dict[str, Any]:
 
 
 def _supervised(case: Case, fault: Fault | None, board: Board, children: list[Child], place: Path) -> dict[str, Any]:
+    """Watch the ranks until all survivors are over or hang; end them, and return the record of the run."""
     survivors = [rank for rank in range(case.world) if not (fault and fault.lost and rank == FAULTY)]
     begin = time.monotonic()
 

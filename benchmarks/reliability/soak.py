@@ -79,6 +79,7 @@ def sample(step: int, folder: Path) -> Sample:
 
 
 def train(place: Path, rank: int, world: int, stage: int, codegen: str, steps: int, every: int) -> list[Sample]:
+    """Train a rank with a checkpoint every ``every`` steps; return its samples, taken between checkpoints."""
     rendezvous(dist.FileStore(str(place / "meeting"), world), rank, world, TIMEOUT)
     torch.manual_seed(0)
     model = Net()

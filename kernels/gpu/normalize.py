@@ -99,6 +99,7 @@ def divide_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    """Combine all pairs of a matrix into its norm, and write one tile divided by it."""
     across = tl.cdiv(cols, COLS)
     tiles = tl.cdiv(rows, ROWS) * across
     program = tl.program_id(0)
