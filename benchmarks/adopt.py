@@ -56,10 +56,9 @@ PLANNED = {
 
 
 def adopted(folder: Path, root: Path) -> tuple[str, list[str]]:
-    """Copy the results of a part's ``folder`` into the repository at ``root``.
+    """Copy results from a part's ``folder`` into the repository; return the card in lower case, and the files written.
 
-    Return the card in lower case, and the files written, relative to ``root``. A MuonZeroError says that results were
-    rehearsed, or that the card is unknown.
+    A MuonZeroError says that results were rehearsed, or that the card is unknown.
     """
     report = json.loads((folder / "steps.json").read_text())
     if report.get("rehearsed") or "nvidia-smi" not in report:

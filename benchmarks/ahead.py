@@ -87,12 +87,10 @@ class Resources:
 
 
 def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tuple[str, Launch]]:
-    """Yield named launches: each tile of the table with and without a summand, and the elementwise kernels.
-
-    Sizes are multiples of 16, which have kernels of their own in Triton, and odd ones.
-    """
+    """Yield named launches: each tile of the table with and without a summand, and the elementwise kernels."""
     table = load_tables()[architecture]
     for dtype in (getattr(torch, name) for name in dtypes):
+        # Multiples of 16, which have kernels of their own in Triton, and odd sizes.
         for k, l in ((256, 512), (77, 91)):  # noqa: E741
             x, y = _matrices(k, l, dtype), _matrices(k, l, dtype)
             A, B = _matrices(k, k, dtype), _matrices(k, k, dtype)

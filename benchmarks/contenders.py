@@ -65,15 +65,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Session:
-    """A ready training setup. `step` trains on one global batch and returns this rank's mean loss, detached.
+    """A ready training setup."""
 
-    `counted_bytes` is the system's own count of bytes sent, if it keeps one.
-    """
-
-    step: Callable[[MicroBatches], Tensor]
+    step: Callable[[MicroBatches], Tensor]  # trains on one global batch, returns this rank's mean loss, detached
     muon_matrices: int
     note: str
-    counted_bytes: Callable[[], int] | None = None
+    counted_bytes: Callable[[], int] | None = None  # the system's own count of bytes sent
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,7 @@ def _accumulate(
     micro_batches: MicroBatches,
     unsynchronized: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
-    """Run forward and backward of each micro-batch, all but the last inside `unsynchronized()`; return the mean loss.
-
-    As in PyTorch loops, a micro-batch's loss is divided by the number of micro-batches. The result is detached.
-    """
+    """Run forward and backward of micro-batches, all but the last inside `unsynchronized()`; return their mean loss."""
     losses = []
     for number, (x, y) in enumerate(micro_batches, start=1):
         with nullcontext() if number == len(micro_batches) else unsynchronized():

@@ -112,8 +112,7 @@ class Trainee:
     def run(self, seed: int, steps: int, points: int, rate: float, rest: float) -> Iterator[list[float]]:
         """Train, and yield the points of the curve; it ends early if a number is not finite.
 
-        `seed` is that of weights and batches, `rate` AdamW's or that of Muon's matrices, `rest` that of the parameters
-        that Muon leaves to AdamW.
+        `rate` is AdamW's, or that of Muon's matrices; `rest` is that of the parameters that Muon leaves to AdamW.
         """
         torch.manual_seed(seed)
         with self._device:

@@ -68,14 +68,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT: `model(tokens, targets)` is the mean cross entropy; both are int64 of shape [batch, context].
-
-    DeepSpeed assigns AdamW by the substrings "embed" and "lm_head" of names: with the names `token_embed`,
-    `position_embed` and `lm_head` every contender gives Muon the same matrices.
-    """
+    """A GPT: `model(tokens, targets)` is the mean cross entropy; both are int64 of shape [batch, context]."""
 
     def __init__(self, shape: Shape):
         super().__init__()
+        # DeepSpeed assigns AdamW by the substrings "embed" and "lm_head" of names: with these names every contender
+        # gives Muon the same matrices.
         self.token_embed = nn.Embedding(shape.vocabulary, shape.width)
         self.position_embed = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))

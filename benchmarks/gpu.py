@@ -94,10 +94,7 @@ class Driver:
         self.outcomes: list[Outcome] = []
 
     def run(self, steps: Iterable[Step], about: Mapping[str, object]) -> list[Outcome]:
-        """Run all steps, neighbours that time nothing side by side; write `about` and the outcomes after each.
-
-        A KeyboardInterrupt stops the running steps, and is raised again.
-        """
+        """Run all steps, neighbours that time nothing side by side; write `about` and the outcomes after each."""
         steps, self._device = list(steps), str(about.get("device", ""))
         numbers = {step.name: number for number, step in enumerate(steps, start=1)}
         writing = threading.Lock()

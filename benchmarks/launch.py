@@ -54,17 +54,13 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """The processes of one trial, blocked on a pipe between commands. A context manager that ends all of them.
-
-    `folder` takes their logs, and must not exist; `inductor_cache` is kept for the trials of later repeats; `threads`
-    is a rank's OMP_NUM_THREADS.
-    """
+    """The processes of one trial, blocked on a pipe between commands. A context manager that ends all of them."""
 
     def __init__(self, trial: Trial, folder: Path, inductor_cache: Path, threads: int):
         self.trial = trial
         self._folder = folder
         self._steps: list[list[dict]] = []  # for each step the answers of all ranks
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True)  # takes the ranks' logs; must be new
         specification = folder / "trial.json"
         specification.write_text(json.dumps(asdict(trial)))
         environment = os.environ | {
@@ -72,7 +68,7 @@ class Ranks:
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(trial.ranks),
             "OMP_NUM_THREADS": str(threads),
-            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),  # kept for the trials of later repeats
             "PYTHONUNBUFFERED": "1",
         }
         if trial.package:
@@ -149,12 +145,10 @@ class Ranks:
         return max(answer["wall_s"] for answer in self._steps[-1])
 
     def record(self, warmup: int) -> dict:
-        """Combine the ranks' measurements of all steps but the first `warmup`.
-
-        Times are the slowest rank's, memory is the largest rank's; bytes, CPU time and loss are means.
-        """
+        """Combine the ranks' measurements of all steps but the first `warmup`."""
         built = self.ask("describe")
         peaks = self.ask("weigh") if self.trial.weigh else [None]
+        # Times are the slowest rank's, memory is the largest rank's; bytes, CPU time and loss are means.
         wall = [max(answer["wall_s"] for answer in answers) for answers in self._steps]
         cpu = [statistics.fmean(answer["cpu_s"] for answer in answers) for answers in self._steps]
         return record_of(self.trial) | {

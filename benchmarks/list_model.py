@@ -53,20 +53,17 @@ def by_part(launched: list[Launched], table: Table, device: Device, processors: 
 def beside(
     launched: list[Launched], table: Table, processors: int, held: int, dealing: str, reserved: int = 0
 ) -> tuple[float, float]:
-    """Return (seconds of grouped launches, longest seconds that a collective waits for one of their programs).
-
-    ``held`` multiprocessors are busy with other kernels; programs are dealt out for all but the ``reserved`` ones.
-    """
+    """Return (seconds of grouped launches, longest seconds that a collective waits for one of their programs)."""
     device = table.device
     total = longest = 0.0
     for launch in launched:
         tile = launch.tile(table, processors)
         tiles = sum(b * programs(tile, rows, cols, triangle=launch.triangle) for b, rows, cols, _ in launch.results)
-        width = (processors - reserved) * tile.resident
+        width = (processors - reserved) * tile.resident  # as if the reserved multiprocessors were not there
         starts, begin, summand = waves(tiles, width, shared=dealing == "waves"), None, launch.summand
         if dealing == "a counter":  # a program that draws tiles from a counter has no loop that could be flattened
             starts, begin, summand = [*range(0, tiles, width), tiles], 0.0, True
-        free = processors - max(held, 0)
+        free = processors - max(held, 0)  # other kernels hold the rest
         settings = {"triangle": launch.triangle, "summand": summand, "start": begin}
         time, waited = seconds_beside(tile, device, launch.results, free, starts, width, **settings)
         total += time

@@ -85,7 +85,6 @@ def ways_of(xs: list[Tensor], method: str, dtype: str) -> dict[str, Callable[[],
 
 
 def measure(shapes: list[tuple[int, int]], method: str, dtype: str, at_least: float) -> list[dict[str, object]]:
-    """Make a row for each way."""
     xs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     before = sustained(dtype, at_least)
     took = {way: settled(run, at_least) for way, run in ways_of(xs, method, dtype).items()}

@@ -63,8 +63,7 @@ RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Return the peak memory of one training step: tensors that live across steps, and all allocated on top.
 
-    On CPU it is the memory of Python's tensors before the step plus the growth of the process in the step, so neither
-    the interpreter nor remains of compilation count. Needs `RETURN_MEMORY` in the process's environment.
+    On CPU the process's environment needs `RETURN_MEMORY`.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -75,6 +74,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         control.write("5")  # resets the peak to the memory that is resident now
     before, lasting = _peak_resident_bytes(), _live_tensor_bytes(device.type)
     step()
+    # Tensors plus the growth of the process: neither the interpreter nor remains of compilation count.
     return lasting + _peak_resident_bytes() - before
 
 

@@ -56,8 +56,7 @@ class Model:
 
 
 def mlp(hidden: int, inner: int) -> tuple[Weight, ...]:
-    """Return gate, up and down projections."""
-    return Weight(inner, hidden, 0), Weight(inner, hidden, 0), Weight(hidden, inner, 1)
+    return Weight(inner, hidden, 0), Weight(inner, hidden, 0), Weight(hidden, inner, 1)  # gate, up, down
 
 
 def tables(vocabulary: int, hidden: int) -> tuple[Weight, ...]:

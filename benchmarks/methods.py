@@ -92,7 +92,6 @@ def tune(method: str, steps: int, say: Any) -> dict[str, Any]:
 
 
 def best_rate(found: dict[str, Any]) -> str:
-    """Return the rate with the least last loss."""
     return min(found["ends"], key=found["ends"].__getitem__)
 
 
@@ -123,10 +122,7 @@ def losses_end(losses: list[float]) -> float:
 
 
 def begun(path: Path, methods: list[str], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the record to write these methods into, with the other methods of the file if not all are run.
-
-    A ValueError says that the other methods have other facts, so that results cannot be compared.
-    """
+    """Return the record to write these methods into, with the file's other methods; ValueError if facts differ."""
     other_methods = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
     other_methods = {name: result for name, result in other_methods.items() if name not in methods}
     if other_methods and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:

@@ -33,7 +33,6 @@ def train(kept: str | None, seed: int, steps: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)

@@ -84,7 +84,6 @@ class Run:
         del self.seconds[-_TURN]
 
     def step(self) -> None:
-        """Train one step, and append its seconds."""
         batch = sample_batch(self.corpus, self.shape, self.generator)
         start = time.perf_counter()
         self.model(*batch).backward()

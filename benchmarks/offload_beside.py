@@ -93,10 +93,7 @@ def heat(trials: list[Trial], args: argparse.Namespace, work: Path, order: rando
 
 
 def outcome_of(records: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Compare medians and first losses of ours with the faster of DeepSpeed's two.
-
-    ``in_a_round`` is the median of the ratios within a round, which hold also if the host slows down meanwhile.
-    """
+    """Compare medians and first losses of ours with the faster of DeepSpeed's two."""
     ran = {record["contender"]: record for record in records if not record["error"]}
     seconds = {name: statistics.median(record["step_s"]) for name, record in ran.items()}
     losses = {name: record["losses"] for name, record in ran.items()}
@@ -107,6 +104,7 @@ def outcome_of(records: list[dict[str, Any]], args: argparse.Namespace) -> dict[
         firsts = zip(losses[OURS][: args.warm], losses[faster][: args.warm], strict=True)
         outcome |= {
             "ours_of_deepspeed": seconds[OURS] / seconds[faster],
+            # Ratios within a round hold also if the host slows down meanwhile.
             "in_a_round": statistics.median(a / b for a, b in steps),
             "losses_differ_by": max(abs(a - b) for a, b in firsts),
         }

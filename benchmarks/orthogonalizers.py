@@ -137,20 +137,15 @@ ROUNDOFFS = 32
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the largest `worst_block` of a right result: 32 roundoffs, 0.125 in bfloat16 and 0.016 in float16.
-
-    Gaussian matrices of 32 to 1024 rows have at most 8 roundoffs with the project's forms on aten, larger matrices
-    fewer; a block that was not computed has a relative error of one.
-    """
+    """Return the largest `worst_block` of a right result: 32 roundoffs, 0.125 in bfloat16 and 0.016 in float16."""
+    # Gaussian matrices of 32 to 1024 rows have at most 8 roundoffs with the project's forms on aten, larger matrices
+    # fewer; a block that was not computed has a relative error of one.
     return ROUNDOFFS * torch.finfo(dtype).eps / 2
 
 
 def worst_block(result: Tensor, exact: Tensor) -> float:
-    """Return the largest RMS error of a 64 × 64 block of `result`, relative to the RMS of `exact`, [m, n] in float64.
-
-    The error of a whole matrix would hide a wrong tile: one of 128 × 128 in 8192 × 8192 is 0.016 of its norm. NaN
-    counts as infinitely wrong.
-    """
+    """Return the largest RMS error of a 64 × 64 block of `result`, relative to the RMS of `exact`, [m, n] float64."""
+    # The error of a whole matrix would hide a wrong tile: one of 128 × 128 in 8192 × 8192 is 0.016 of its norm.
     squares = (result.double() - exact).square()
     below, beside = -exact.shape[0] % BLOCK, -exact.shape[1] % BLOCK
 
@@ -239,11 +234,7 @@ def _cublas(device: torch.device) -> Run:
 
 
 def _gram_newton_schulz(device: torch.device) -> Run:
-    """Build the gram-newton-schulz package with its kernels, jordan's coefficients and our restarts.
-
-    The package compiles itself with mode "reduce-overhead", at the method or the instance depending on the release. Its
-    CUDA graphs can be neither captured nor turned off from outside, so this function compiles its plain method instead.
-    """
+    """Build the gram-newton-schulz package with its kernels, jordan's coefficients and our restarts."""
     if device.type != "cuda":
         raise Missing("it has kernels for GPUs only")
     try:
@@ -260,6 +251,8 @@ def _gram_newton_schulz(device: torch.device) -> Run:
     if "compile_kwargs" in inspect.signature(GramNewtonSchulz.__init__).parameters:
         settings["compile_kwargs"] = None
     instance = GramNewtonSchulz(**settings)
+    # The package compiles itself with mode "reduce-overhead", at the method or the instance depending on the release.
+    # Its CUDA graphs can be neither captured nor turned off from outside, so its plain method is compiled here.
     method = uncompiled(GramNewtonSchulz.__call__)
     compiled = torch.compile(partial(method, instance), fullgraph=True, dynamic=False)
 
@@ -295,13 +288,10 @@ def _quack(device: torch.device) -> Run:
 
 
 def _torch_grouped(device: torch.device) -> Run:
-    """Build torch's grouped symmetric kernels, which Inductor takes for Muon's function under foreach_map.
-
-    They are proposed in pytorch/pytorch#194181, and recognized by the operator that they register. torch 2.13 does not
-    have it; there foreach_map compiles pointwise functions only.
-    """
+    """Build torch's grouped symmetric kernels, which Inductor takes for Muon's function under foreach_map."""
     import torch._inductor.lowering  # noqa: F401, it registers Inductor's operators
 
+    # Proposed in pytorch/pytorch#194181. torch 2.13 lacks it; there foreach_map compiles pointwise functions only.
     if not hasattr(torch.ops.inductor, "grouped_muon"):
         raise Missing(f"torch {torch.__version__} has no operator inductor::grouped_muon")
     from torch._higher_order_ops.foreach_map import foreach_map

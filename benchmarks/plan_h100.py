@@ -80,11 +80,7 @@ def on_one_rank(shape: Shape, sequences: int, config: Config, options: FrameOpti
 
 
 def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
-    """Solve for the rate of a tile's loop and the tile's cost beside it, for each part of a list, from two squares.
-
-    A multiprocessor runs one tile of a square of 2048, and several of one of 8192: two equations, two unknowns, at the
-    clock of a step.
-    """
+    """Solve for the rate of a tile's loop and the tile's cost beside it, for each part of a list, from two squares."""
     rows = json.loads((RESULTS / "h100_products.json").read_text())["rows"]
     tables = {}
     for part, product in SHOWN_BY.items():
@@ -95,6 +91,8 @@ def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
         for size in SQUARES:
             operations, tiles = busiest(tile, ((1, size, size, size),), processors, triangle=triangle)
             points.append((operations / tiles, (took[size] - table.device.launch) / tiles))
+        # One tile of the small square runs on a multiprocessor, and several of the large one: two equations for two
+        # unknowns, at the clock of a step.
         (few, short), (many, long) = points
         short *= RESTED / SUSTAINED
         rate = (many - few) / (long - short)

@@ -41,7 +41,6 @@ class Run:
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """Train one step, and append its seconds."""
         batch = sample_batch(self.corpus, self.shape, self.generator)
         start = time.perf_counter()
         self.model(*batch).backward()
@@ -51,10 +50,8 @@ class Run:
 
 
 def measure(args: argparse.Namespace, context: int) -> dict[str, float]:
-    """Return the seconds of a step without ``qk_clip``, and the time with it as a multiple of that.
-
-    A second run without it, "again", shows the noise of the ratio.
-    """
+    """Return the seconds of a step without ``qk_clip``, and the time with it as a multiple of that."""
+    # A second run without it, "again", shows the noise of the ratio.
     plain, again, clipped = Run(args, context, None), Run(args, context, None), Run(args, context, 1e9)
     for _ in range(args.steps + args.warmup):
         for run in (plain, clipped, again):
@@ -67,7 +64,6 @@ def measure(args: argparse.Namespace, context: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and write a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 2048])

@@ -119,11 +119,8 @@ def _rounds(
 
 
 def judge(rows: list[Row], records: list[dict], ranks: int = 2, cores: int | None = None) -> list[Verdict]:
-    """Compare with the "Fast" bars, on each link; against DeepSpeed, the faster of its two ways to run counts.
-
-    `cores` is the number of cores that ranks share; None for one each.
-    """
-    load = max(1.0, ranks / (cores or ranks))
+    """Compare with the "Fast" bars, on each link; against DeepSpeed, the faster of its two ways to run counts."""
+    load = max(1.0, ranks / (cores or ranks))  # ranks that share a core; None for a core each
     free = [record for record in records if _link(record) == UNLIMITED]
     verdicts = [] if records and not free else _unlimited([row for row in rows if row.link == UNLIMITED], free)
     for link in dict.fromkeys(_link(record) for record in records if _link(record) != UNLIMITED):
@@ -220,16 +217,14 @@ def _memory_order(at: dict[tuple[str, int], Row]) -> Verdict:
 
 
 def _same_training(rows: list[Row]) -> Verdict:
-    """Check that all Muon losses agree: a contender that does less work than the others is no contender.
-
-    Newton-Schulz in bf16 and other summation orders move the loss by less than 0.1 % over ten steps; DeepSpeed with its
-    default clipping, which all but stops Muon, was off by 7 %.
-    """
+    """Check that all Muon losses agree: a contender that does less work than the others is no contender."""
     rows = [row for row in rows if row.contender.endswith(("-muon", "-muon-compiled"))]
     if len(rows) < 2:
         return Verdict("the Muon contenders' last losses agree: only one measured", None)
     losses = [row.loss for row in rows]
     spread = (max(losses) - min(losses)) / (min(losses) or 1.0)  # all losses of a rehearsal are 0
+    # Newton-Schulz in bf16 and other summation orders move the loss by less than 0.1 % over ten steps; DeepSpeed with
+    # its default clipping, which all but stops Muon, was off by 7 %.
     return Verdict(f"the Muon contenders' last losses agree: within {spread:.2%} (bar: 1 %)", spread <= 0.01)
 
 

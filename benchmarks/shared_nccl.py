@@ -55,10 +55,7 @@ def unpacked(library: Path, folder: Path) -> Path:
 
 
 def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str] | str:
-    """Return the variables that processes need beside ``environment`` to share a GPU over NCCL, or why they cannot.
-
-    A packed library is unpacked into ``folder``.
-    """
+    """Return the variables that processes need beside ``environment`` to share a GPU over NCCL, or why they cannot."""
     more: dict[str, str] = {}
     if library := environment.get("NCCL_LIBRARY"):
         if not Path(library).is_file():
@@ -106,9 +103,9 @@ def fat_entries(data: bytearray, start: int, size: int) -> Iterator[tuple[int, i
 
 
 def only_for(data: bytearray, sections: str, architectures: set[int]) -> int:
-    """Overwrite machine code of other GPUs with zeros, in place; return the bytes of machine code that are left.
+    """Overwrite other GPUs' machine code in a library with zeros; ``sections`` is the list of ``readelf -SW``.
 
-    ``data`` is a shared library, ``sections`` the list of ``readelf -SW``; architecture 90 stands for sm_90.
+    Return the bytes of machine code that are left.
     """
 
     def section(name: str) -> tuple[int, int]:

@@ -121,12 +121,10 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
 
 
 def misranked(found: Sequence[Case]) -> list[str]:
-    """List pairs of stages of one model, ranks and link that differ by more than 10 % and are predicted in wrong order.
-
-    Stages 1 and 2 are not compared: with one micro-batch they are the same step, and their difference is noise.
-    """
+    """List pairs of stages that differ by more than 10 % and are predicted in wrong order, on equal settings."""
     wrong = []
     for a, b in itertools.permutations(found, 2):
+        # Not stages 1 and 2, which are the same step with one micro-batch: their difference is noise.
         comparable = (a.preset, a.ranks, a.link) == (b.preset, b.ranks, b.link) and {a.stage, b.stage} != {1, 2}
         if comparable and a.measured * (1 + _RANKED) < b.measured and a.predicted >= b.predicted:
             wrong.append(f"{a.preset}, {a.ranks} ranks, {a.link}: stage {a.stage} is faster than {b.stage}")

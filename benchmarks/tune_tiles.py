@@ -106,10 +106,7 @@ def listed(kind: str, x: Matrices, out: Matrices, tile: Tile, processors: int) -
 
 
 def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype, in_list: bool) -> str | int:
-    """Compile one launch without a GPU into Triton's cache on disk.
-
-    Return why the tile is out, or the number of its programs that fit on a multiprocessor.
-    """
+    """Compile a launch into Triton's cache; return why the tile is out, or how many programs fit."""
     from ahead import measure
 
     def matrices() -> Tensor:
@@ -132,10 +129,9 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
 def compile_ahead(
     architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int, *, lists: bool = False
 ) -> tuple[dict[tuple[str, Tile], str], dict[tuple[str, Tile], int]]:
-    """Compile all tiles, with the kernels for ``lists`` or with those for one matrix.
+    """Compile all tiles; return those that are out, with the reason, and how many programs fit of the others.
 
-    Return the tiles that are out, with the reason; and the number of programs of the others that fit on a
-    multiprocessor. Tiles that ``stop`` leaves uncompiled are compiled when they are timed.
+    Tiles that ``stop`` leaves uncompiled are compiled when they are timed.
     """
     out: dict[tuple[str, Tile], str] = {}
     resident: dict[tuple[str, Tile], int] = {}
@@ -263,11 +259,7 @@ def _bench(run: Callable[[], object]) -> float:
 
 
 class Tuning:
-    """The measurements so far, of the candidates `tiles` of each kind.
-
-    A tile whose result is wrong once is out at every size. `stop` is checked before every tile; `say` prints a line;
-    `matrices`, `SQUARES` or `IN_LISTS`, has the number of matrices in a launch of each size.
-    """
+    """The measurements so far, of the candidates `tiles` of each kind; `matrices` is `SQUARES` or `IN_LISTS`."""
 
     def __init__(
         self,
@@ -361,10 +353,7 @@ class Tuning:
         return 1e3 * operations / max(milliseconds - between, 0.1 * milliseconds)
 
     def table(self, source: str, before: Mapping) -> dict | None:
-        """Make an entry of tiles.json from the measurements; None if a kind has no tiles.
-
-        Unmeasured numbers are those of `before`, the entry of this architecture or of the one most like it.
-        """
+        """Make an entry of tiles.json, with unmeasured numbers of the entry `before`; None if a kind has no tiles."""
         kept = self.kept()
         tiles = {kind: [_plain(tile) for tile in kept[kind]] or before.get(kind, []) for kind in KINDS}
         if not any(kept.values()) or not all(tiles.values()):

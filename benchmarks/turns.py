@@ -45,10 +45,7 @@ class Timings:
         self._run: Callable[[], object] | None = None
 
     def prepare(self, case: Case) -> str | None:
-        """Make the case's matrices, warm up, capture, and check the result of the timed call.
-
-        Returns the complaint about a wrong result, or None. A contender with a wrong result cannot be timed.
-        """
+        """Make the case's matrices, warm up, capture, and check the timed call; return the complaint, or None."""
         self.drop()
         run, check = self._prepare(case)
         result = run()  # compiles
@@ -68,7 +65,6 @@ class Timings:
         return seconds(self._run, self._device, at_least)
 
     def drop(self) -> None:
-        """Free a case's memory."""
         self._run = None
         release(self._device)
 
@@ -154,16 +150,13 @@ class Turn(Protocol):
 
 
 class Process:
-    """A contender in a process of its own; raises Missing if it cannot run here, Failed if it does not start.
-
-    An answer may take `patience_s` seconds, compilation included.
-    """
+    """A contender in a process of its own; raises Missing if it cannot run here, Failed if it does not start."""
 
     def __init__(self, name: str, device: str, graph: bool, patience_s: float):
         # Forked from a server that has only imported, because this process may have used the device.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "compile_muon.kernels"])
-        self._patience_s = patience_s
+        self._patience_s = patience_s  # for an answer, compilation included
         self._channel, worker_end = context.Pipe()
         self._process = context.Process(target=serve, args=(worker_end, name, device, graph))
         self._process.start()
@@ -210,11 +203,7 @@ class Process:
 
 
 class Rounds:
-    """The rounds of all cases; `samples`, `wrong`, `failed` and `missing` have the outcomes.
-
-    `start` makes a contender ready, and may raise Missing or Failed. Each is timed `repeats` times for `at_least`
-    seconds, in turns drawn by `order`; `say` prints a line.
-    """
+    """The rounds of all cases; `samples`, `wrong`, `failed` and `missing` have the outcomes."""
 
     def __init__(
         self,
@@ -225,9 +214,9 @@ class Rounds:
         order: random.Random,
         say: Callable[[str], None],
     ):
-        self._start = start
+        self._start = start  # may raise Missing or Failed
         self._repeats = repeats
-        self._at_least = at_least
+        self._at_least = at_least  # seconds of a timing
         self._order = order
         self._say = say
         self._ready: dict[str, Turn] = {}

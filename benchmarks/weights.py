@@ -49,7 +49,6 @@ def _init(module: nn.Module) -> None:
 
 
 def main() -> None:
-    """Measure and print, on rank 0 for all ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)

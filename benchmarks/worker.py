@@ -52,12 +52,10 @@ class Rank:
         self._steps = 0
 
     def turn(self) -> dict:
-        """Train an untimed step, then a timed one right after it, as in training.
-
-        So the timed step waits for the transfers that a step before it leaves in flight. After another contender's turn
-        these would have ended meanwhile, over another link, or under a barrier.
-        """
+        """Train an untimed step, then a timed one right after it, as in training."""
         batch = self._batch()
+        # The timed step waits for transfers that this one leaves in flight. Those of the last turn would have ended
+        # while others had theirs, over another link, or under a barrier.
         self.step()
         return self._timed(batch)
 
@@ -95,7 +93,6 @@ class Rank:
         return peak_bytes(self.step, self._device)
 
     def describe(self) -> dict:
-        """Describe the contender that was built."""
         return {
             "setup_s": self._setup_s,
             "muon_matrices": self._session.muon_matrices,

@@ -247,10 +247,7 @@ def save_two(folder: Path) -> States:
 
 
 def attempt(source: Path, states: States, folder: Path, kind: Callable[..., None], seed: int) -> str:
-    """Damage a copy of ``source`` in ``folder``, load it both ways, and return the outcome.
-
-    The outcome is :data:`OLDER` or :data:`REFUSED`, if allowed for this ``kind``; else it says what went wrong.
-    """
+    """Damage a copy of ``source`` in ``folder``, load it both ways, and return the outcome, or what went wrong."""
     shutil.copytree(source, folder)
     kind(folder / "step-2", random.Random(seed))
     run = Run(seed=9)

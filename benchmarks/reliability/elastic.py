@@ -214,21 +214,15 @@ def one_node(job: Job) -> Node:
 
 
 def of_two(job: Job, address: str, port: int, nodes: str, *, host: bool | None = None) -> Node:
-    """Start one of two nodes of a rank each; ranks follow the order of the addresses.
-
-    ``nodes`` is "2" or "1:2". ``host`` says whether the node hosts the rendezvous's store; None leaves the choice to
-    torchrun, which takes the first node.
-    """
+    """Start one of two nodes of a rank each, ``nodes`` is "2" or "1:2"; ranks follow the order of the addresses."""
+    # Without ``host`` torchrun lets the first node host the rendezvous's store.
     settings = QUICKLY if host is None else f"{QUICKLY},is_host={int(host)}"
     store = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", f"--rdzv-conf={settings}")
     return Node(job, f"--nnodes={nodes}", "--nproc-per-node=1", *store, f"--local-addr={address}")
 
 
 def ended(code: int | None, job: Job, reference: Job, worlds: tuple[int, ...] = (2,)) -> str:
-    """Return the outcome of a run in words, from torchrun's exit code ``code``.
-
-    ``worlds`` are the sizes of its world over time; only with a single size must its numbers be the reference's.
-    """
+    """Return the outcome of a run in words; ``code`` is torchrun's, ``worlds`` are its world's sizes over time."""
     if code != 0:
         return "hangs" if code is None else f"ends with {code}"
     if job.newest() != job.steps:
@@ -237,6 +231,7 @@ def ended(code: int | None, job: Job, reference: Job, worlds: tuple[int, ...] = 
         return f"ends with a world of {job.world()}"
     if len(set(worlds)) > 1:
         return "goes on with " + ", then ".join(map(str, worlds[1:]))
+    # Only with a world of one size must numbers be the reference's.
     return "goes on with other numbers" if differences(job, reference) else "goes on, bit for bit"
 
 
@@ -277,11 +272,8 @@ def kill_a_node(job: Job, reference: Job, dice: random.Random, back: bool) -> st
 
 
 def kill_a_node_for_a_while(job: Job, reference: Job, dice: random.Random) -> str:
-    """Kill one of two nodes, let the other train alone, and start the first again; numbers are not compared.
-
-    The run has more steps than it can do, because it must not end before the node is back.
-    """
-    job, port = replace(job, steps=100_000), free_port()
+    """Kill one of two nodes, let the other train alone, and start the first again; numbers are not compared."""
+    job, port = replace(job, steps=100_000), free_port()  # so that the run does not end before the node is back
     with of_two(job, "127.0.0.1", port, "1:2", host=True):
         with of_two(job, "127.0.0.2", port, "1:2", host=False) as second:
             if not until(lambda: job.world() == 2):

@@ -131,10 +131,9 @@ def train(
     setting: Setting, rank: int, folder: Path | None, meeting: Path, board: Board, course: dict[int, str] | None,
     files: Path,
 ) -> dict[int, str]:  # fmt: skip
-    """Run a rank from start to end; return the digest after every step.
+    """Run a rank from start to end; return the digest after every step, which has to be that of ``course``.
 
-    ``folder`` takes checkpoints, None saves none; ``meeting`` is the file of the ranks' store; ``course`` has the
-    expected digests; ``files`` is the folder of offloaded state.
+    ``folder`` takes checkpoints, None saves none; ``files`` takes offloaded state.
     """
     step = 0
 

@@ -85,7 +85,6 @@ class Child:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, if the child still runs."""
         if self.code is None:
             self.killed |= number == signal.SIGKILL
             os.kill(self.pid, number)
@@ -99,10 +98,7 @@ class Child:
 
 
 def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> Child:
-    """Run ``function(*args)`` in a fork of this process, which must have one thread only.
-
-    The child prints to ``log``, and on SIGUSR1 writes the stack of each thread there.
-    """
+    """Run ``function(*args)`` in a fork of this process, which must have one thread only; output goes to ``log``."""
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"{threads} threads: only a process of one can fork ranks")
     sys.stdout.flush()
@@ -122,7 +118,7 @@ def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> 
         for handle in (1, 2):
             os.dup2(output, handle)
         faulthandler.enable(2)
-        faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, 2, all_threads=True)  # writes the stack of each thread
         warnings.simplefilter("ignore")
         try:
             answer: Any = (function(*args), None)

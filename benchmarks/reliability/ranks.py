@@ -75,10 +75,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of four equal blocks of width ``inner``, with Python between them where faults act.
-
-    ``last`` is the name of the last layer.
-    """
+    """A model of four equal blocks of width ``inner``, with Python between them where faults act."""
 
     def __init__(self, inner: int = 14, last: str = "head") -> None:
         super().__init__()
@@ -488,17 +485,14 @@ def campaign(request: Request) -> Iterator[Row]:
 
 
 def _side_by_side(chosen: list[Case], place: Path, jobs: int, alone: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Run the cases, ``jobs`` at a time; retry a run that is over before its fault, :data:`AGAIN` times.
-
-    ``alone`` is the reason to skip faults that need a network of their own.
-    """
+    """Run the cases, ``jobs`` at a time; retry a run that is over before its fault, :data:`AGAIN` times."""
     waiting = [(case, AGAIN) for case in reversed(chosen)]
     running: list[tuple[Case, int, Child]] = []
     runs_started = 0
     while waiting or running:
         while waiting and len(running) < jobs:
             case, retries = waiting.pop()
-            if alone and FAULTS[case.fault].link:
+            if alone and FAULTS[case.fault].link:  # ``alone``: why no rank can have a network of its own
                 yield case, {"skipped": alone}
                 continue
             runs_started += 1
