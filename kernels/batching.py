@@ -20,17 +20,14 @@ def one_by_one(xs: Sequence[Tensor], plan: Plan, implementation: Implementation)
 
 
 def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
-    """Run matrices of equal shape in batches, and a matrix of its own shape unbatched.
-
-    A batch of several matrices takes at most ``plan.memory_limit`` bytes beside inputs and results. Only tensors of the
-    same dtype share a batch, so that none is normalized in another's precision. The results share no memory.
-    """
+    """Run matrices of equal shape in batches under ``plan.memory_limit``; the results share no memory."""
     groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
     results: dict[int, Tensor] = {}
     for i, x in enumerate(xs):
         if x.numel() == 0:
             results[i] = _empty(x, plan)
         else:
+            # By dtype, too, so that no tensor is normalized in another's precision.
             groups.setdefault((x.shape[-2], x.shape[-1], x.dtype), []).append(i)
     for indices in groups.values():
         group = [xs[i] for i in indices]
@@ -73,11 +70,11 @@ def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]
     """Cut a list of stacks into chunks that run one after another, each within ``limit`` bytes of work memory.
 
     A chunk is a list of (index of a stack, slice of its matrices), each stack at most once; no chunk is empty, and each
-    matrix is in one of them. A matrix that exceeds the limit by itself is a chunk. Chunks run in the order returned,
-    large matrices first and together: beside one whose tiles take long a small matrix ends too early to fill the GPU.
+    matrix is in one of them. A matrix that exceeds the limit by itself is a chunk.
     """
     chunks: list[list[tuple[int, slice]]] = []
     room = 0
+    # Large matrices first and together: a small matrix ends too early to fill the GPU beside one with long tiles.
     for index in sorted(range(len(stacks)), key=lambda i: -stacks[i].bytes_each):
         stack, start = stacks[index], 0
         while start < stack.matrices:
@@ -94,10 +91,8 @@ def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]
 
 
 def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:
-    """Count the bytes that one m × n matrix takes on aten, with ``given`` bytes an input entry and ``itemsize`` after.
-
-    They are the batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
-    """
+    """Count the bytes that one m × n matrix takes on aten, ``given`` bytes an input entry and ``itemsize`` after."""
+    # The batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
     k = min(m, n)
     return m * n * (given + 3 * itemsize + 4) + 4 * k * k * itemsize
 

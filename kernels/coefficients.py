@@ -48,10 +48,8 @@ class CoefficientSet:
     fixed_length: bool = False  # the schedule is only meaningful as a whole
 
     def gram_restarts(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the numbers of steps after which the gram form restarts; all of them where no fewer are safe.
-
-        float64 restarts where float32 does: it needs restarts less often, but not never.
-        """
+        """Return the numbers of steps after which the gram form restarts; all of them where no fewer are safe."""
+        # float64 restarts where float32 does: it needs restarts less often, but not never.
         chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT32))
         return tuple(range(1, len(self.steps))) if chosen is None else chosen
 
@@ -61,12 +59,10 @@ class CoefficientSet:
         return precision is None or survives_rounding(self.steps, self.safety, precision)
 
     def is_all_or_nothing(self, dtype: torch.dtype) -> bool:
-        """Tell whether either all entries of a result in ``dtype`` are finite, or none is.
-
-        A non-finite entry makes all of its matrix NaN: through the norm; or, where torch.optim.Muon's normalization
-        turns an inf into one NaN among zeros, through the first XXᵀ that a step multiplies by b or c. Finite entries
-        stay finite if no singular value leaves the range that the schedule contracts; else single entries may overflow.
-        """
+        """Tell whether either all entries of a result in ``dtype`` are finite, or none is."""
+        # A non-finite entry makes all of its matrix NaN: through the norm; or, where torch.optim.Muon's normalization
+        # turns an inf into one NaN among zeros, through the first XXᵀ that a step multiplies by b or c. Finite entries
+        # stay finite if no singular value leaves the range that the schedule contracts; else single ones may overflow.
         bounded = survives_rounding(self.steps, self.safety, _HALF.get(dtype, FLOAT32))
         return bounded and any(b or c for _, b, c in self.steps)
 

@@ -72,9 +72,6 @@ def resolve_dtype(
 def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
     """Return ``method``, with "auto" kept only where standard and gram are about equally accurate in ``dtype``.
 
-    They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then less
-    than the bfloat16 standard form's (float16), or at most 3.2 times that (bfloat16), on the spectra of
-    tests/kernels/test_accuracy.py. Elsewhere (cans in float16, polar_express in bfloat16) "auto" becomes "standard".
     Raises ValueError for an unknown method, and for a schedule that diverges in ``dtype`` or makes "gram" diverge.
     """
     if method not in FORMS:
@@ -89,32 +86,32 @@ def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSe
             f"method='gram' with coefficients {coefficients.name!r} is unstable in {dtype}: they amplify its rounding "
             "of the Gram matrix; use method='standard', or dtype float32 or float64"
         )
+    # Where gram is accurate, its error with the set's restarts is less than the bfloat16 standard form's (float16), or
+    # at most 3.2 times that (bfloat16), on the spectra of tests/kernels/test_accuracy.py. It is not for cans in float16
+    # and polar_express in bfloat16.
     return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
 def chosen_form(method: str, rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
     """Resolve "auto" to the form with fewer operations for a ``rows`` × ``cols`` matrix, either side the longer.
 
-    Gram has fewer above an aspect ratio of 1.5. With ``symmetric``, one triangle of symmetric products computed, gram
-    is chosen from 4/3 on: there both take as many operations, and gram fewer launches.
+    That is gram above an aspect ratio of 1.5, or from 4/3 on if one triangle of ``symmetric`` products is computed.
     """
     if method != "auto":
         return method
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
     gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
     standard = standard_flops(k, l, steps, symmetric=symmetric)
+    # With as many operations, at an aspect ratio of 4/3, gram has fewer launches.
     return "gram" if gram < standard or (symmetric and gram == standard) else "standard"
 
 
 def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
-    """Tell whether symmetric products in ``dtype`` on ``device`` compute one triangle, with this backend.
-
-    Without a GPU the answer is that of a GPU in ``gpu/tiles.json``: a machine with CPUs alone then plans as a GPU
-    would, and half precision on CPUs takes the same form as on a GPU.
-    """
+    """Tell whether symmetric products in ``dtype`` on ``device`` compute one triangle, with this backend."""
     device = torch.device(device)
     if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
         return False
+    # Without a GPU the answer is that of a measured GPU: CPUs plan for GPUs, and in half precision take the same form.
     if backend == "quack" or device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
@@ -146,27 +143,18 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()) -> list[Tensor]:
     """Orthogonalize every matrix of ``xs``, tensors [..., m, n] on one device, by the fastest implementation.
 
-    ========================= ============================================== =======================================
-    implementation            matrices                                       how many at once
-    ========================= ============================================== =======================================
-    quack                     in regions of ``quack.json``; by name all      those of a shape and form
-                              that its kernels can take
-    aten                      on CPUs                                        one
-    Triton                    in half precision on GPUs that                 all of one form, whatever their shapes
-                              ``gpu/tiles.json`` has measurements of, where
-                              it is expected to be faster; by name any size
-    aten, that is cuBLAS      all others on GPUs                             those of a shape
-    ========================= ============================================== =======================================
-
-    With TRITON_INTERPRET=1 CPUs count as a measured GPU. ``norms``: row norms of each of ``xs``, [..., m] in float32,
-    or none; only Triton's kernels read them. Results are new contiguous tensors of the inputs' shapes in
-    ``plan.dtype``; ``xs`` stay unmodified.
+    ``norms``: row norms of each of ``xs``, [..., m] in float32, or none; only Triton's kernels read them. Results are
+    new contiguous tensors of the inputs' shapes in ``plan.dtype``; ``xs`` stay unmodified.
     """
     plans = [_with_method(x, plan, symmetric=True) for x in xs]
+    # quack: the regions of quack.json, or by name all that its kernels can take; matrices of a shape and form at once.
     if any(on_quack := quack.serves(xs, plans)):
         return _partly_on_quack(xs, plan, [plans[i] if chosen else None for i, chosen in enumerate(on_quack)])
+    # CPUs: each matrix by itself on aten. With TRITON_INTERPRET=1 they count as a measured GPU.
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
+    # Triton: in half precision, on GPUs that gpu/tiles.json has measurements of, where it is expected to be faster, or
+    # by name; all matrices of a form at once, whatever their shapes. The others: cuBLAS, matrices of a shape at once.
     gpu = triton_kernels() if plan.backend in ("auto", "triton") else None
     on_triton = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
     results: dict[int, Tensor] = {}

@@ -117,10 +117,8 @@ def _constants(
     device: torch.device,
     backend: str,
 ) -> tuple[list[float], str, str, float, list[int]]:
-    """Resolve the operator's arguments to constants of the caller's graph, without tracing this function.
-
-    eps is not among them: with dynamic=True a float is no constant.
-    """
+    """Resolve the operator's arguments to constants of the caller's graph, without tracing this function."""
+    # Without eps, because with dynamic=True a float is no constant.
     plan = make_plan(method, coefficients, steps, dtype, device, 0.0, backend)
     triples, form, name, _, safety, restarts, *_ = arguments(plan)
     return triples, form, name, safety, restarts

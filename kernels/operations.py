@@ -19,12 +19,10 @@ def standard_flops(k: Any, l: Any, steps: Any, *, symmetric: bool = False) -> An
 
 
 def gram_flops(k: Any, l: Any, steps: Any, restarts: Any, *, symmetric: bool = False) -> Any:  # noqa: E741
-    """Count the gram form, with one segment more than ``restarts``.
-
-    Per segment the symmetric XXᵀ (2k²l), and QX (2k²l); per step the symmetric R², RZ and ZS, and ZQ (8k³ together).
-    The first step of a segment has Q = I and needs no ZQ, the last step no S and no new R: 6k³ less per segment.
-    """
+    """Count the gram form: per segment the symmetric XXᵀ (2k²l), and QX (2k²l); per step R², RZ, ZS and ZQ (8k³)."""
     segments = restarts + 1
+    # The first step of a segment has Q = I and needs no ZQ, the last one no S and no new R: 6k³ less per segment. R²,
+    # RZ and ZS are symmetric.
     if symmetric:
         return segments * 3 * k**2 * l + (5 * steps - 4 * segments) * k**3
     return segments * 4 * k**2 * l + (4 * steps - 3 * segments) * 2 * k**3

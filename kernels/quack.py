@@ -98,7 +98,6 @@ class Products:
     gemm_symmetric: Callable[..., Tensor]
 
     def outer(self, x: Parts) -> Parts:
-        """``x xᵀ``."""
         (whole,) = x
         return (self.gemm_symmetric(whole, whole.mT),)
 
@@ -126,7 +125,6 @@ class Products:
         return self.gemm_add(left, right, C=plus, out=out, beta=float(beta), tuned=False)
 
     def add_to_diagonal(self, x: Parts, a: float) -> None:
-        """``x + aI``, in place."""
         (whole,) = x
         whole.diagonal(dim1=-2, dim2=-1).add_(a)
 
@@ -183,21 +181,18 @@ def architecture(device: torch.device) -> str | None:
 
 
 def fits(rows: int, cols: int, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Tell whether quack multiplies ``rows`` × ``cols`` matrices of dtype ``given`` in the compute dtype ``dtype``.
-
-    Rows and columns have whole 16 bytes, the compute dtype is a half-precision one, and the input is not float64, which
-    the normalization kernel would have to normalize in float64.
-    """
+    """Tell whether quack multiplies ``rows`` × ``cols`` matrices of dtype ``given`` in the compute dtype ``dtype``."""
     half = dtype in (torch.float16, torch.bfloat16)
+    # Not float64, which would have to be normalized in float64, and the normalization kernel has only float32.
     return half and given != torch.float64 and rows > 0 and cols > 0 and rows % _ROW == 0 and cols % _ROW == 0
 
 
 def serves(xs: Sequence[Tensor], plans: Sequence[Plan]) -> list[bool]:
     """Tell for each of ``xs``, [..., m, n] on one device, whether quack orthogonalizes it.
 
-    Backend "quack" takes all that its kernels can, "auto" the shapes that were measured to be faster (``quack.json``).
     ``plans``: one plan a tensor, with method "standard" or "gram", all of one backend.
     """
+    # Backend "quack" takes all that its kernels can, "auto" the shapes that were measured to be faster (quack.json).
     name = architecture(xs[0].device) if xs and plans[0].backend in ("auto", "quack") else None
     if name is None:
         return [False] * len(xs)
@@ -222,9 +217,8 @@ def serves(xs: Sequence[Tensor], plans: Sequence[Plan]) -> list[bool]:
 def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: Products) -> list[Tensor]:
     """Orthogonalize every matrix of a list, those of a shape in one batch, tall ones transposed.
 
-    ``xs``: [..., m, n], none empty, of shapes and dtypes that :func:`fits`, any strides, on one device, unmodified. The
-    method of ``plan`` is "standard" or "gram"; a batch of several matrices stays under its ``memory_limit``. Results
-    are new contiguous tensors of the inputs' shapes in ``plan.dtype`` that share no memory.
+    ``xs``: [..., m, n], none empty, of shapes and dtypes that :func:`fits`, any strides, on one device, unmodified.
+    Results are new contiguous tensors of the inputs' shapes in ``plan.dtype`` that share no memory.
     """
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     pairs = [(wide(x), wide(result)) for x, result in zip(xs, results, strict=True)]

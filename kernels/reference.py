@@ -18,10 +18,9 @@ __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "sum
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
-    """Normalize x, iterate on its wide orientation, and transpose back.
+    """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".
 
-    The method of ``plan`` is "standard" or "gram"; products default to aten. The result is a new contiguous tensor of
-    x's shape in ``plan.dtype``.
+    The result is a new contiguous tensor of x's shape in ``plan.dtype``.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -37,11 +36,11 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = Non
 def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
     """Return X / (safety · max(‖X‖, eps)) in ``dtype``, ‖·‖ the Frobenius norm of each matrix.
 
-    The norm of X over its largest entry is taken, and divided by, in float32 (float64 where X or ``dtype`` is)
-    *before* the cast, so that neither squares nor half-precision entries overflow or vanish: the result is right for
-    entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole
-    matrix into NaN. The host never waits.
+    Right for entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its
+    whole matrix into NaN. The host never waits.
     """
+    # In float32 (float64 where X or dtype is) before the cast, and relative to the largest entry, so that neither
+    # squares nor half-precision entries overflow or vanish.
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     tiny = torch.finfo(wide).tiny
     x = x.to(wide)
@@ -65,33 +64,27 @@ class Aten:
     """``iterations.Products`` on aten, both triangles computed: of ``[k, l]`` matrices, or batches ``[b, k, l]``."""
 
     def outer(self, x: Tensor) -> Tensor:
-        """``x xᵀ``."""
         return x @ x.mT
 
     def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        """``alpha left right + beta plus``."""
         return _fused(plus)(plus, left, right, beta=beta, alpha=alpha)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """``left right + beta plus``."""
         if plus is None:
             return torch.matmul(left, right, out=out)
         return _fused(plus)(plus, left, right, beta=beta, out=out)
 
     def add_to_diagonal(self, x: Tensor, a: float) -> None:
-        """``x + aI``, in place."""
         x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 @contextmanager
 def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing.
-
-    PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
-    for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
-    """
+    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing."""
+    # PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
+    # for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
     matmul = torch.backends.cuda.matmul
     if dtype != torch.float16 or not matmul.allow_fp16_reduced_precision_reduction:
         yield

@@ -49,15 +49,14 @@ def apply_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one block of one of COUNT tensors.
+    """Write one block of one of COUNT tensors: ``ps`` to ``gs`` are addresses of elements of the types ``P`` to ``G``.
 
-    ``ps`` to ``gs`` are :func:`launch.addresses` of elements of the types ``P`` to ``G``; ``elements``, the size of
-    each tensor, is :func:`launch.coded`. ``LR_ON_DEVICE``: how many numbers ``lr`` points to: 0 where it is a number, 1
-    the rate alone, 3 the rate, the decay and the momenta's weight.
+    Addresses, and ``elements``, each tensor's size, are :func:`launch.coded`.
     """
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
+    # LR_ON_DEVICE: how many numbers lr points to; 3 are the rate, the decay and the momenta's weight.
     if LR_ON_DEVICE:
         rate = tl.load(lr).to(tl.float32)
     else:
@@ -184,8 +183,7 @@ def launch(
 ) -> Launch:
     """Make the launch for at most ``MOST`` parameters; one compiled kernel serves any number.
 
-    ``lr`` may be a tensor of three, the rate, the decay and the averages' weight; their own arguments are not read
-    then. The others are those of :func:`apply_updates`.
+    ``lr`` may be a tensor of three, with the decay and the averages' weight, whose own arguments are not read then.
     """
     on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]

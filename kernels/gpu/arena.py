@@ -87,7 +87,6 @@ class Matrices:
         ]
 
     def new(self, *, square: bool) -> "Matrices":
-        """Allocate an uninitialized arena for the same list."""
         assert self.flat is not None
         return self.layout.new(self.flat.dtype, self.flat.device, square=square)
 
@@ -104,11 +103,9 @@ class Matrices:
 
 
 def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize: int) -> int:  # noqa: E741
-    """Count the arena bytes that one k × l matrix, k ≤ l, takes at the peak of ``iterations``, without its result.
-
-    The standard form holds X, the next X, A and B; its last X is a result. The gram form holds X and at most seven
-    k × k matrices: the last segment's Q, and R, S, the new S or R, Z, Q and the new Q; or X, the next X and Q.
-    """
+    """Count the arena bytes that one k × l matrix, k ≤ l, takes at the peak of ``iterations``, without its result."""
+    # The standard form holds X, the next X, A and B; its last X is a result. The gram form holds X and at most seven
+    # k × k matrices: the last segment's Q, and R, S, the new S or R, Z, Q and the new Q; or X, the next X and Q.
     square, wide = _elements(1, k, k), _elements(1, k, l)
     if method == "standard":
         segments, elements = steps, wide + (wide + 2 * square if steps > 1 else 2 * square)
@@ -120,10 +117,6 @@ def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize:
 
 
 def list_bytes(k: int, l: int, method: str, steps: int, restarts: int, given: int, itemsize: int) -> int:  # noqa: E741
-    """Count the bytes that one k × l matrix of a list takes beside inputs and results, ``given`` bytes an input entry.
-
-    They are those of :func:`work_bytes`, and of a small matrix the copies of input and result, for small matrices of
-    one shape are copied together.
-    """
-    copied = k * l * (given + itemsize) if k * l <= SMALL else 0
+    """Count the bytes that one k × l matrix of a list takes beside inputs and results, of ``given`` bytes an entry."""
+    copied = k * l * (given + itemsize) if k * l <= SMALL else 0  # small matrices of one shape are copied together
     return copied + work_bytes(k, l, method, steps, restarts, itemsize)

@@ -63,10 +63,7 @@ class Job:
 
 
 def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[Job]:
-    """Return a job for each kernel that these launches need and ``cache``, Triton's folder, does not have yet.
-
-    The tensors of the launches may be on any device, "meta" included.
-    """
+    """Return a job for each kernel that these launches need and ``cache``, Triton's folder, does not have yet."""
     jobs: dict[str, Job] = {}
     for launch in launches:
         kernel, arguments = launch.kernel, _without_tensors(launch.arguments)
@@ -79,10 +76,7 @@ def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[
 
 
 def compile_job(job: Job) -> None:
-    """Compile a job's kernel into Triton's cache, unless another process has done so meanwhile.
-
-    For worker processes only, because :class:`NoDevice` replaces Triton's active driver while the kernel compiles.
-    """
+    """Compile a job's kernel into Triton's cache, unless another process has done so; for worker processes only."""
     kernel = getattr(import_module(job.module), job.name)
     driver: Any = triton.runtime.driver
     before = driver._active  # private, because the public property ``active`` would look for a GPU
@@ -90,7 +84,7 @@ def compile_job(job: Job) -> None:
         if file.tell():  # another process compiled the kernel while this one waited for the lock
             return
         triton.knobs.cache.dir = str(job.cache)
-        driver.set_active(NoDevice(job.target))
+        driver.set_active(NoDevice(job.target))  # nothing can be launched until the old driver is back
         try:
             kernel.warmup(*job.arguments, grid=(1,), **job.constants)
         finally:

@@ -44,10 +44,8 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
-    """Fill ``values`` up to ``count`` with the first one, or if they are ints with :func:`coded` zeros.
-
-    Triton compiles a kernel for each length of a tuple: tuples of one length share one.
-    """
+    """Fill ``values`` up to ``count`` with the first one, or if they are ints with :func:`coded` zeros."""
+    # Triton compiles a kernel for each length of a tuple: tuples of one length share one.
     padding: Any = coded(0) if isinstance(values[0], int) else values[0]
     return (*values, *[padding] * (count - len(values)))
 
@@ -58,10 +56,8 @@ def coded(number: int) -> int:
 
 
 def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """Return the :func:`coded` addresses of tensors, filled up to ``count`` with the first one.
-
-    As integers, because Triton compiles a kernel for each pattern of 16-byte alignment among tensors in a tuple.
-    """
+    """Return the :func:`coded` addresses of tensors, filled up to ``count`` with the first one."""
+    # Integers, because Triton compiles a kernel for each pattern of 16-byte alignment among tensors in a tuple.
     coded_addresses = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
     return (*coded_addresses, *coded_addresses[:1] * (count - len(coded_addresses)))
 

@@ -62,11 +62,9 @@ class Tile:
         return triangle and self.cols == 2 * self.rows
 
     def flattened(self, *, summand: bool) -> bool:
-        """Tell whether a grouped kernel loads the next tile's operands while it stores this one.
-
-        Without descriptors these loads would hold too many registers. A summand loaded ahead takes 64 KiB that a stage
-        needs, and makes Triton wait for every product. Specialized warps overlap loads and stores by themselves.
-        """
+        """Tell whether a grouped kernel loads the next tile's operands while it stores this one."""
+        # Without descriptors these loads would hold too many registers. A summand loaded ahead takes 64 KiB that a
+        # stage needs, and makes Triton wait for every product. Specialized warps overlap loads and stores anyway.
         return self.descriptors and not self.specialize and not summand
 
 
@@ -103,13 +101,11 @@ def programs(tile: Tile, rows: int, cols: int, *, triangle: bool) -> int:
 
 
 def costs(tile: Tile, results: Sequence[Result], *, triangle: bool) -> list[tuple[int, int]]:
-    """List (number of tiles, operations of one) in the order that tiles are dealt out.
-
-    A grouped kernel's half tiles on diagonals come last; their operations stand for their time (``HALF``).
-    """
+    """List (number of tiles, operations of one) in the order that tiles are dealt out."""
     whole = [(b * programs(tile, m, n, triangle=triangle), 2 * tile.rows * tile.cols * d) for b, m, n, d in results]
     if not (tile.listed and tile.halves(triangle=triangle)):
         return whole
+    # A grouped kernel's half tiles on diagonals come last, with as many operations as they take time for.
     halves = [
         (b * ceildiv(ceildiv(m, tile.rows), 2), int(HALF * cost))
         for (b, m, *_), (_, cost) in zip(results, whole, strict=True)
@@ -134,10 +130,10 @@ def seconds(
 ) -> float:
     """Estimate the seconds of one launch that computes ``results`` by ``tile`` on ``processors`` multiprocessors.
 
-    ``triangle`` counts only the tiles that hold some of a square result's lower triangle. On 132 multiprocessors the
-    272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three tiles, where 128 × 128 are
-    528, four each: two thirds of the work.
+    ``triangle`` counts only the tiles that hold some of a square result's lower triangle.
     """
+    # On 132 multiprocessors the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three
+    # tiles, where 128 × 128 are 528, four each: two thirds of the work.
     operations, tiles = busiest(tile, results, processors, triangle=triangle)
     beside = min(tiles, tile.resident)
     filled = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (beside - 1) / (tile.resident - 1)
@@ -148,12 +144,12 @@ def seconds(
 def waves(tiles: int, width: int, *, shared: bool) -> list[int]:
     """Return the first tile of each wave of programs, then ``tiles``.
 
-    Program p takes every ``width``-th tile of wave ⌊p / width⌋, from p mod width on. One wave is best on a device that
-    runs nothing else. Where collectives hold some multiprocessors (``shared``), programs that find no place begin when
-    others end: with one wave the programs that ended have no tiles left to take over, and the launch takes twice as
-    long. So each wave takes half of the remaining tiles, the last waves a tile a program. The device counts nothing,
-    so no counter has to be reset; and a collective gets in whenever a program ends.
+    Program p takes every ``width``-th tile of wave ⌊p / width⌋, from p mod width on.
     """
+    # One wave is best on a device that runs nothing else. Where collectives hold some multiprocessors (``shared``),
+    # programs that find no place begin when others end: with one wave the ended ones left no tiles to take over, and
+    # the launch takes twice as long. So each wave takes half of the remaining tiles, the last waves a tile a program.
+    # The device counts nothing, so no counter has to be reset; and a collective gets in whenever a program ends.
     starts = [0]
     while starts[-1] < tiles:
         tiles_a_program = ceildiv(tiles - starts[-1], width)
@@ -176,9 +172,9 @@ def seconds_beside(
     """Estimate a grouped launch beside kernels that hold all but ``free`` multiprocessors, at least one.
 
     Return (seconds of the launch, seconds of its longest program); the second is the wait of a collective that arrives
-    when all multiprocessors are taken. ``starts`` and ``width`` are those of :func:`waves`. Programs begin in order,
-    each where the first one ends, after ``start`` seconds (None for the device's). On a device all of whose ``width``
-    places are free one wave takes :func:`seconds`, unless the busiest multiprocessor's tiles are not the most.
+    when all multiprocessors are taken. ``starts`` and ``width`` are those of :func:`waves`; ``start``: seconds that a
+    program takes to begin where another ended, None for the device's. On a free device one wave takes :func:`seconds`,
+    unless the busiest multiprocessor's tiles are not the most.
     """
     rate = device.rate * tile.rate / tile.resident  # of one program among as many as there is room for
     overhead = device.overhead_of(tile, summand=summand)

@@ -142,10 +142,7 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
 def normalize(
     x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None, norms: Tensor | None = None
 ) -> Tensor:
-    """Return X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
-
-    Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole matrix into NaN. No host
-    synchronization.
+    """Return X / (safety · max(‖X‖, eps)) as ``reference.normalize`` does, NaN and zeros included.
 
     ``x``: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; of x's shape
     in ``dtype`` with unit last stride, no memory shared with x; None for a new tensor. ``norms``: [b, 1, n] in float32,

@@ -86,11 +86,9 @@ def store_square(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Store a square of a symmetric result and its mirror image; one on the diagonal once, one above it never.
-
-    ``width``: entries of a row that are written: ``size``, or the row's stride to write the padding too. WIDE: columns
-    that a descriptor stores at a time.
-    """
+    """Store a square of a symmetric result and its mirror image; one on the diagonal once, one above it never."""
+    # width: entries of a row that are written: size, or the row's stride to write the padding too. WIDE: columns that a
+    # descriptor stores at a time.
     if DESCRIPTORS:
         # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before
         # the first row is an illegal instruction, and a branch keeps Triton 3.7.1 from flattening the loop around it.

@@ -40,15 +40,13 @@ class Tables:
 
 
 def places(matrices: int, rows: int, cols: int, tile: Tile, *, triangle: bool) -> Tensor:
-    """List (matrix, tile row, tile column) of every tile of results [matrices, rows, cols] in order, [tiles, 3] int32.
-
-    ``triangle`` keeps only the tiles that hold some of a square result's lower triangle.
-    """
+    """List (matrix, tile row, tile column) of all tiles of [matrices, rows, cols] in order, as [tiles, 3] int32."""
     down, across = ceildiv(rows, tile.rows), _arange(ceildiv(cols, tile.cols))
     groups = []
     for first in range(0, down, tile.group):
         rows_of_group = first + _arange(min(tile.group, down - first))
         group = torch.cartesian_prod(across, rows_of_group).flip(1)
+        # With ``triangle`` only the tiles that hold some of a square result's lower triangle.
         groups.append(group[group[:, 1] * tile.cols < (group[:, 0] + 1) * tile.rows] if triangle else group)
     of_matrix = torch.cat(groups)
     matrix = _arange(matrices).repeat_interleave(len(of_matrix))
@@ -63,11 +61,9 @@ def packed(places: Tensor) -> Tensor:
 
 
 def results_of(layout: Layout, *, triangle: bool, square: bool) -> tuple[Result, ...]:
-    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape.
-
-    With ``triangle`` it is the symmetric product, whose operands are k × k (``square``) or k × l; else the general one,
-    of a k × k matrix by a k × k (``square``) or k × l one.
-    """
+    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape."""
+    # With ``triangle`` the symmetric product, whose operands are k × k (``square``) or k × l; else the general one, of
+    # a k × k matrix by a k × k (``square``) or k × l one.
     shapes = zip(layout.shapes, layout.widths(square=square), strict=True)
     return tuple((b, k, k, cols) if triangle else (b, k, cols, k) for (b, k, _), cols in shapes)
 

@@ -40,11 +40,9 @@ class Table:
         return backend == "triton" or self.measured
 
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
-        """Tell whether a step of the standard form should take Triton no longer than cuBLAS for these matrices.
-
-        Triton computes ``XXᵀ``, ``bA + cA²`` and ``aX + BX`` in a launch each for all matrices; cuBLAS has three
-        launches for each shape, and computes both triangles of a symmetric product.
-        """
+        """Tell whether a step of the standard form should take Triton no longer than cuBLAS for these matrices."""
+        # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
+        # both triangles of a symmetric product.
         triton = sum(
             self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
             for results, triangle, summand in _products_of(shapes)
@@ -66,13 +64,11 @@ class Table:
 
 @lru_cache(maxsize=1024)
 def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
-    """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures.
-
-    The shapes whose large batches would be faster are compared together, for they share launches. If together they are
-    not faster, each shape is compared by itself.
-    """
+    """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures."""
     if not (table.measured and table.cublas):
         return tuple(table.measured for _ in shapes)
+    # Shapes whose large batches would be faster are compared together, for they share launches. If together they are
+    # not faster, each shape is compared by itself.
     worthwhile = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
     if together and table.pays(together, processors):
