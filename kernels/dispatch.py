@@ -95,7 +95,7 @@ def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSe
 def chosen_form(method: str, rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
     """Resolve "auto" to the form with fewer operations for a ``rows`` × ``cols`` matrix, either side the longer.
 
-    That is gram above an aspect ratio of 1.5, or from 4/3 on if one triangle of ``symmetric`` products is computed.
+    That is gram above an aspect ratio of 1.5, or from 4/3 on if ``symmetric`` products compute one triangle.
     """
     if method != "auto":
         return method

@@ -89,8 +89,7 @@ def dealt(tiles: int, width: int, device: torch.device, *, shared: bool) -> Deal
 
 @cache  # never evicted: see the module's docstring
 def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, square: bool) -> Tables:
-    """Return the tables of one product of a list on ``device``, for ``triangle`` and ``square`` as in
-    :func:`results_of`.
+    """Return the tables of one product of a list on ``device``; ``triangle`` and ``square`` as for :func:`results_of`.
 
     The first call for a list copies them to the device; under CUDA graph capture it raises RuntimeError.
     """
