@@ -89,7 +89,7 @@ class State:
 
     name: str  # in the optimizer's state
     label: str  # in error messages
-    each: str = "element"  # the unit that has one number: a key of the table
+    each: str = "element"  # the unit that has one number, as in the table
     most: int | None = None  # a square state at an owner is 0 x 0 if its side is longer than this; None for no limit
 
     def __post_init__(self) -> None:

@@ -58,10 +58,10 @@ def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
 def _after(piece: Piece) -> After:
     assert piece.sums is not None and piece.projected is not None
     squares, along, length = piece.sums.split(1, dim=-1)
-    grad_along, grad_squares = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
+    grad_along, projected_squares = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
     rates, states, gain = piece.rates, piece.states, _gain(squares, piece)
     lr, near, far = rates["lr"], rates["beta1"], rates["beta2"]
-    gain_grad = grad_along / _gain(grad_squares, piece)
+    gain_grad = grad_along / _gain(projected_squares, piece)
     mean = states["gain_first_moment"].to(gain_grad.dtype).lerp(gain_grad, 1 - near)
     square = states["gain_second_moment"].to(gain_grad.dtype).lerp(gain_grad.square(), 1 - far)
     unbiased = mean / (1 - near ** rates["step"])
