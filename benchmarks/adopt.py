@@ -1,10 +1,10 @@
-"""What a GPU has measured becomes part of the repository: results, tiles, machine file, plans beside them, pages.
+"""Adopt a GPU's measurements into the repository: results, tiles, machine file, plans beside them, pages.
 
     python benchmarks/adopt.py runs/gpu/lease.tar.gz runs/gpu/lease-2.tar.gz     # archives of `make gpu PART=...`
     python benchmarks/adopt.py runs/gpu                                          # the folder of a whole `make gpu`
 
-Only steps that ended well are taken. Tiles replace those of the card where lists are faster by them. A rehearsal
-measures nothing and is refused. Needs no GPU; about a minute of a core for each step of training.
+Only steps that ended well are adopted. Tiles replace the card's where lists are faster with them. A rehearsal measures
+nothing and is refused. Needs no GPU; about a minute of a core for each step of training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from compile_muon.planning.simulate import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ("H100", "H200", "B200")
-#: result of a step of `make gpu` -> what stands behind the card's name in benchmarks/results
+#: step of `make gpu` -> name of its result in benchmarks/results, after the card's name
 RESULTS = {
     "lists": "lists",
     "step-8k": "step_1b",
@@ -46,7 +46,7 @@ RESULTS = {
     "products": "products",
     "profile": "profile",
 }
-#: those whose steps are planned beside: a name for the reader, and which figure of the plan is compared
+#: results that are compared with a plan -> title, and the figure of the plan to compare
 PLANNED = {
     "step_1b": ("8,192 tokens", "seconds"),
     "step_1b_graphs": ("8,192 tokens, CUDA graphs or not", "seconds"),
@@ -56,12 +56,9 @@ PLANNED = {
 
 
 def adopted(folder: Path, root: Path) -> tuple[str, list[str]]:
-    """Copy the results of a part's ``folder`` into the repository at ``root``.
+    """Copy results from a part's ``folder`` into the repository; return the card in lower case, and the files written.
 
-    Returns:
-        The card, in lower case, and the files that were written, relative to ``root``.
-    Raises:
-        MuonZeroError: they were rehearsed, or nothing is known of the card.
+    A MuonZeroError says that results were rehearsed, or that the card is unknown.
     """
     report = json.loads((folder / "steps.json").read_text())
     if report.get("rehearsed") or "nvidia-smi" not in report:
@@ -85,7 +82,7 @@ def adopted(folder: Path, root: Path) -> tuple[str, list[str]]:
 
 
 def is_faster(folder: Path, lists: Path) -> bool:
-    """Whether a list takes less time with the tuned tiles than in the card's own results."""
+    """Tell whether a list takes less time with the tuned tiles than in the card's own results."""
     took = [
         list_ms("1b, 20 matrices", "auto", "list")(json.loads(file.read_text()))
         for file in (folder / "lists-tuned.json", lists)
@@ -95,7 +92,7 @@ def is_faster(folder: Path, lists: Path) -> bool:
 
 
 def planned(record: dict[str, Any], contender: str, card: str) -> Timeline:
-    """The simulated step of one contender of a record of `train_step.py`, on the card's machine."""
+    """Simulate the step of one contender of a record of `train_step.py`, on the card's machine."""
     shape, options = Shape(**record["shape"]), record["options"]
     trial = options | {"stage": options["stages"][0], "reshard_after_forward": not options["keep_gathered"]}
     plan = Plan.of(trial, shape.batch, torch.device("cuda"))
@@ -109,7 +106,7 @@ def planned(record: dict[str, Any], contender: str, card: str) -> Timeline:
 
 
 def beside(card: str, results: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a measured figure and its plan, of each record of the card's that has one."""
+    """Yield a row of the measured and the planned figure for each contender in the card's records."""
     for name, (title, figure) in PLANNED.items():
         file = results / f"{card}_{name}.json"
         if not file.exists():
@@ -145,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rows := list(beside(card, results)):
             (results / f"{card}_planned.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
             for row in rows:
-                took, said = row["measured"], row["planned"]
-                print(f"{card} {row['what']}: {took:.4g} {row['unit']}, planned {said:.4g} ({said / took - 1:+.1%})")
+                took, plan = row["measured"], row["planned"]
+                print(f"{card} {row['what']}: {took:.4g} {row['unit']}, planned {plan:.4g} ({plan / took - 1:+.1%})")
     return int(runpy.run_path(str(ROOT / "docs" / "figures.py"))["main"]())
 
 

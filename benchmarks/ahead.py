@@ -41,10 +41,10 @@ __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 # Bytes a block may ask for: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_PER_BLOCK = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
-#: dtypes of products
+#: dtypes of the products
 HALVES = ("bfloat16", "float16")
 
-# Looked for in the PTX: matrix instructions by generation, how tiles come from memory, and results stored one by one.
+# Patterns in the PTX: matrix instructions by generation, ways to load tiles, and results stored one by one.
 _INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -58,30 +58,21 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel.
-
-    Attributes:
-        registers, stack, local: a thread, the latter two in bytes.
-        shared: bytes a block.
-        barriers, size: BAR instructions, and all instructions, of the machine code.
-        instructions: kinds that were looked for in the PTX and found.
-    """
+    """The resources of a compiled kernel."""
 
     architecture: str
-    launch: str
-    registers: int
-    stack: int
-    local: int
-    shared: int
-    barriers: int
-    size: int
-    instructions: tuple[str, ...]
+    launch: str  # name of the launch
+    registers: int  # of a thread
+    stack: int  # bytes of a thread
+    local: int  # bytes of local memory of a thread
+    shared: int  # bytes of a block
+    barriers: int  # BAR instructions of the machine code
+    size: int  # instructions of the machine code
+    instructions: tuple[str, ...]  # kinds of _INSTRUCTIONS found in the PTX
 
     def resident(self, warps: int) -> int:
-        """How many such blocks of ``warps`` warps a multiprocessor holds, at least 1.
-
-        It has 65536 registers, given out in units of 8 a thread, and a KiB of shared memory is lost to each block.
-        """
+        """Return the number of blocks of ``warps`` warps that a multiprocessor holds, at least 1."""
+        # 65536 registers, allocated in units of 8 a thread; each block costs a KiB of shared memory of its own.
         by_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * warps)
         by_memory = (SHARED_PER_BLOCK[self.architecture] + 1024) // (self.shared + 1024)
         return max(1, min(by_registers, by_memory))
@@ -96,12 +87,10 @@ class Resources:
 
 
 def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tuple[str, Launch]]:
-    """Named launches: each tile of the table with and without a summand, and the elementwise kernels.
-
-    Sizes are multiples of 16, which Triton compiles for separately, and odd ones.
-    """
+    """Yield named launches: each tile of the table with and without a summand, and the elementwise kernels."""
     table = load_tables()[architecture]
     for dtype in (getattr(torch, name) for name in dtypes):
+        # Multiples of 16, which have kernels of their own in Triton, and odd sizes.
         for k, l in ((256, 512), (77, 91)):  # noqa: E741
             x, y = _matrices(k, l, dtype), _matrices(k, l, dtype)
             A, B = _matrices(k, k, dtype), _matrices(k, k, dtype)
@@ -123,7 +112,7 @@ def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tupl
 
 
 def _grouped(table: Table, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """One variant serves all sizes: they are read from a table."""
+    """Yield the grouped launches; a kernel reads sizes from a table, so one variant serves all."""
     layout = Layout(((2, 256, 512), (2, 77, 91)))
     x, A = (layout.new(dtype, torch.device("cpu"), square=square) for square in (False, True))
 
@@ -165,9 +154,9 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
 
 
 def _momenta() -> Iterator[tuple[str, Launch]]:
-    """Gradients that are cast and those that are not, alone and added to what ``.grad`` holds; odd rows, too."""
-    for given, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
-        grads = [torch.empty(256, columns, dtype=given, device="meta")]
+    """Yield momentum launches: gradients cast or not, alone or added to those of ``.grad``; odd rows, too."""
+    for dtype, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
+        grads = [torch.empty(256, columns, dtype=dtype, device="meta")]
         wide = [torch.empty(256, columns, device="meta")]
         for carried in ([], wide):
             with noting(torch.device("cuda")) as launched:
@@ -175,7 +164,7 @@ def _momenta() -> Iterator[tuple[str, Launch]]:
                     grads, wide, [torch.empty(2, device="meta")], carried, nesterov=True, dtype=torch.bfloat16,
                     wide=torch.float32, **FORMULA,
                 )  # fmt: skip
-            about = f"momentum {_name(given)} [256, {columns}]" + " added" * bool(carried)
+            about = f"momentum {_name(dtype)} [256, {columns}]" + " added" * bool(carried)
             yield about + " unaligned" * (columns % 16 > 0), launched[0]
 
 
@@ -188,7 +177,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def measure(architecture: str, name: str, launch: Launch) -> Resources:
-    """Compile for ``architecture``, with Triton's active driver replaced; so in a process that launches nothing."""
+    """Compile a launch for ``architecture``; replaces Triton's active driver, so this process can launch nothing."""
     triton.runtime.driver.set_active(NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
     compiled = launch.compile()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -199,7 +188,7 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    found = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
+    instructions = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
     return Resources(
         architecture,
         name,
@@ -209,7 +198,7 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         shared=int(compiled.metadata.shared),
         barriers=len(re.findall(r"\bBAR\b", code)),
         size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+[^.\s]", code)),  # without .byte lines of debug sections
-        instructions=found,
+        instructions=instructions,
     )
 
 

@@ -4,8 +4,8 @@
     python benchmarks/call_launches.py --set ns_dtype=bfloat16 ns_memory_limit=1073741824
     python benchmarks/call_launches.py --preset small                   # seconds, to see that it works
 
-Needs Triton and no GPU: the step is traced on fake tensors for one rank at stage 0 in bfloat16 on an H100, and of each
-call in its graphs launches are made, on 132 multiprocessors, and not run.
+Needs Triton and no GPU: the step is traced on fake tensors for one rank at stage 0 in bfloat16 on an H100, and the
+launches of each call in its graphs, for 132 multiprocessors, are recorded instead of run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NORMALIZATION = ("partial_norms_kernel", "divide_kernel")
 
 
 def calls_of(preset: str, settings: dict[str, str | int], bucket_bytes: int) -> list[Node]:
-    """The ``muon_zero::newton_schulz`` calls of a step of this shape."""
+    """Trace a step of this preset, and return its ``muon_zero::newton_schulz`` calls."""
     shape, machine = PRESETS[preset], load_machine("h100")
     params = {"muon_lr": 0.02, "adam_lr": 3e-4, **settings}
     config = load_config(
@@ -55,14 +55,14 @@ def calls_of(preset: str, settings: dict[str, str | int], bucket_bytes: int) -> 
 
 
 def launches(call: Node) -> Counter[str]:
-    """Of one call, by kernel."""
-    xs, *asked = call.args
-    plan = replace(plan_of(tuple(asked)), backend="triton")
+    """Count the launches of one call, by kernel."""
+    xs, *settings = call.args
+    plan = replace(plan_of(tuple(settings)), backend="triton")
     values = [torch.empty(tensor_value(x).shape, dtype=tensor_value(x).dtype) for x in xs]
-    with noting(torch.device("cpu")) as noted:
-        norms = [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in values] if asked[-1] else []
+    with noting(torch.device("cpu")) as recorded:
+        norms = [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in values] if settings[-1] else []
         orthogonalize_list(values, plan, Products(load_tables()["sm_90"], 132), norms)
-    return Counter(launch.kernel.fn.__name__ for launch in noted)
+    return Counter(launch.kernel.fn.__name__ for launch in recorded)
 
 
 def setting(text: str) -> tuple[str, str | int]:
@@ -80,13 +80,13 @@ def main() -> None:
     options = parser.parse_args()
     total: Counter[str] = Counter()
     for call in calls_of(options.preset, dict(options.set), options.bucket_bytes):
-        found = launches(call)
-        products = sum(count for name, count in found.items() if name not in NORMALIZATION)
+        counts = launches(call)
+        products = sum(count for name, count in counts.items() if name not in NORMALIZATION)
         print(
             f"{len(call.args[0])} tensors, {call.args[2]} in {call.args[3]}, restarts {call.args[6]}, "
             f"{call.args[8] / 2**30:.2f} GiB: {products} products"
         )
-        total += found
+        total += counts
     of_norms = sum(total[name] for name in NORMALIZATION)
     print(f"{total.total() - of_norms} launches of products, {of_norms} of normalization: {dict(total)}")
 

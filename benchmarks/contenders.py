@@ -18,14 +18,14 @@ from gpt import muon_names
 from torch import Tensor, nn
 
 ALL_STAGES = (0, 1, 2, 3)
-NO_STAGE = -1  # for what involves neither communication nor optimizer
+NO_STAGE = -1  # for a contender with neither communication nor optimizer
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]  # tokens and targets of each, int64 [batch, context]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all contenders share. The rates are applied by all alike, so that losses can be compared too."""
+    """The settings that all contenders share; equal rates make losses comparable."""
 
     stage: int
     ranks: int
@@ -41,16 +41,18 @@ class Plan:
     eps: float = 1e-8
     ns_steps: int = 5
     ns_method: str = "standard"
-    ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
-    reshard_after_forward: bool = True  # of ours and FSDP2 at stage 3; DeepSpeed keeps what fits its default limits
-    offload: Mapping[str, Any] | None = None  # `offload_optimizer` of ours and DeepSpeed, as both take it
-    momentum_dtype: str | None = None  # of ours
-    cuda_graphs: bool = False  # of ours
-    checks: str | None = None  # of ours, like momentum_dtype
+    ns_dtype: str = "auto"  # compile_muon's: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
+    # compile_muon's and FSDP2's at stage 3; DeepSpeed keeps the weights that fit its default limits
+    reshard_after_forward: bool = True
+    offload: Mapping[str, Any] | None = None  # `offload_optimizer` of compile_muon and DeepSpeed
+    # Of compile_muon alone:
+    momentum_dtype: str | None = None
+    cuda_graphs: bool = False
+    checks: str | None = None
 
     @classmethod
     def of(cls, trial: Mapping[str, Any], batch: int, device: torch.device) -> Plan:
-        """What a trial's settings ask for, of ``batch`` sequences a step; the simulator reads the same."""
+        """Make the plan of a trial's settings, with ``batch`` sequences a step; the simulator calls this, too."""
         names = ("stage", "ranks", "micro_batches", "ns_method", "ns_dtype", "reshard_after_forward")
         return cls(
             **{name: trial[name] for name in names},
@@ -63,29 +65,28 @@ class Plan:
 
 @dataclass(frozen=True)
 class Session:
-    """A ready training setup. `step` trains on one global batch and returns this rank's mean loss, detached.
+    """A ready training setup."""
 
-    `counted_bytes` is the system's own count of bytes sent, if it keeps one.
-    """
-
-    step: Callable[[MicroBatches], Tensor]
+    step: Callable[[MicroBatches], Tensor]  # trains on one global batch, returns this rank's mean loss, detached
     muon_matrices: int
     note: str
-    counted_bytes: Callable[[], int] | None = None
+    counted_bytes: Callable[[], int] | None = None  # the system's own count of bytes sent
 
 
 @dataclass(frozen=True)
 class Contender:
+    """A system under test."""
+
     name: str
     build: Callable[[nn.Module, Plan], Session]
     stages: tuple[int, ...]
-    requires: str
-    remedy: str
+    requires: str  # module that has to be installed
+    remedy: str  # command that installs it
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    one_rank: bool = False
+    one_rank: bool = False  # trains on one rank only
 
     def missing(self, dtype: torch.dtype, ranks: int) -> str | None:
-        """Why this contender cannot run here, with the remedy; None if it can."""
+        """Return why this contender cannot run here, with the remedy; None if it can."""
         if self.one_rank and ranks > 1:
             return f"it trains on one rank, not on {ranks}; use --ranks 1"
         if dtype not in self.dtypes:
@@ -100,10 +101,7 @@ def _accumulate(
     micro_batches: MicroBatches,
     unsynchronized: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
-    """Forward and backward of each micro-batch, its loss divided by their number, as PyTorch loops do.
-
-    All but the last run inside `unsynchronized()`. Returns the mean loss, detached.
-    """
+    """Run forward and backward of micro-batches, all but the last inside `unsynchronized()`; return their mean loss."""
     losses = []
     for number, (x, y) in enumerate(micro_batches, start=1):
         with nullcontext() if number == len(micro_batches) else unsynchronized():
@@ -114,7 +112,7 @@ def _accumulate(
 
 
 def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
-    """What :func:`compile_muon.initialize` is given; the simulator reads the same."""
+    """Make the configuration for :func:`compile_muon.initialize`; the simulator calls this, too."""
     params: dict[str, object] = {"betas": list(plan.betas), "eps": plan.eps, "weight_decay": plan.weight_decay}
     if algorithm == "Muon":
         params |= {
@@ -144,7 +142,7 @@ def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
 
 
 def ours(model: nn.Module, plan: Plan, algorithm: str, **more: object) -> Session:
-    """Compiled, by what :func:`our_config` says, and ``more`` keys of a configuration."""
+    """Compile the model with compile_muon by :func:`our_config`, with ``more`` keys of a configuration."""
     import compile_muon
 
     matrices = len(muon_names(model)) if algorithm == "Muon" else 0
@@ -164,7 +162,7 @@ def ours_muon(model: nn.Module, plan: Plan) -> Session:
 
 
 def varied(plan: Plan, variant: str) -> Plan:
-    """The plan of one of :data:`VARIANTS`: Muon by ``ns_method="auto"``, which users have, and by its changes."""
+    """Return the plan of one of :data:`VARIANTS`: Muon with the default ``ns_method="auto"``, and its changes."""
     return replace(plan, ns_method="auto", **CHANGES[variant])
 
 
@@ -177,12 +175,12 @@ def ours_adamw(model: nn.Module, plan: Plan) -> Session:
 
 
 def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:
-    # Its own detection takes CPU as a fallback and says so on every rank; naming it is the documented way.
+    # DeepSpeed's detection falls back to the CPU with a message on every rank; the documented way is to name it.
     os.environ.setdefault("DS_ACCELERATOR", plan.device.type)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)  # adopts the group
-    # All parameters still fit one bucket, as in its default of 5e8 elements, which at stage 3 reserves 2 GB.
+    # All parameters fit one bucket, as in DeepSpeed's default of 5e8 elements, which would reserve 2 GB at stage 3.
     zero: dict[str, object] = {
         "stage": plan.stage,
         "reduce_bucket_size": sum(parameter.numel() for parameter in model.parameters()),
@@ -195,8 +193,8 @@ def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:
     config = {
         "train_micro_batch_size_per_gpu": plan.sequences,
         "gradient_accumulation_steps": plan.micro_batches,
-        # Its default of 1.0 clips the orthogonalized update at stage 3, shrinking Muon's steps by the update's norm
-        # (25x in the tiny preset). Without clipping its four stages train bit for bit alike.
+        # DeepSpeed's default of 1.0 clips the orthogonalized update at stage 3, shrinking Muon's steps by the update's
+        # norm (25x in the tiny preset). Without clipping its four stages train bit for bit alike.
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": plan.dtype == torch.bfloat16},
@@ -242,7 +240,7 @@ def deepspeed_muon_compiled(model: nn.Module, plan: Plan) -> Session:
 
 
 def fsdp2_adamw(model: nn.Module, plan: Plan) -> Session:
-    """`fully_shard` a block at a time, each compiled (torchtitan's recipe); stage 2 keeps weights after forward."""
+    """Compile and `fully_shard` each block (torchtitan's recipe); stage 2 keeps weights after forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -269,7 +267,7 @@ def fsdp2_adamw(model: nn.Module, plan: Plan) -> Session:
 
 
 def _torch_optimizers(model: nn.Module, plan: Plan) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
-    """The matrices of torch.optim.Muon; and it, beside AdamW for the rest."""
+    """Return the matrices, and torch.optim.Muon of these beside AdamW of the other parameters."""
     names = set(muon_names(model))
     matrices = [p for name, p in model.named_parameters() if name in names]
     others = [p for name, p in model.named_parameters() if name not in names]
@@ -288,7 +286,7 @@ def _torch_optimizers(model: nn.Module, plan: Plan) -> tuple[list[nn.Parameter],
 
 
 def ddp_muon(model: nn.Module, plan: Plan) -> Session:
-    """DDP with torch.optim.Muon, in float32: every rank orthogonalizes every matrix."""
+    """Build DDP with torch.optim.Muon, in float32: every rank orthogonalizes every matrix."""
     from torch.nn.parallel import DistributedDataParallel
 
     matrices, optimizers = _torch_optimizers(model, plan)
@@ -306,7 +304,7 @@ def ddp_muon(model: nn.Module, plan: Plan) -> Session:
 
 
 def _plain(model: nn.Module, plan: Plan, muon: bool) -> Session:
-    """One rank without any system for several: torch.compile and torch.optim, in bfloat16 under autocast."""
+    """Build one rank without a system for several: torch.compile and torch.optim, in bfloat16 under autocast."""
     if muon:
         matrices, optimizers = _torch_optimizers(model, plan)
     else:
@@ -341,7 +339,7 @@ def plain_adamw(model: nn.Module, plan: Plan) -> Session:
 
 
 def compute_only(model: nn.Module, plan: Plan) -> Session:
-    """Forward and backward on every rank, nothing else: the floor that no training system can beat here."""
+    """Run forward and backward alone on every rank: the floor that no training system can beat here."""
     compiled = torch.compile(model.to(plan.dtype))
 
     def step(micro_batches: MicroBatches) -> Tensor:
@@ -352,20 +350,20 @@ def compute_only(model: nn.Module, plan: Plan) -> Session:
     return Session(step, 0, "compiled, no update")
 
 
-EARLIER = "ours-muon-earlier"  # the same code over another version of the package, see --earlier
+EARLIER = "ours-muon-earlier"  # ours-muon with another version of the package, see --earlier
 _FROM_SOURCE = "pip install -e . in this repository"
 _FROM_PYPI = "pip install deepspeed"
 
 
-#: fields of a plan, by variant
+#: changed fields of the plan, by variant
 CHANGES: dict[str, dict[str, Any]] = {
     "ours-muon-auto": {},
-    # The whole step: a host that waits for what checks found would keep the update out of the graphs.
+    # Graphs hold the whole step: with other checks the host waits for their result, and runs the update itself.
     "ours-muon-graphs": {"cuda_graphs": True, "checks": "next_step"},
     "ours-muon-bfloat16": {"momentum_dtype": "bfloat16"},
     "ours-muon-8bit": {"momentum_dtype": "8bit"},
 }
-#: ours by other settings, which take part where they are asked for
+#: compile_muon with other settings, contenders only where named
 VARIANTS = {
     name: Contender(name, partial(ours_varied, variant=name), ALL_STAGES, "compile_muon", _FROM_SOURCE)
     for name in CHANGES

@@ -1,10 +1,10 @@
-"""How much longer Newton–Schulz takes while a kernel holds some of a GPU's multiprocessors, as NCCL's kernels do.
+"""The slowdown of Newton–Schulz while a kernel holds some of a GPU's multiprocessors, as NCCL's kernels do.
 
     python benchmarks/contention.py --json contention.json
 
-Programs of 16 warps that keep 128 KiB of shared memory each spin on a stream of high priority, so no tile finds a place
-beside one. What is fair is all / (all - held), about what cuBLAS takes, whose blocks end. A list is dealt out in one
-wave where a rank is alone, and in several beside others (kernels/gpu/model.py): it is timed both ways.
+Programs of 16 warps with 128 KiB of shared memory each spin on a stream of high priority, so no tile finds a place
+beside one. A fair slowdown is all / (all - held), about that of cuBLAS, whose blocks are short. A list is timed both in
+one wave, as on a single rank, and in several waves, as beside other ranks (kernels/gpu/model.py).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from compile_muon.kernels import newton_schulz_list
 from compile_muon.passes.torch_private import fake_group
 
 HELD = (0, 8, 16, 32)
-BESIDE_OTHERS = "in waves"  # the list again, as ranks that are not alone have it
+BESIDE_OTHERS = "in waves"  # the list as on several ranks
 CALLS = 5
 SIDE = 8192
-#: of the operands that fill shared memory, 64 KiB each
+#: shape of the two operands that fill shared memory, 64 KiB each
 _ROWS, _DEPTH = 128, 256
-_LIMIT_NS = 5_000_000_000  # so that nothing spins for ever
+_LIMIT_NS = 5_000_000_000  # so that no program spins for ever
 
 
 @triton.jit
 def hold(stop, x, out, limit, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Until ``stop`` is set, or ``limit`` nanoseconds are over; the product is there for the memory it takes."""
+    """Spin until ``stop`` is set, or for ``limit`` nanoseconds; the product only takes shared memory."""
     i, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     left = tl.load(x + i[:, None] * DEPTH + k[None, :])
     right = tl.load(x + k[:, None] * ROWS + i[None, :])
@@ -47,7 +47,7 @@ def hold(stop, x, out, limit, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 class Holder:
-    """So many multiprocessors, held inside a ``with`` block."""
+    """A number of multiprocessors, held inside a ``with`` block."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
@@ -71,7 +71,7 @@ class Holder:
 
 
 def milliseconds(run: Callable[[], object], holder: Holder) -> float:
-    """Of a call, while multiprocessors are held."""
+    """Return the milliseconds of a call while ``holder`` holds multiprocessors."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with holder:
         begin.record()
@@ -95,8 +95,8 @@ def subjects() -> dict[str, Callable[[], object]]:
 
 
 def times_of(run: Callable[[], object], held: Sequence[int], processors: int) -> Iterator[dict[str, float]]:
-    """A row for each number of multiprocessors that are held, the first of them to compare with."""
-    for _ in range(2):  # compiles, and fills the caches of the allocator
+    """Yield a row for each number of held multiprocessors; "times" is relative to the first."""
+    for _ in range(2):  # compiles, and fills the allocator's cache
         run()
     alone = 0.0
     for number in held:

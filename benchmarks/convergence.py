@@ -4,12 +4,12 @@
     python benchmarks/convergence.py --preset 124m      # GPT-2 small, for a GPU of 80 GB
     python benchmarks/convergence.py --data FOLDER      # text of your own instead of this machine's Python sources
 
-Rates are those with the least held-out loss after short runs, from a start and on batches of their own; while the best
-is the last of its grid, the grid grows by a factor of two, up to five rates. AdamW's is chosen first, and what Muon
-leaves to AdamW trains at it: Muon has one rate to choose, too. Then both train from the same weights on the same
-batches with the same warm-up, decline and decay, and take turns, so that what slows this machine slows both. The clock
-runs for training alone, not for compiling and validation. One thread on a CPU is timed by its own seconds, which other
-work on that CPU does not stretch.
+The rate of each is the one with the least held-out loss after short runs, which have weights and batches of their own;
+while the best is at an edge of its grid, the grid grows by a factor of two, up to five rates. AdamW's rate is chosen
+first, and is also the rate of the parameters that Muon leaves to AdamW, so Muon has one rate to choose, too. Then both
+train from the same weights on the same batches with the same warm-up, decline and decay, and take turns, so that other
+work on this machine slows both. The clock runs for training alone, not for compiling and validation. A single thread on
+a CPU is timed in CPU seconds, which other work does not stretch.
 """
 
 from __future__ import annotations
@@ -44,30 +44,22 @@ import compile_muon
 _RESULTS = Path(__file__).with_name("results")
 TURNS = ("AdamW", "Muon")
 MOST_RATES = 5
-VALIDATED = 8  # held-out batches, always the same
+VALIDATED = 8  # held-out batches of a validation, always the same
 DECAY, BETAS = 0.1, [0.9, 0.95]
 
-Curve = list[list[float]]  # tokens, seconds of training, held-out loss; the first before the first step
+Curve = list[list[float]]  # points (tokens, seconds of training, held-out loss), the first before the first step
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What is trained.
-
-    Args:
-        steps: of a run.
-        short: of a run that chooses a rate.
-        points: of a curve, after the first.
-        rates: the grid of each, rising by factors of two.
-        text: bytes that are read at most.
-    """
+    """A model, the length of its runs, and the grids of rates."""
 
     shape: Shape
-    steps: int
-    short: int
-    points: int
-    rates: dict[str, tuple[float, ...]]
-    text: int = 4 << 20
+    steps: int  # of a run
+    short: int  # steps of a run that chooses a rate
+    points: int  # of a curve, after the first
+    rates: dict[str, tuple[float, ...]]  # grid of each algorithm, rising by factors of two
+    text: int = 4 << 20  # bytes of text, at most
 
 
 PRESETS = {
@@ -75,8 +67,8 @@ PRESETS = {
         Shape(layers=6, width=128, heads=4, context=128, batch=16),
         steps=240, short=60, points=16, rates={"AdamW": (0.002, 0.004, 0.008), "Muon": (0.01, 0.02, 0.04)},
     ),
-    # 28 TFLOP a step: 71 ms at 40 % of 989 TFLOP/s. With four runs and 6 to 10 short ones, 3,300 to 3,900 steps, that
-    # is 4 to 5 minutes, and 7 at 25 %; beside it stand compiling and half a minute of counting words.
+    # 28 TFLOP a step: 71 ms at 40 % of 989 TFLOP/s. Four runs and 6 to 10 short ones, 3,300 to 3,900 steps, take 4 to 5
+    # minutes, or 7 at 25 %, beside compiling and half a minute of counting words.
     "124m": Preset(
         Shape(layers=12, width=768, heads=12, context=1024, batch=32, vocabulary=50304, tied=True),
         steps=600, short=150, points=20, rates={"AdamW": (0.0005, 0.001, 0.002), "Muon": (0.01, 0.02, 0.04)},
@@ -86,14 +78,14 @@ PRESETS = {
 
 
 class Model(GPT):
-    """Its loss is in float32 whatever the weights are in: curves differ by less than bfloat16 rounds a loss."""
+    """A GPT with its loss in float32: curves differ by less than bfloat16 would round a loss."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), targets.flatten())
 
 
 class Trainee:
-    """A model under one algorithm, compiled once: each of its runs begins with weights and state that are new."""
+    """A model under one algorithm, compiled once; each of its runs begins with new weights and new state."""
 
     def __init__(self, algorithm: str, preset: Preset, text: Text, device: torch.device, codegen: str):
         self.algorithm, self._shape, self._text, self._device = algorithm, preset.shape, text, device
@@ -112,18 +104,15 @@ class Trainee:
         self.clock = time.process_time if alone else time.perf_counter
         self._new = copy.deepcopy(self._optimizer.state_dict())
         self.summary = self._optimizer.summary()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in self.run(0, steps=1, points=1, rate=0.0, rest=0.0):
             pass
-        self.first_s = time.perf_counter() - began
+        self.first_s = time.perf_counter() - start
 
     def run(self, seed: int, steps: int, points: int, rate: float, rest: float) -> Iterator[list[float]]:
-        """The curve of a training, a point whenever one is asked for; it ends early if a number is not finite.
+        """Train, and yield the points of the curve; it ends early if a number is not finite.
 
-        Args:
-            seed: of weights and batches.
-            rate: of AdamW, or of Muon's matrices.
-            rest: of what Muon leaves to AdamW.
+        `rate` is AdamW's, or that of Muon's matrices; `rest` is that of the parameters that Muon leaves to AdamW.
         """
         torch.manual_seed(seed)
         with self._device:
@@ -133,11 +122,11 @@ class Trainee:
             group["lr"] = rate if group["algorithm"] == self.algorithm.lower() else rest
         warm = max(1, steps // 20)
         schedule = LambdaLR(self._optimizer, lambda step: min((step + 1) / warm, 1 - 0.9 * step / steps))
-        drawn = batches(self._text.train, self._shape, steps, 1000 + seed)
-        losses, done, seconds = training(self._model, drawn, self._optimizer, schedule), 0, 0.0
+        train_batches = batches(self._text.train, self._shape, steps, 1000 + seed)
+        losses, trained, seconds = training(self._model, train_batches, self._optimizer, schedule), 0, 0.0
         for point in range(points + 1):
-            count = steps * point // points - done
-            began = self.clock()
+            count = steps * point // points - trained
+            start = self.clock()
             try:
                 for loss in islice(losses, count):
                     last = loss
@@ -145,42 +134,42 @@ class Trainee:
                 return
             if count:
                 last.item()  # waits for the device
-            seconds += self.clock() - began
-            done += count
-            yield [done * self._shape.batch * self._shape.context, round(seconds, 3), self._validate()]
+            seconds += self.clock() - start
+            trained += count
+            yield [trained * self._shape.batch * self._shape.context, round(seconds, 3), self._validate()]
 
     @torch.no_grad()
     def _validate(self) -> float:
-        held = batches(self._text.held, self._shape, VALIDATED, 0)
-        return round(statistics.fmean(self._model(*batch).item() for batch in held), 5)
+        held_out = batches(self._text.held, self._shape, VALIDATED, 0)
+        return round(statistics.fmean(self._model(*batch).item() for batch in held_out), 5)
 
 
 def end(curve: Curve, points: int) -> float | None:
-    """The last loss of a curve that has one."""
-    whole = len(curve) == points + 1 and math.isfinite(curve[-1][2])
-    return curve[-1][2] if whole else None
+    """Return the last loss of a complete curve, or None."""
+    complete = len(curve) == points + 1 and math.isfinite(curve[-1][2])
+    return curve[-1][2] if complete else None
 
 
 def choose(trainee: Trainee, preset: Preset, seed: int, rest: float, say: Any) -> dict[str, Any]:
-    """The rate with the least loss after short runs; `at_edge`: it is the last one of a grid that grew no more."""
-    found: dict[float, float | None] = {}
+    """Choose the rate with the least loss after short runs; `at_edge`: at an edge of a grid that may grow no more."""
+    losses: dict[float, float | None] = {}
     rates = list(preset.rates[trainee.algorithm])
     while True:
         for rate in rates:
-            if rate not in found:
+            if rate not in losses:
                 curve = list(trainee.run(seed, preset.short, 1, rate, rest))
-                found[rate] = end(curve, 1)
-                say(f"{trainee.algorithm} at {rate:g}, {preset.short} steps: {found[rate]}")
-        rates = sorted(found)
-        best = min(rates, key=lambda rate: math.inf if found[rate] is None else found[rate])
+                losses[rate] = end(curve, 1)
+                say(f"{trainee.algorithm} at {rate:g}, {preset.short} steps: {losses[rate]}")
+        rates = sorted(losses)
+        best = min(rates, key=lambda rate: math.inf if losses[rate] is None else losses[rate])
         at_edge = best in (rates[0], rates[-1])
         if not at_edge or len(rates) >= MOST_RATES:
-            return {"best": best, "at_edge": at_edge, "losses": {f"{rate:g}": found[rate] for rate in rates}}
+            return {"best": best, "at_edge": at_edge, "losses": {f"{rate:g}": losses[rate] for rate in rates}}
         rates.append(best / 2 if best == rates[0] else 2 * best)
 
 
 def reached(curve: Curve, loss: float) -> list[float] | None:
-    """Tokens and seconds after which a curve is first at `loss`, on straight lines between its points."""
+    """Return the tokens and seconds after which a curve first reaches `loss`, interpolating linearly; None if never."""
     for (*before, higher), (*after, lower) in pairwise(curve):
         if lower <= loss <= higher:
             part = (higher - loss) / (higher - lower) if higher > lower else 0.0
@@ -189,42 +178,44 @@ def reached(curve: Curve, loss: float) -> list[float] | None:
 
 
 def compare(runs: list[dict[str, Any]], points: int) -> list[dict[str, Any]]:
-    """A row a seed: both last losses; tokens and seconds in which Muon is at AdamW's last, in parts of AdamW's."""
+    """Make a row a seed: both last losses; tokens and seconds until Muon reaches AdamW's last loss, over AdamW's."""
     rows = []
     for seed in dict.fromkeys(run["seed"] for run in runs):
         adamw, muon = (next(r["curve"] for r in runs if (r["seed"], r["algorithm"]) == (seed, a)) for a in TURNS)
         row: dict[str, Any] = {"seed": seed, "adamw": end(adamw, points), "muon": end(muon, points)}
-        at = reached(muon, row["adamw"]) if row["adamw"] is not None and adamw[-1][1] else None
-        row |= {name: at and at[unit] / adamw[-1][unit] for unit, name in enumerate(("tokens", "seconds"))}
+        point = reached(muon, row["adamw"]) if row["adamw"] is not None and adamw[-1][1] else None
+        row |= {name: point and point[unit] / adamw[-1][unit] for unit, name in enumerate(("tokens", "seconds"))}
         rows.append(row | {"step": None if None in row.values() else muon[-1][1] / adamw[-1][1]})
     return rows
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The grids and the comparison in Markdown, as the page has them."""
+    """Write the grids and the comparison in Markdown, as the page of docs/ has them."""
 
     def shown(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    said = []
+    lines = []
     for algorithm, grid in record["grids"].items():
         losses = {rate: shown(loss, 3) for rate, loss in grid["losses"].items()}
         best = f"{grid['best']:g}"
         losses[best] = f"**{losses[best]}**"
         edge = ", at the edge" if grid["at_edge"] else ""
-        said += [f"| {algorithm}{edge} | {' | '.join(losses)} |", f"|{'---|' * (len(losses) + 1)}"]
-        said += [f"| | {' | '.join(losses.values())} |", ""]
-    said += ["| seed | AdamW's last loss | Muon's | tokens until there | seconds until there | Muon's step / AdamW's |"]
-    said += [f"|{'---|' * 6}"]
+        lines += [f"| {algorithm}{edge} | {' | '.join(losses)} |", f"|{'---|' * (len(losses) + 1)}"]
+        lines += [f"| | {' | '.join(losses.values())} |", ""]
+    lines += [
+        "| seed | AdamW's last loss | Muon's | tokens until there | seconds until there | Muon's step / AdamW's |"
+    ]
+    lines += [f"|{'---|' * 6}"]
     for row in record["rows"]:
         last = (shown(row[name], 3) for name in ("adamw", "muon"))
         ratios = (shown(row[name], 2) for name in ("tokens", "seconds", "step"))
-        said.append(f"| {row['seed']} | {' | '.join((*last, *ratios))} |")
-    return "\n".join(said)
+        lines.append(f"| {row['seed']} | {' | '.join((*last, *ratios))} |")
+    return "\n".join(lines)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Held-out loss over tokens and over seconds, a line a run."""
+    """Draw held-out loss over tokens and over seconds, a line a run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -256,14 +247,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="default: convergence_PRESET.json in benchmarks/results")
     options = parser.parse_args(argv)
     for name, least in (("seeds", 1), ("steps", 4)):
-        if (given := getattr(options, name)) is not None and given < least:
-            parser.error(f"--{name} is {given}, but must be at least {least}")
+        if (value := getattr(options, name)) is not None and value < least:
+            parser.error(f"--{name} is {value}, but must be at least {least}")
     options.json = options.json or _RESULTS / f"convergence_{options.preset}.json"
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    began, options, console = time.perf_counter(), parse(argv), Console(soft_wrap=True, highlight=False)
+    start, options, console = time.perf_counter(), parse(argv), Console(soft_wrap=True, highlight=False)
     preset, device = PRESETS[options.preset], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.steps:
         preset = replace(preset, steps=options.steps, short=options.steps // 4)
@@ -289,9 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         "runs": [],
     }  # fmt: skip
 
-    def keep() -> None:  # after each part: what is stopped leaves what it has
+    def keep() -> None:  # after each part, so that an interrupted run leaves its finished parts
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        record["seconds"] = round(time.perf_counter() - began)
+        record["seconds"] = round(time.perf_counter() - start)
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
     console.print(f"{record['parameters']:,} parameters, {record['device']}; first steps, s: {record['first_s']}")
@@ -303,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed in range(options.seeds):
         rates = {algorithm: grid["best"] for algorithm, grid in record["grids"].items()}
         runs = [trainees[a].run(seed, preset.steps, preset.points, rate, rest) for a, rate in rates.items()]
-        curves = zip(*zip_longest(*runs), strict=True)  # a part of each in turns
+        curves = zip(*zip_longest(*runs), strict=True)  # zip_longest advances the runs in turns, a point each
         for (algorithm, rate), curve in zip(rates.items(), curves, strict=True):
             record["runs"].append({"algorithm": algorithm, "seed": seed, "lr": rate, "curve": [p for p in curve if p]})
         record["rows"] = compare(record["runs"], preset.points)

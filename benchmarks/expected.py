@@ -1,4 +1,4 @@
-"""What a step of `make gpu` is expected to measure, and the readers that find it in the step's JSON."""
+"""The numbers that a step of `make gpu` is expected to measure, and the readers that find them in the step's JSON."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ Reader = Callable[[Any], float | None]
 
 @dataclass(frozen=True)
 class Expected:
-    """A number that a step measures.
+    """A number that a step measures."""
 
-    Args:
-        what: in words.
-        read: finds it in the step's JSON; None where it was not measured.
-        spans: what it should lie between, by a part of the device's name.
-        unit: of all three.
-    """
-
-    what: str
-    read: Reader
-    spans: Mapping[str, tuple[float, float]]
+    what: str  # description
+    read: Reader  # finds the number in the step's JSON; None if it was not measured
+    spans: Mapping[str, tuple[float, float]]  # part of a device's name -> least and most that are expected
     unit: str
 
     def line(self, found: Any, device: str) -> str:
-        """With a mark in front where the number is not as expected; nothing is expected of other devices.
+        """Describe the number, with "!" in front if it is not as expected; of other devices nothing is expected.
 
         >>> about = Expected("a list", lambda found: found["ms"], {"H100": (14, 17)}, "ms")
         >>> about.line({"ms": 15.31}, "NVIDIA H100 80GB HBM3")
@@ -45,21 +38,21 @@ class Expected:
             value = None
         if value is None:
             return f"! {self.what}: not measured"
-        said = f"{self.what}: {value:.3g} {self.unit}".rstrip()
+        text = f"{self.what}: {value:.3g} {self.unit}".rstrip()
         span = next((span for name, span in self.spans.items() if name in device), None)
         if span is None:
-            return f"  {said}"
+            return f"  {text}"
         mark = " " if span[0] <= value <= span[1] else "!"
-        return f"{mark} {said} (expected: {span[0]:g} to {span[1]:g})"
+        return f"{mark} {text} (expected: {span[0]:g} to {span[1]:g})"
 
 
 def compared(expected: Iterable[Expected], file: Path, device: str) -> list[str]:
-    """A line for each; all are not measured where the file is not there."""
+    """Describe each number in a line; without the file none was measured."""
     try:
-        found = json.loads(file.read_text())
+        results = json.loads(file.read_text())
     except (OSError, ValueError):
-        found = None
-    return [each.line(found, device) for each in expected]
+        results = None
+    return [number.line(results, device) for number in expected]
 
 
 def _samples(found: Any, contender: str) -> Iterator[Any]:
@@ -67,12 +60,12 @@ def _samples(found: Any, contender: str) -> Iterator[Any]:
 
 
 def step_ms(contender: str) -> Reader:
-    """Median step in `train_step.py`."""
+    """Read the median milliseconds of a step of `train_step.py`."""
     return lambda found: 1e3 * statistics.median(s for run in _samples(found, contender) for s in run["step_s"])
 
 
 def price(one: str, other: str) -> Reader:
-    """Median over rounds of one contender's step in parts of another's."""
+    """Read the median over rounds of one contender's step relative to another's."""
 
     def read(found: Any) -> float:
         both = ([s for run in _samples(found, name) for s in run["step_s"]] for name in (one, other))
@@ -86,7 +79,7 @@ def peak_gb(contender: str) -> Reader:
 
 
 def list_ms(case: str, method: str, way: str) -> Reader:
-    """Of `lists.py`."""
+    """Read the milliseconds of a list in `lists.py`."""
     return lambda found: _row(found, case=case, method=method, way=way)["ms"]
 
 
@@ -95,12 +88,12 @@ def sustained_tflops(found: Any) -> float:
 
 
 def held_times(what: str, held: int) -> Reader:
-    """Of `contention.py`."""
+    """Read the slowdown with ``held`` multiprocessors in `contention.py`."""
     return lambda found: _row(found, what=what, held=held)["times"]
 
 
 def speed_up(product: str, size: int) -> Reader:
-    """Of `products.py`, over torch."""
+    """Read the speed of a product over torch's in `products.py`."""
     return lambda found: _row(found, product=product, size=size)["speed_up"]
 
 

@@ -1,16 +1,16 @@
-"""A reliability campaign: faults put in on purpose, what came of each, and the command that repeats it.
+"""A reliability campaign: injected faults, the outcome of each, and the command that repeats it.
 
-    python benchmarks/faults.py                          # all campaigns; docs/reference/reliability.md has what came
+    python benchmarks/faults.py                          # all campaigns; docs/reference/reliability.md has the results
     python benchmarks/faults.py --quick                  # a part of each, under three minutes on two cores
-    python benchmarks/faults.py kills --runs 20          # SIGKILL at random moments; goes on bit for bit
+    python benchmarks/faults.py kills --runs 20          # SIGKILL at random moments; resumed runs are equal to the bit
     python benchmarks/faults.py damage                   # damaged checkpoints
     python benchmarks/faults.py resharding               # every world and stage loads what every other saved
     python benchmarks/faults.py soak                     # thousands of steps: memory, threads and handles stay flat
     python benchmarks/faults.py elastic                  # ranks and nodes of the example under torchrun
     python benchmarks/faults.py ranks --stages 3 --only "killed in forward"    # one rank does something else
 
-Everything runs on the CPU over Gloo, in forks of this process ("elastic": in processes of torchrun's). The exit code is
-1 if anything happened that should not.
+Everything runs on the CPU over Gloo, in forks of this process ("elastic": in processes of torchrun). The exit code is 1
+if an outcome is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-# Before torch is imported: it counts threads, and warns of each connection that a killed rank leaves.
+# Before torch is imported, which counts threads, and warns of each connection that a killed rank leaves.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -92,17 +92,17 @@ def main(argv: list[str]) -> int:
     stages = options.stages and tuple(options.stages)
     chosen = (options.only, stages, options.world)
     request = Request(options.seed, options.quick, options.runs, *chosen, options.jobs, options.arguments)
-    logging.disable(logging.ERROR)  # torch logs the traceback of every damaged file that it is given
+    logging.disable(logging.ERROR)  # torch logs the traceback of every damaged file that it reads
     warm()
     results = {}
     for name in options.campaigns or CAMPAIGNS:
         campaign: Callable[[Request], Iterator[Row]] = import_module(f"reliability.{name}").campaign
-        began, rows = time.monotonic(), []
+        start, rows = time.monotonic(), []
         for row in campaign(request):
             rows.append(row)
             if not console.is_terminal:
                 print(f"{name}: {row.fault}: {row.outcomes}", flush=True)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         print_rows(console, f"{name}, {seconds:.0f} s", rows)
         results[name] = {
             "command": shlex.join(["python", "benchmarks/faults.py", *argv]),
@@ -114,14 +114,14 @@ def main(argv: list[str]) -> int:
             "rows": [asdict(row) for row in rows],
         }
     write(options, results)
-    wrong = {name: found["wrong"] for name, found in results.items() if found["wrong"]}
+    wrong = {name: result["wrong"] for name, result in results.items() if result["wrong"]}
     for name, count in wrong.items():
         console.print(f"[red]{name}: {count} that should not have happened[/red]")
     return 1 if wrong else 0
 
 
 def write(options: argparse.Namespace, results: dict) -> None:
-    """Into ``--json``; else a whole campaign takes the place of its last one in the record."""
+    """Write results to ``--json``, or if whole campaigns ran replace these in the record."""
     path = options.json
     if path is None:
         if any((options.quick, options.only, options.runs, options.stages, options.world, options.arguments)):

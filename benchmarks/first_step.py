@@ -1,14 +1,14 @@
-"""How long the first step takes, by part: compile_muon beside plain torch.compile, each in fresh processes in turns.
+"""Seconds of the first step, by part: compile_muon beside plain torch.compile, each in fresh processes in turns.
 
     python benchmarks/first_step.py                            # on the device there is
     python benchmarks/first_step.py --rehearse --threads 3     # the CUDA path without a GPU, in rehearse/'s environment
     python benchmarks/first_step.py --matrices 400             # tracing alone: equal matrices, and no code is generated
     python benchmarks/first_step.py --json FILE
 
-Caches are empty. A run is a small GPT's first forward, backward and step; building the model is not counted, nor are
+Caches are empty. A run is a small GPT's first forward, backward and step, without building the model and without
 imports of torch and of the example, which imports compile_muon. The least of `--repeats` counts. Seconds of the clock
-depend on what else the machine does; seconds of this process's CPU hardly, and they are what cannot be handed to worker
-processes. `again` is the first step of a second process, which finds the caches of the first.
+depend on the machine's other work; CPU seconds of this process hardly do, and count the work that cannot be handed to
+worker processes. `again` is the first step of a second process, which finds the caches of the first.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ CHAIN = 16  # sides of the matrices of --matrices
 
 PLAIN, PLAIN_MUON = "torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"
 OURS_ADAMW, OURS = "compile_muon, AdamW", "compile_muon, Muon"
-#: ratios are to the first that is chosen
+#: ratios are relative to the first of those chosen
 CONTENDERS = (PLAIN, OURS_ADAMW, PLAIN_MUON, OURS)
 
-#: parts of a first step, in seconds of the clock; what is in none of them is Python's, and the kernels' own
+#: parts of a first step, in seconds of the clock; the remainder is Python's, and the kernels' own run time
 PARTS = ("setup", "Dynamo", "AOTAutograd", "our passes", "Inductor", "its kernels", "our kernels")
 
 
 class Clock:
-    """Seconds inside functions of ours, by part. They are replaced in this process, which does nothing else."""
+    """Seconds of a first step by part, measured by replacing functions of compile_muon in this process."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - began
+            self.seconds[name] += time.perf_counter() - start
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,17 +72,17 @@ class Clock:
         ahead.wait = self.timed("our kernels", ahead.wait)
 
     def watch_triton(self) -> None:
-        """Kernels that are compiled, or loaded, when they are launched: Inductor's have names of its own."""
+        """Time the kernels of compile_muon that Triton compiles, or loads, when they are launched."""
         import triton
 
         def told(*, src: Any, times: Any, **_: Any) -> None:
-            if not str(getattr(src, "name", "")).startswith("triton_"):
+            if not str(getattr(src, "name", "")).startswith("triton_"):  # the prefix of Inductor's kernels
                 self.seconds["our kernels"] += times.total / 1e6
 
         triton.knobs.compilation.listener = told
 
     def read_torch(self) -> None:
-        """What torch has noted, without what it does inside of it."""
+        """Read torch's compilation times, each without the times of the functions that it calls."""
         from torch._dynamo.utils import compilation_time_metrics as noted
 
         def of(name: str) -> float:
@@ -98,7 +98,7 @@ class Clock:
 
 
 def model_on(device: str, layers: int, width: int, matrices: int) -> Any:
-    """The example's GPT, or a chain of equal matrices that returns a loss."""
+    """Build the example's GPT, or a chain of ``matrices`` equal matrices that returns a loss."""
     import torch
 
     if matrices:
@@ -122,18 +122,14 @@ def model_on(device: str, layers: int, width: int, matrices: int) -> Any:
 
 
 def first_step(who: str, layers: int, width: int, rehearsed: bool, matrices: int = 0) -> dict[str, Any]:
-    """In this process.
-
-    Args:
-        matrices: of a chain; 0 for the GPT.
-    """
+    """Time the first step of contender ``who`` in this process, of the GPT or of a chain of ``matrices``."""
     import torch
 
     if rehearsed:
         from device import Device
 
         played = Device()
-        torch.backends.cuda.enable_cudnn_sdp(False)  # the real one, which finds no device
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real library, which finds no device
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model_on(device, layers, width, matrices)
     batch = tuple(
@@ -143,7 +139,7 @@ def first_step(who: str, layers: int, width: int, rehearsed: bool, matrices: int
         for _ in range(2)
     )
     clock, half = Clock(), device == "cuda"
-    began, cpu = time.perf_counter(), time.process_time()
+    start, cpu = time.perf_counter(), time.process_time()
     if who in (OURS, OURS_ADAMW):
         import compile_muon
 
@@ -176,23 +172,23 @@ def first_step(who: str, layers: int, width: int, rehearsed: bool, matrices: int
         with precision():
             loss = model(*batch)
         loss.backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad()
 
     step()
     if half:
         torch.cuda.synchronize()
-    found = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+    run = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
     clock.read_torch()
-    began = time.perf_counter()
+    start = time.perf_counter()
     step()
-    found |= {"second": time.perf_counter() - began, "parts": clock.seconds, "torch": torch.__version__}
-    return found | {"device": torch.cuda.get_device_name() if half and not rehearsed else device}
+    run |= {"second": time.perf_counter() - start, "parts": clock.seconds, "torch": torch.__version__}
+    return run | {"device": torch.cuda.get_device_name() if half and not rehearsed else device}
 
 
 def in_process(who: str, options: argparse.Namespace, caches: str) -> dict[str, Any]:
-    """Of a process of its own with these caches; also the CPU seconds of its children."""
+    """Run :func:`first_step` in a new process with these caches; add the CPU seconds of its children."""
     environment = dict(os.environ)
     if options.rehearse:
         sys.path.insert(0, str(ROOT / "rehearse"))
@@ -213,22 +209,22 @@ def in_process(who: str, options: argparse.Namespace, caches: str) -> dict[str, 
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Every contender, in turns."""
-    found: dict[str, list[dict[str, Any]]] = {who: [] for who in options.contenders}
+    """Run every contender in turns, and compare the least CPU seconds of each."""
+    runs_of: dict[str, list[dict[str, Any]]] = {who: [] for who in options.contenders}
     again: dict[str, list[dict[str, Any]]] = {who: [] for who in options.contenders}
     for _ in range(options.repeats):
         for who in options.contenders:
             with tempfile.TemporaryDirectory() as caches:
-                found[who].append(in_process(who, options, caches))
+                runs_of[who].append(in_process(who, options, caches))
                 if options.again:
                     again[who].append(in_process(who, options, caches))
-                print(f"{who}: {found[who][-1]['seconds']:.1f} s, {found[who][-1]['cpu']:.1f} s of CPU", flush=True)
+                print(f"{who}: {runs_of[who][-1]['seconds']:.1f} s, {runs_of[who][-1]['cpu']:.1f} s of CPU", flush=True)
     yardstick = options.contenders[0]
-    least = {who: min(runs, key=lambda run: run["cpu"]) for who, runs in found.items()}
+    least = {who: min(runs, key=lambda run: run["cpu"]) for who, runs in runs_of.items()}
     for who, run in least.items():
         if again[who]:
             run["again"] = {key: min(r[key] for r in again[who]) for key in ("seconds", "cpu")}
-        run["ratio"] = min(r["seconds"] for r in found[who]) / min(r["seconds"] for r in found[yardstick])
+        run["ratio"] = min(r["seconds"] for r in runs_of[who]) / min(r["seconds"] for r in runs_of[yardstick])
         run["cpu_ratio"] = run["cpu"] / least[yardstick]["cpu"]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "threads": options.threads}
     if options.matrices:
@@ -265,8 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
-        found = first_step(options.one, options.layers, options.width, options.rehearse, options.matrices)
-        options.json.write_text(json.dumps(found))
+        run = first_step(options.one, options.layers, options.width, options.rehearse, options.matrices)
+        options.json.write_text(json.dumps(run))
         return 0
     report = compare(options)
     if options.json:

@@ -17,10 +17,7 @@ STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model and of one rank's batch; a rank takes `context * batch` tokens a step.
-
-    `tied`: the head is the table of tokens, as in GPT-2.
-    """
+    """The size of the model and of one rank's batch; a rank takes `context * batch` tokens a step."""
 
     layers: int
     width: int
@@ -28,12 +25,12 @@ class Shape:
     context: int
     batch: int
     vocabulary: int = VOCABULARY
-    tied: bool = False
+    tied: bool = False  # the head is the token embedding, as in GPT-2
 
 
 PRESETS = {
     "1b": Shape(layers=20, width=2048, heads=16, context=1024, batch=8),  # for one GPU: 1.01 G parameters
-    "1b-65k": Shape(layers=20, width=2048, heads=16, context=1024, batch=64),  # as many tokens as people train with
+    "1b-65k": Shape(layers=20, width=2048, heads=16, context=1024, batch=64),  # a usual number of tokens a step
     "full": Shape(layers=12, width=256, heads=8, context=512, batch=16),
     "medium": Shape(layers=6, width=384, heads=6, context=256, batch=2),
     "small": Shape(layers=4, width=256, heads=8, context=256, batch=4),
@@ -43,13 +40,13 @@ PRESETS = {
 
 
 def shape_of(preset: str, layers: int | None = None) -> Shape:
-    """Of a preset, or with another number of layers."""
+    """Return the shape of a preset, with another number of layers if given."""
     shape = PRESETS[preset]
     return shape if layers is None else replace(shape, layers=layers)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, without biases in the linear layers."""
+    """A block: pre-norm attention and MLP, without biases in the linear layers."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -71,14 +68,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens, targets)` is the mean cross entropy; both are int64 of shape [batch, context].
-
-    The names `token_embed`, `position_embed` and `lm_head` are chosen for DeepSpeed, which assigns
-    AdamW by the substrings "embed" and "lm_head": so every contender gives Muon the same matrices.
-    """
+    """A GPT: `model(tokens, targets)` is the mean cross entropy; both are int64 of shape [batch, context]."""
 
     def __init__(self, shape: Shape):
         super().__init__()
+        # DeepSpeed assigns AdamW by the substrings "embed" and "lm_head" of names: with these names every contender
+        # gives Muon the same matrices.
         self.token_embed = nn.Embedding(shape.vocabulary, shape.width)
         self.position_embed = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
@@ -92,7 +87,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, context, vocabulary], in the dtype of the weights."""
+        """Return logits [batch, context, vocabulary] in the dtype of the weights."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embed(tokens) + self.position_embed(positions)
         for block in self.blocks:
@@ -101,8 +96,8 @@ class GPT(nn.Module):
 
 
 def fresh(shape: Shape, device: torch.device) -> GPT:
-    """Made where it trains: a billion weights are drawn on one core for longer than they are trained here."""
-    with device:
+    """Build the model on the device that trains it."""
+    with device:  # one core would draw a billion weights for longer than they are trained
         return GPT(shape)
 
 
@@ -112,7 +107,7 @@ def _initialize(module: nn.Module) -> None:
 
 
 def muon_names(model: nn.Module) -> list[str]:
-    """The hidden matrices: what every Muon contender must give to Muon, nothing more and nothing less."""
+    """List the hidden matrices: exactly those that every Muon contender must give to Muon."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -121,7 +116,7 @@ def muon_names(model: nn.Module) -> list[str]:
 
 
 def read_corpus(limit: int = 4 << 20, files: Iterable[Path] | None = None) -> Tensor:
-    """The first `limit` bytes of files, as uint8; by default of the standard library's sources in name order."""
+    """Read the first `limit` bytes of files as uint8; by default the standard library's sources in name order."""
     text = bytearray()
     for path in sorted(STANDARD_LIBRARY.glob("*.py")) if files is None else files:
         text += path.read_bytes()
@@ -131,7 +126,7 @@ def read_corpus(limit: int = 4 << 20, files: Iterable[Path] | None = None) -> Te
 
 
 def sample_batch(corpus: Tensor, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random windows: tokens and the targets one byte ahead, both [batch, context] int64."""
+    """Draw random windows: tokens and the targets one byte ahead, both [batch, context] int64."""
     starts = torch.randint(len(corpus) - shape.context - 1, (shape.batch,), generator=generator)
     windows = torch.stack([corpus[start : start + shape.context + 1] for start in starts.tolist()]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -143,7 +138,7 @@ def training(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Iterator[Tensor]:
-    """Train a step on each batch; yields its loss, detached, on the model's device."""
+    """Train a step on each batch, and yield its loss, detached, on the model's device."""
     for tokens, targets in batches:
         loss = model(tokens, targets)
         loss.backward()
@@ -162,12 +157,7 @@ def losses_of(
     seed: int,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> list[float]:
-    """The loss of every step of a training on the corpus, in nats a byte.
-
-    Args:
-        seed: of the batches.
-        schedule: of the rates, if they change.
-    """
+    """Train on the corpus, with `seed` for the batches; return the loss of every step, in nats a byte."""
     corpus, generator = read_corpus(), torch.Generator().manual_seed(seed)
     batches = (sample_batch(corpus, shape, generator) for _ in range(steps))
     return [loss.item() for loss in training(model, batches, optimizer, schedule)]

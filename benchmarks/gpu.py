@@ -1,18 +1,18 @@
-"""Everything that only a GPU can tell, in the order that teaches most: each step a command, its log and results kept.
+"""All tests and measurements that need a GPU, the most important first: each step a command with a log and results.
 
     make gpu                                     # all of it, results in runs/gpu/
     make gpu PART=lease                          # a part: under ten minutes, results in one archive
     python3 benchmarks/gpu.py --list             # the steps, and the parts that have them
     python3 benchmarks/gpu.py --only products    # one of them
     python benchmarks/gpu.py --rehearse          # without a GPU: whether the steps run to their ends (rehearse/)
-    python benchmarks/gpu.py --pack FOLDER       # what was compiled in a rehearsal, and an NCCL, to be brought along
+    python benchmarks/gpu.py --pack FOLDER       # kernels compiled in a rehearsal, and an NCCL, to carry to a GPU
 
-Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
-that need them. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
-nothing run side by side. One that fails or takes too long does not keep the next from running, but nothing is timed
-where kernels are wrong; of a part, steps that would not end within it are dropped, and named. What a step measures is
-printed beside what is expected of an H100 or H200, with a mark where it is not that. Ends with status 1 if a step
-failed or took too long, with 2 without a GPU.
+Needs torch, Triton and a CUDA device, no installation and no network; steps that need another package are skipped if it
+is missing. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
+nothing run side by side. A step that fails or takes too long does not stop the next, but nothing is timed if kernels
+are wrong; steps of a part that would not end within its time are dropped, and named. Measured numbers are printed
+beside those expected of an H100 or H200, with a mark where they differ. Ends with status 1 if a step failed or took too
+long, with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -44,41 +44,34 @@ from shared_nccl import make as make_nccl
 from shared_nccl import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 20  # for a step that is told to stop to write what it has
-#: of compilers, which parts share
+GRACE_S = 20  # seconds for a step that is told to stop to write its results
+#: the compilers' caches, which parts share
 CACHES = ROOT / "build" / "parts" / "caches"
 _BAD = ("failed", "timed out")  # results of steps
 _PACKED = "caches.tar.xz"
-REHEARSED = 15  # times as long as on a GPU, where two cores stand in for it
+REHEARSED = 15  # time of a rehearsal on two cores, as a multiple of a GPU's
 LOG_LINES = 12
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: `result` is "ok", "failed", "timed out", "skipped" or "dropped".
-
-    `compared` are lines on what it measured, beside what was expected.
-    """
+    """The outcome of a step."""
 
     name: str
-    result: str
+    result: str  # "ok", "failed", "timed out", "skipped" or "dropped"
     reason: str
     seconds: float
     command: str
     log: str
     last_lines: tuple[str, ...]
-    compared: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()  # lines of measured beside expected numbers
 
 
 class Driver:
-    """Runs steps one after another.
+    """A driver of steps: runs them, and writes logs and results to `out`.
 
-    Args:
-        out: where logs and results go.
-        environment: of the steps.
-        package, tuned: folders that hold the package, as it is and with tiles to be tuned.
-        say: takes a line for the reader.
-        deadline: by time.monotonic(): steps that may take longer than that are dropped.
+    `package` and `tuned` are folders with the package, the second with tiles to be tuned; `say` prints a line. Steps
+    that may not end before `deadline`, by time.monotonic(), are dropped.
     """
 
     def __init__(
@@ -101,11 +94,7 @@ class Driver:
         self.outcomes: list[Outcome] = []
 
     def run(self, steps: Iterable[Step], about: Mapping[str, object]) -> list[Outcome]:
-        """All steps, neighbours that time nothing side by side; `about` and the outcomes are written after each.
-
-        Raises:
-            KeyboardInterrupt: no more are to be run; those that were running are stopped.
-        """
+        """Run all steps, neighbours that time nothing side by side; write `about` and the outcomes after each."""
         steps, self._device = list(steps), str(about.get("device", ""))
         numbers = {step.name: number for number, step in enumerate(steps, start=1)}
         writing = threading.Lock()
@@ -125,9 +114,9 @@ class Driver:
 
         for several in _side_by_side(steps):
             with ThreadPoolExecutor(len(several)) as pool:
-                started = [pool.submit(run, step) for step in several]
+                futures = [pool.submit(run, step) for step in several]
                 try:
-                    for future in started:
+                    for future in futures:
                         future.result()
                 except KeyboardInterrupt:
                     for process in list(self._running):
@@ -136,7 +125,8 @@ class Driver:
         return self.outcomes
 
     def _run(self, step: Step) -> Outcome:
-        # Relative where they can be: results name no folder of the machine that made them.
+        """Run one step, unless it is skipped or dropped."""
+        # Relative paths, so that results name no folder of the machine that made them.
         folders = {"out": self._out, "tuned": self._tuned, "caches": CACHES}
         places = {name: os.path.relpath(folder, ROOT) for name, folder in folders.items()} | {"name": step.name}
         command = [sys.executable, *(argument.format(**places) for argument in step.command)]
@@ -147,14 +137,14 @@ class Driver:
         missing = [module for module in step.needs if importlib.util.find_spec(module) is None]
         if missing:
             return Outcome(step.name, "skipped", f"{', '.join(missing)} is not installed", 0.0, shown, "", ())
-        several: dict[str, str] = {}
+        nccl: dict[str, str] = {}
         if step.several:
-            found = preloaded(self._environment, CACHES / "nccl")
-            if isinstance(found, str):
-                return Outcome(step.name, "skipped", found, 0.0, shown, "", ())
-            several = found
-        if (left := self._deadline - time.monotonic()) < step.seconds:
-            reason = f"{max(left, 0):.0f} s were left, and it may take {step.seconds:g}"
+            variables = preloaded(self._environment, CACHES / "nccl")
+            if isinstance(variables, str):
+                return Outcome(step.name, "skipped", variables, 0.0, shown, "", ())
+            nccl = variables
+        if (remaining := self._deadline - time.monotonic()) < step.seconds:
+            reason = f"{max(remaining, 0):.0f} s were left, and it may take {step.seconds:g}"
             return Outcome(step.name, "dropped", reason, 0.0, shown, "", ())
         if step.config is not None:
             config = self._out / f"{step.name}.config.json"
@@ -162,15 +152,15 @@ class Driver:
             command += ["--config", str(config)]
         folder = self._tuned if step.tuned else self._package
         path = os.pathsep.join(filter(None, (str(folder), self._environment.get("PYTHONPATH"))))
-        environment = self._environment | several
+        environment = self._environment | nccl
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
-        shutil.rmtree(self._out / step.name, ignore_errors=True)  # else the example goes on from its end
-        started = time.monotonic()
+        shutil.rmtree(self._out / step.name, ignore_errors=True)  # else the example would resume its finished run
+        start = time.monotonic()
         with open(log, "w") as stream:
             stream.write(f"$ {shown}\n")
             stream.flush()
             status = self._call(command, environment, stream, step.seconds)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start
         lines = tuple(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if status is None:
             result, reason = "timed out", f"stopped after {step.seconds:g} s"
@@ -178,11 +168,11 @@ class Driver:
             result, reason = "skipped", next((line for line in lines if line.startswith("SKIPPED")), lines[-1])
         else:
             result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
-        told = compared(step.expected, self._out / f"{step.name}.json", self._device) if result != "skipped" else []
-        return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines, tuple(told))
+        beside = compared(step.expected, self._out / f"{step.name}.json", self._device) if result != "skipped" else []
+        return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines, tuple(beside))
 
     def _out_of_place(self, step: Step) -> str:
-        """Why it is not its turn, by the steps before; empty if it is."""
+        """Return why the results of earlier steps rule this step out; empty if they do not."""
         results = {outcome.name: outcome.result for outcome in self.outcomes}
         if results.get(step.after) in _BAD:
             return f"{step.after} has {results[step.after]}"
@@ -191,7 +181,7 @@ class Driver:
         return ""
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
-        """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
+        """Run a command; return its exit status, or None if it was stopped at the limit. Kill all that it started."""
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -211,19 +201,19 @@ class Driver:
 
 
 def _side_by_side(steps: Iterable[Step]) -> Iterator[list[Step]]:
-    """In their order: neighbours that time nothing together, each other step alone."""
+    """Yield steps in order: neighbours that time nothing together, each other step alone."""
     for timed, neighbours in groupby(steps, lambda step: step.timed):
-        several = list(neighbours)
-        yield from ([step] for step in several) if timed else [several]
+        group = list(neighbours)
+        yield from ([step] for step in group) if timed else [group]
 
 
 def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
-    """It alone: what it has started is for it to end."""
-    # pytest says what it has seen when it is interrupted.
+    """Ask a process to end; the processes that it has started are its own to end."""
+    # pytest reports its results so far on SIGINT.
     process.send_signal(signal.SIGINT if "pytest" in process.args else signal.SIGTERM)
 
 
-# What pip would write: torch finds a backend by its name in there.
+# The files that pip would write: torch finds a backend by its entry point.
 _INSTALLED = {
     "METADATA": "Metadata-Version: 2.1\nName: compile_muon\nVersion: 0\n",
     "entry_points.txt": "[torch_dynamo_backends]\nmuon_zero = compile_muon.backend:muon_zero\n",
@@ -231,7 +221,7 @@ _INSTALLED = {
 
 
 def lay_out(folder: Path, *, copy_kernels: bool = False) -> Path:
-    """The package under `folder` as it would be installed: links into the checkout, the kernels a copy if asked for."""
+    """Lay out the package under `folder` as installed, by links into the checkout, or of the kernels by a copy."""
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / "compile_muon"
     package.mkdir(parents=True)
@@ -249,7 +239,7 @@ def lay_out(folder: Path, *, copy_kernels: bool = False) -> Path:
     return folder
 
 
-# Run in a process of its own: this one takes no memory on the device.
+# Runs in a process of its own, so that this one takes no memory on the device.
 _PROBE = """
 import json, torch
 about = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count()}
@@ -261,22 +251,22 @@ print(json.dumps(about | {"triton": triton.__version__}))
 
 
 def _rehearsed(card: str) -> dict[str, str]:
-    """Of programs that have a device which computes nothing, and numbers that are made up."""
+    """Return the environment of a rehearsal, whose device computes nothing and whose numbers are made up."""
     sys.path.insert(0, str(ROOT / "rehearse"))
     import library
 
-    # What Triton compiles is for every card of the architecture, so it is kept where a GPU's steps look.
+    # In the cache of a GPU's steps, because Triton's kernels serve every card of the architecture.
     of_card = {"REHEARSE_CARD": card, "TRITON_CACHE_DIR": str(CACHES / "triton")}
     return library.environment() | of_card | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
 
 
 def _for_rehearsal(step: Step) -> Step:
-    """Alone, and with time for a few cores."""
+    """Return a step that runs alone, with time for a few cores."""
     return replace(step, timed=True, seconds=REHEARSED * step.seconds, command=step.command + step.rehearsed)
 
 
 def pack(folder: Path) -> None:
-    """Put the caches of compilers and a library of NCCL into `folder`, some 30 MB, and say how to bring them."""
+    """Put the compilers' caches and an NCCL library into `folder`, some 30 MB, and print how to use them."""
     make_nccl(folder, {90})
     with tarfile.open(folder / _PACKED, "w:xz") as packed:
         for name in ("triton", "inductor"):
@@ -286,18 +276,18 @@ def pack(folder: Path) -> None:
 
 
 def unpack(folder: Path) -> dict[str, str]:
-    """The environment that finds what :func:`pack` has packed."""
+    """Unpack the folder of :func:`pack`, and return the environment that finds its library."""
     with tarfile.open(folder / _PACKED) as packed:
         packed.extractall(CACHES, filter="data")
     return {"NCCL_LIBRARY": str((folder / "libnccl.so.2.xz").resolve())}
 
 
 def probe(environment: Mapping[str, str]) -> dict | str:
-    """What the results depend on: versions, device, driver and clocks; or why nothing can run."""
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        return f"{sys.executable} cannot import torch and Triton: {done.stderr.strip().splitlines()[-1]}"
-    about = json.loads(done.stdout.splitlines()[-1])
+    """Return the versions, device, driver and clocks that results depend on; or why no step can run."""
+    process = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
+    if process.returncode:
+        return f"{sys.executable} cannot import torch and Triton: {process.stderr.strip().splitlines()[-1]}"
+    about = json.loads(process.stdout.splitlines()[-1])
     if "device" not in about:
         return f"torch {about['torch']} sees no CUDA device; nothing here says anything without one"
     about["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -321,10 +311,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="put what a rehearsal compiled and NCCL into it")
     parser.add_argument("--packed", type=Path, metavar="FOLDER", help="such a folder, to begin with")
     options = parser.parse_args(argv)
-    known = [step.name for step in STEPS]
+    step_names = [step.name for step in STEPS]
     for name in options.only or ():
-        if name not in known:
-            parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(known)}")
+        if name not in step_names:
+            parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(step_names)}")
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     if options.part is not None:
         order = PARTS[options.part].steps
@@ -338,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.pack:
         pack(options.pack)
         return 0
-    began = time.monotonic()
+    start = time.monotonic()
     environment = dict(os.environ)
     if options.packed:
         environment |= unpack(options.packed)
@@ -351,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     results = (ROOT / (options.out or ("runs/rehearsed" if options.rehearse else "runs/gpu"))).resolve()
     out = results if options.part is None else ROOT / "build" / "parts" / options.part
-    deadline = math.inf if options.part is None or options.rehearse else began + PARTS[options.part].seconds
+    deadline = math.inf if options.part is None or options.rehearse else start + PARTS[options.part].seconds
     for folder in (results, out, CACHES):
         folder.mkdir(parents=True, exist_ok=True)
     environment = {"TRITON_CACHE_DIR": str(CACHES / "triton")} | environment
@@ -368,12 +358,12 @@ def main(argv: list[str] | None = None) -> int:
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(out, arcname=archive.name.partition(".")[0])
     status = summarize(driver.outcomes, len(steps), archive)
-    print(f"part {options.part} took {time.monotonic() - began:.0f} s")
+    print(f"part {options.part} took {time.monotonic() - start:.0f} s")
     return status
 
 
 def summarize(outcomes: Sequence[Outcome], planned: int, out: Path) -> int:
-    """Say what failed and where its log is; the exit status, also 1 where not all of `planned` steps had their turn."""
+    """Print the failures with their logs; return the exit status, which is 1 also if not all `planned` steps ran."""
     bad = [outcome for outcome in outcomes if outcome.result in _BAD]
     left_out = [outcome for outcome in outcomes if outcome.result in ("skipped", "dropped")]
     fine = len(outcomes) - len(bad) - len(left_out)

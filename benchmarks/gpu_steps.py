@@ -1,4 +1,4 @@
-"""The steps of `make gpu`: what is run, for how long at most, in which part, and what is expected."""
+"""The steps of `make gpu`: commands, time limits, parts and expected numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from expected import Expected, held_times, list_ms, peak_gb, price, speed_up, st
 
 @dataclass(frozen=True)
 class Part:
-    """Steps that are run together, in their order; one that may not end within `seconds` is dropped."""
+    """A part: steps that run together, in order; a step that may not end within `seconds` is dropped."""
 
     tells: str
     seconds: int
@@ -39,21 +39,21 @@ PARTS = {
 ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
 TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
 EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample-bytes", "50")
-# Also what the suite leaves to campaigns: a GPU takes no time for it.
+# With the tests of campaigns, for which a GPU takes no time.
 PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/kernels/gpu")
-# What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
+# Without the tests that compile ahead or interpret, which need no GPU.
 ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
+# Tests run side by side, because each waits for the compiler.
 WORKERS = str(max(2, min(14, (os.cpu_count() or 1) - 2)))
 PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
-FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
-#: kernels of ranks that wait for each other share the GPU's time with those of all others
+FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # a file starts its ranks once
+#: few, because the kernels of waiting ranks share the GPU's time with all others
 FEW_FILES = ("-n", "4", "--dist", "loadfile") if PARALLEL else ()
-#: of tests/distributed: those that train where they are told to
+#: tests of tests/distributed that train on the device of COMPILE_MUON_TEST_DEVICE
 TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
 ON_NCCL = {"COMPILE_MUON_TEST_DEVICE": "cuda", "COMPILE_MUON_TEST_BACKEND": "nccl", "OMP_NUM_THREADS": "1"}
-#: of those, and of others that do, what is to be seen over NCCL: stages and both updates, CUDA graphs; replicas of
-#: shards; tensor slices and experts; heads and rings; offload; checkpoints on other worlds; ranks that are lost, or
-#: differ
+#: tests to run over NCCL: stages and both updates, CUDA graphs; replicas of shards; tensor slices and experts; heads
+#: and rings; offload; checkpoints on other worlds; ranks that are lost, or differ
 NCCL = (
     "tests/distributed/test_training.py",
     "tests/distributed/test_meshes.py",
@@ -71,42 +71,25 @@ NCCL = (
 
 @dataclass(frozen=True)
 class Step:
-    """One command of this interpreter, run in the checkout's root.
+    """A step: one command of this interpreter, run in the checkout's root."""
 
-    Args:
-        name: of the step, of its log and of its results.
-        seconds: that it may take.
-        tells: what is known afterwards.
-        command: arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package,
-            {caches} one that parts share.
-        expected: of its results, {out}/NAME.json.
-        needs: modules beside torch and Triton.
-        environment: added to the driver's.
-        config: for the example: written to {out}/NAME.config.json, which is handed to it.
-        tuned: run with the copy of the package whose tiles the step "tune" has written.
-        several: ranks share this GPU over NCCL, which has to let them: see shared_nccl.py.
-        timed: nothing else may run beside it.
-        numbers: what the device computes is compared, so that there is nothing to rehearse.
-        after: step that has to be ok, where it has run.
-        if_failed: step that has to have failed, or this one is skipped.
-        rehearsed: added to the command where there is no GPU.
-    """
-
-    name: str
-    seconds: float
-    tells: str
+    name: str  # of the step, of its log and of its results
+    seconds: float  # limit
+    tells: str  # finding of the step, in words
+    # Arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package, {caches} one that
+    # parts share.
     command: tuple[str, ...]
-    expected: tuple[Expected, ...] = ()
-    needs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, object] | None = None
-    tuned: bool = False
-    several: bool = False
-    timed: bool = False
-    numbers: bool = False
-    rehearsed: tuple[str, ...] = ()
-    after: str = ""
-    if_failed: str = ""
+    expected: tuple[Expected, ...] = ()  # numbers in the results, {out}/NAME.json
+    needs: tuple[str, ...] = ()  # modules beside torch and Triton
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the driver's
+    config: Mapping[str, object] | None = None  # the example's, by way of {out}/NAME.config.json
+    tuned: bool = False  # runs with the copy of the package whose tiles the step "tune" has written
+    several: bool = False  # ranks share this GPU over NCCL, which has to allow it: see shared_nccl.py
+    timed: bool = False  # nothing else may run beside it
+    numbers: bool = False  # compares numbers that the device computes, so it cannot be rehearsed
+    rehearsed: tuple[str, ...] = ()  # added to the command in a rehearsal
+    after: str = ""  # step that must not have failed
+    if_failed: str = ""  # step that must have failed, or this one is skipped
 
 
 def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RANK) -> Step:
@@ -124,7 +107,7 @@ def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RA
             "zero_optimization": {"stage": stage},
             "bf16": {"enabled": True},
         },
-        rehearsed=("--sample-bytes", "0"),  # bytes that are sampled are numbers too
+        rehearsed=("--sample-bytes", "0"),  # sampled bytes would depend on computed numbers
     )
 
 
@@ -137,7 +120,7 @@ def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool 
     return Step(name, 600, tells, command, needs=("rich",), tuned=tuned, timed=True)
 
 
-#: of a step that two cores rehearse; the others are the same again
+#: layers of a step in a rehearsal; more would be the same again
 _FEW_LAYERS = ("--layers", "2")
 
 
@@ -151,7 +134,7 @@ def _one_billion(
     preset: str = "1b",
     tuned: bool = False,
 ) -> Step:
-    """Of contenders in turns on this card; three of them take some 65 GB."""
+    """Make a step of contenders in turns on this card; three contenders take some 65 GB."""
     command = ("benchmarks/train_step.py", "--preset", preset, "--device", "cuda", "--dtype", "bfloat16", "--ranks")
     command += ("1", "--stages", "0", "--repeats", "1", "--timeout", str(seconds), "--caches", "{caches}/inductor")
     command += ("--contenders", *contenders, *more, "--json", "{out}/{name}.json")
@@ -162,7 +145,7 @@ def _one_billion(
 
 
 def _hopper(least: float, most: float) -> dict[str, tuple[float, float]]:
-    """The same of an H100 and an H200."""
+    """Expect the same span of an H100 and an H200."""
     return {"H100": (least, most), "H200": (least, most)}
 
 
@@ -178,7 +161,7 @@ _OF_LISTS = (
 
 def _lists(name: str, tells: str, *, tuned: bool = False) -> Step:
     command = ("benchmarks/lists.py", "--cases", _LIST, "--json", "{out}/{name}.json")
-    # A device that computes nothing is said to take a tenth of a millisecond for anything.
+    # A rehearsal's device claims a tenth of a millisecond for any call.
     rehearsed = ("--seconds", "0.001")
     return Step(name, 40, tells, command, _OF_LISTS, tuned=tuned, timed=True, rehearsed=rehearsed, after="right")
 
@@ -225,7 +208,7 @@ STEPS = (
                  ("ours-muon-auto", "ours-muon-graphs"), "--memory", "--steps", "1", expected=(
                      Expected("peak with Muon", peak_gb("ours-muon-auto"), _hopper(18.8, 19.6), "GB"),
                  )),
-    # The caching allocator hides what is out of bounds within its blocks.
+    # Without the caching allocator, which hides accesses out of bounds within its blocks.
     Step("sanitizer", 220, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
          needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, numbers=True),
     Step("nccl", 210, "ranks over NCCL on this GPU train as one does on the host; who is lost, or differs, is named",

@@ -1,4 +1,4 @@
-"""The rank processes of one trial: they step when told to, and what they answer becomes one record."""
+"""The rank processes of one trial: they step on command, and their answers become one record."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ _LOG_LINES = 25
 
 @dataclass(frozen=True)
 class Trial:
-    """One contender at one stage, once. The ranks read it as JSON.
-
-    `heat` is the first stage of the contenders that it takes turns with: its own, if stages are timed one by one.
-    """
+    """One contender at one stage, once. The ranks read it as JSON."""
 
     contender: str
     stage: int
-    heat: int
+    heat: int  # first stage of the contenders that take turns with it: its own, if stages are timed one by one
     repeat: int
     ranks: int
     preset: str
@@ -43,9 +40,9 @@ class Trial:
     reshard_after_forward: bool
     weigh: bool
     timeout_s: int
-    package: str | None = None  # a folder that holds another version of compile_muon than the installed one
-    layers: int | None = None  # other than the preset's
-    offload: dict[str, Any] | None = None  # `offload_optimizer`, as ours and DeepSpeed take it
+    package: str | None = None  # folder with another version of compile_muon than the installed one
+    layers: int | None = None  # in place of the preset's
+    offload: dict[str, Any] | None = None  # `offload_optimizer` of compile_muon and DeepSpeed
 
 
 class RankFailed(RuntimeError):
@@ -57,20 +54,13 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """The processes of one trial: idle, blocked on a pipe, until asked. A context manager that leaves none behind.
-
-    Args:
-        trial: what they run.
-        folder: for their logs; must not exist.
-        inductor_cache: theirs, kept for the trials of later repeats.
-        threads: OMP_NUM_THREADS of a rank.
-    """
+    """The processes of one trial, blocked on a pipe between commands. A context manager that ends all of them."""
 
     def __init__(self, trial: Trial, folder: Path, inductor_cache: Path, threads: int):
         self.trial = trial
         self._folder = folder
-        self._steps: list[list[dict]] = []  # answers of all ranks, a step each
-        folder.mkdir(parents=True)
+        self._steps: list[list[dict]] = []  # for each step the answers of all ranks
+        folder.mkdir(parents=True)  # takes the ranks' logs; must be new
         specification = folder / "trial.json"
         specification.write_text(json.dumps(asdict(trial)))
         environment = os.environ | {
@@ -78,7 +68,7 @@ class Ranks:
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(trial.ranks),
             "OMP_NUM_THREADS": str(threads),
-            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),  # kept for the trials of later repeats
             "PYTHONUNBUFFERED": "1",
         }
         if trial.package:
@@ -90,15 +80,15 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
         self._channels: list[Connection] = []
         for rank in range(trial.ranks):
-            ours, theirs = Pipe()
-            with open(self._log(rank), "w") as log, theirs:
-                self._channels.append(ours)
+            own_end, worker_end = Pipe()
+            with open(self._log(rank), "w") as log, worker_end:
+                self._channels.append(own_end)
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(_WORKER), str(specification), str(theirs.fileno())],
+                        [sys.executable, str(_WORKER), str(specification), str(worker_end.fileno())],
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        pass_fds=[theirs.fileno()],
+                        pass_fds=[worker_end.fileno()],
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     )
                 )
@@ -110,7 +100,7 @@ class Ranks:
         self.close(grace_s=0 if exception[0] else 30)
 
     def close(self, grace_s: float) -> None:
-        """End the ranks: those that wait for a command by themselves, the others are killed after `grace_s`."""
+        """Close the pipes, which ends ranks that wait for a command, and kill the others after `grace_s` seconds."""
         for channel in self._channels:
             channel.close()
         for process in self._processes:
@@ -121,11 +111,11 @@ class Ranks:
                 process.wait()
 
     def ask(self, command: str) -> list[Any]:
-        """Every rank's answer. Raises RankFailed if one ends, or none comes within the trial's timeout."""
+        """Return every rank's answer; RankFailed if a rank ends, or does not answer within the trial's timeout."""
         deadline = time.monotonic() + self.trial.timeout_s
         pending: dict[Any, int] = {channel: rank for rank, channel in enumerate(self._channels)}
         answers: dict[int, Any] = {}
-        rank = 0  # the one last heard of, or not
+        rank = 0  # last one sent to, heard of, or found silent
         try:
             for rank in range(len(self._channels)):
                 self._channels[rank].send(command)
@@ -143,11 +133,11 @@ class Ranks:
         return [answers[rank] for rank in range(len(self._channels))]
 
     def step(self) -> float:
-        """One step of all ranks; its seconds, the slowest rank counting."""
+        """Run one step of all ranks; return the slowest rank's seconds."""
         return self._timed("step")
 
     def turn(self) -> float:
-        """As :meth:`step`, of the second of two."""
+        """Run two steps of all ranks; return the seconds of the second, as :meth:`step` does."""
         return self._timed("turn")
 
     def _timed(self, command: str) -> float:
@@ -155,12 +145,10 @@ class Ranks:
         return max(answer["wall_s"] for answer in self._steps[-1])
 
     def record(self, warmup: int) -> dict:
-        """What was measured in all steps but the first `warmup`, folded over the ranks.
-
-        A step lasts as long as its slowest rank; memory is the largest rank's; bytes, CPU time and loss are means.
-        """
+        """Combine the ranks' measurements of all steps but the first `warmup`."""
         built = self.ask("describe")
         peaks = self.ask("weigh") if self.trial.weigh else [None]
+        # Times are the slowest rank's, memory is the largest rank's; bytes, CPU time and loss are means.
         wall = [max(answer["wall_s"] for answer in answers) for answers in self._steps]
         cpu = [statistics.fmean(answer["cpu_s"] for answer in answers) for answers in self._steps]
         return record_of(self.trial) | {
@@ -178,7 +166,7 @@ class Ranks:
         }
 
     def _per_step(self, key: str, warmup: int) -> float | None:
-        """Mean growth of a count over the steps behind the warm-up, and the ranks; None where a rank cannot count."""
+        """Return the mean growth of a counter in a step after the warm-up, over ranks; None if a rank cannot count."""
         first, last = self._steps[warmup - 1], self._steps[-1]
         if any(answer[key] is None for answer in (*first, *last)):
             return None
@@ -192,7 +180,7 @@ class Ranks:
 
 
 def record_of(trial: Trial) -> dict:
-    """A record's head: which trial, and no error so far."""
+    """Begin the record of a trial, without an error."""
     return {key: getattr(trial, key) for key in ("contender", "stage", "heat", "repeat")} | {"error": None}
 
 

@@ -1,14 +1,14 @@
-"""What the model of a launch expects of the 80 matrices of `train_step.py --preset 1b`, by part, and beside NCCL.
+"""Expected times of the 80 matrices of `train_step.py --preset 1b` by the model of a launch, by part, and beside NCCL.
 
     python benchmarks/list_model.py [sm_90] [--processors 132]
     python benchmarks/list_model.py --fit benchmarks/results/h200_lists.json --machine h200
 
-No GPU: times are those of kernels/gpu/model.py, whose numbers stand in tiles.json. Before: tiles on diagonals as wide
-as others, loops that are not flattened, a summand wherever a is added. Normalization is not in it.
+No GPU: times are those of kernels/gpu/model.py, whose numbers are in tiles.json. "before" has tiles on diagonals as
+wide as others, loops that are not flattened, and a summand wherever a is added. Normalization is left out.
 
-``--fit`` takes lists that `lists.py` timed back to back beside a product, and prints the constants of tiles.json at the
-clock of that minute: the rate is that of the product in float16, the default, and what lies between two tiles is what
-the lists took beside their loops, each at the rate of its own dtype. Two lists cannot tell flattened loops from others.
+``--fit`` takes lists that `lists.py` timed back to back beside a product, and prints constants of tiles.json at the clock
+of that minute: the rate is the product's in float16, the default; the time between two tiles is the rest of the lists'
+time, each at the rate of its own dtype. Two lists cannot tell flattened loops from others.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate.newton_schulz import Launched, Steps, launches
 
 HELD = (0, 8, 16, 32)
-CHANNELS = 32  # of NCCL, at most, on one node
+CHANNELS = 32  # NCCL's on one node, at most
 
 
 def launched_for(shapes: Iterable[tuple[int, int]], method: str, dtype: str, *, folds: bool) -> list[Launched]:
-    """Of Newton-Schulz of these matrices, (k, l) with k ≤ l, by jordan's five steps; "auto" as dispatch has it."""
+    """List the launches of Newton-Schulz of these matrices, (k, l) with k ≤ l, by jordan's five steps."""
     coefficients = resolve_coefficients("jordan", 5)
     restarts = coefficients.gram_restarts(getattr(torch, dtype))
     forms: dict[str, list[tuple[int, int]]] = {}
     for k, width in shapes:
         form = chosen_form(method, k, width, 5, len(restarts), symmetric=True)
         forms.setdefault(form, []).append((k, width))
-    found: list[Launched] = []
-    for form, mine in forms.items():
+    launched: list[Launched] = []
+    for form, same_form in forms.items():
         steps = Steps(form, tuple(coefficients.steps), tuple(restarts), folds, itemsize=2, limit=MEMORY_LIMIT)
-        found += launches(tuple(((1, *shape), 2) for shape in mine), steps)
-    return found
+        launched += launches(tuple(((1, *shape), 2) for shape in same_form), steps)
+    return launched
 
 
 def by_part(launched: list[Launched], table: Table, device: Device, processors: int) -> dict[str, float]:
-    """Milliseconds of each part, lists on this device."""
+    """Return the milliseconds of each part, with the numbers of ``device`` for lists."""
     parts: dict[str, float] = {}
     for launch in launched:
         time = launch.seconds(replace(table, device=device) if launch.listed else table, processors)
@@ -63,17 +63,17 @@ def by_part(launched: list[Launched], table: Table, device: Device, processors: 
 def beside(
     launched: list[Launched], table: Table, processors: int, held: int, dealing: str, reserved: int = 0
 ) -> tuple[float, float]:
-    """(seconds of launches for lists, longest time that a collective waits for one of their programs)."""
+    """Return (seconds of grouped launches, longest seconds that a collective waits for one of their programs)."""
     device = table.device
     total = longest = 0.0
     for launch in launched:
         tile = launch.tile(table, processors)
         tiles = sum(b * programs(tile, rows, cols, triangle=launch.triangle) for b, rows, cols, _ in launch.results)
-        width = (processors - reserved) * tile.resident
+        width = (processors - reserved) * tile.resident  # as if the reserved multiprocessors were not there
         starts, begin, summand = waves(tiles, width, shared=dealing == "waves"), None, launch.summand
-        if dealing == "a counter":  # tiles that a program draws are no loop that could be flattened
+        if dealing == "a counter":  # a program that draws tiles from a counter has no loop that could be flattened
             starts, begin, summand = [*range(0, tiles, width), tiles], 0.0, True
-        free = processors - max(held, 0)
+        free = processors - max(held, 0)  # other kernels hold the rest
         settings = {"triangle": launch.triangle, "summand": summand, "start": begin}
         time, waited = seconds_beside(tile, device, launch.results, free, starts, width, **settings)
         total += time
@@ -125,20 +125,20 @@ def main() -> None:
     one_cost = replace(table.device, between_flattened=table.device.between)
     as_alone = replace(one_cost, overhead=table.device.between)
     for method, dtype in (("standard", "bfloat16"), ("standard", "float16"), ("auto", "float16")):
-        was, now = (launched_for(matrices, method, dtype, folds=folds) for folds in (False, dtype == "float16"))
-        whole = [replace(launch, halves=False) for launch in was]
+        unfolded, folded = (launched_for(matrices, method, dtype, folds=folds) for folds in (False, dtype == "float16"))
+        whole = [replace(launch, halves=False) for launch in unfolded]
         columns = [
             by_part(whole, table, as_alone, processors),
-            by_part(was, table, one_cost, processors),
-            by_part(was, table, table.device, processors),
-            by_part(now, table, table.device, processors),
+            by_part(unfolded, table, one_cost, processors),
+            by_part(unfolded, table, table.device, processors),
+            by_part(folded, table, table.device, processors),
         ]
-        print(f"\n{method}, {dtype}: {len(was)} launches\n")
+        print(f"\n{method}, {dtype}: {len(unfolded)} launches\n")
         print("| part | before, ms | halves on diagonals | flattened | a on the diagonal |\n|---|---|---|---|---|")
         for part in columns[0]:
             print(f"| {part} | {' | '.join(f'{column[part]:.1f}' for column in columns)} |")
         print(f"| all | {' | '.join(f'{sum(column.values()):.1f}' for column in columns)} |")
-        lists = [launch for launch in now if launch.listed]
+        lists = [launch for launch in folded if launch.listed]
         idle, _ = beside(lists, table, processors, 0, "one wave")
         print("\n| held | fair | one wave | a counter | 32 reserved | waves |\n|---|---|---|---|---|---|")
         waits = []

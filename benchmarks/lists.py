@@ -1,11 +1,11 @@
-"""Whole Newton–Schulz of a step's lists on a GPU: as one call, as that call replayed, and matrix by matrix.
+"""Whole Newton–Schulz of a step's lists on a GPU: in one call, in a replay of that call, and matrix by matrix.
 
     python benchmarks/lists.py --json lists.json
     python benchmarks/lists.py --cases "1b, 20 matrices" --seconds 0.1
 
-Each way runs for as long as clocks take to settle, and is timed for as long again. Before and behind each case a square
-matrix product of the same dtype runs as long: percent are of what it sustains in that minute. TFLOP/s count operations
-that are needed, symmetric products once.
+Each way runs until clocks have settled, and is timed for as long again. Before and after each case a square matrix
+product of the same dtype runs as long: percentages are relative to its sustained rate. TFLOP/s count the minimal
+operations, symmetric products once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.operations import gram_flops, standard_flops
 
-SIDE = 8192  # of the product that percent are of
+SIDE = 8192  # of the product that percentages are relative to
 LAYERS = 5  # of `train_step.py --preset 1b`, whose step has four such lists
 
 
 def of_layers(shape: Shape, layers: int) -> list[tuple[int, int]]:
-    """The hidden matrices of so many layers."""
+    """List the shapes of the hidden matrices of so many layers."""
     width = shape.width
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
 
@@ -48,7 +48,7 @@ KINDS = (("standard", "bfloat16"), ("auto", "float16"))
 
 
 def needed(shapes: Sequence[tuple[int, int]], method: str, dtype: str) -> float:
-    """Operations, symmetric products counted once; "auto" as dispatch has it."""
+    """Count operations, symmetric products once; dispatch resolves "auto"."""
     restarts = len(resolve_coefficients("jordan", STEPS).gram_restarts(getattr(torch, dtype)))
     total = 0.0
     for shape in shapes:
@@ -62,7 +62,7 @@ def needed(shapes: Sequence[tuple[int, int]], method: str, dtype: str) -> float:
 
 
 def settled(run: Callable[[], object], at_least: float) -> float:
-    """Seconds of a call behind as many as clocks take to settle."""
+    """Return the seconds of a call, after ``at_least`` seconds of calls for the clocks to settle."""
     device = torch.device("cuda")
     run()
     seconds(run, device, at_least)
@@ -70,22 +70,21 @@ def settled(run: Callable[[], object], at_least: float) -> float:
 
 
 def sustained(dtype: str, at_least: float) -> float:
-    """Operations a second of a square product."""
+    """Return the operations a second of a square product."""
     x = torch.randn(SIDE, SIDE, device="cuda").to(getattr(torch, dtype))
     out = torch.empty_like(x)
     return 2 * SIDE**3 / settled(lambda: torch.mm(x, x, out=out), at_least)
 
 
 def ways_of(xs: list[Tensor], method: str, dtype: str) -> dict[str, Callable[[], object]]:
-    """What is timed, by its name. The call has run before it is captured: the first one makes tables."""
+    """Return the functions to time, by name."""
     call = partial(newton_schulz_list, method=method, dtype=dtype)
-    call(xs)
+    call(xs)  # ahead of the capture, because a first call copies tables to the device
     replayed, _ = capture(lambda: call(xs))
     return {"list": lambda: call(xs), "replayed": replayed, "single": lambda: [call([x]) for x in xs]}
 
 
 def measure(shapes: list[tuple[int, int]], method: str, dtype: str, at_least: float) -> list[dict[str, object]]:
-    """A row for each way."""
     xs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     before = sustained(dtype, at_least)
     took = {way: settled(run, at_least) for way, run in ways_of(xs, method, dtype).items()}
@@ -96,12 +95,12 @@ def measure(shapes: list[tuple[int, int]], method: str, dtype: str, at_least: fl
             "method": method,
             "dtype": dtype,
             "way": way,
-            "ms": 1e3 * each,
-            "tflops": work / each / 1e12,
-            "of_sustained": work / each / peak,
+            "ms": 1e3 * time,
+            "tflops": work / time / 1e12,
+            "of_sustained": work / time / peak,
             "sustained_tflops": peak / 1e12,
         }
-        for way, each in took.items()
+        for way, time in took.items()
     ]
 
 

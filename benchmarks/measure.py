@@ -1,8 +1,8 @@
-"""What a rank can measure about itself, without help from the framework under test.
+"""Measurements that a rank takes of itself, without help from the framework under test.
 
 Bytes come from the kernel's counters of this process's own TCP sockets, so every contender is counted by the same
-instrument, whatever it calls. Memory on CPU is resident memory as the kernel sees it: PyTorch's profiler does not see
-what worker threads free (Gloo's reduce-scatter copies its input), and reported memory that no longer existed.
+instrument, whatever it calls. Memory on CPU is resident memory as the kernel sees it: PyTorch's profiler misses memory
+that worker threads free (Gloo's reduce-scatter copies its input), and so reports memory that no longer exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES_SENT_OFFSET = 200
 
 
 def socket_bytes_sent() -> int | None:
-    """Bytes this process has sent over TCP sockets that are still open; None where the kernel does not tell."""
+    """Count the bytes that this process has sent over its open TCP sockets; None if the kernel does not tell."""
     if not sys.platform.startswith("linux"):
         return None
     total = 0
@@ -46,25 +46,24 @@ def socket_bytes_sent() -> int | None:
 
 
 def disk_bytes() -> int | None:
-    """Bytes this process has read from disks and written to them; None where the kernel does not tell."""
+    """Count the bytes that this process has read from disks and written to them; None if the kernel does not tell."""
     try:
-        with open("/proc/self/io") as counters:
-            found = dict(line.split(": ") for line in counters)
-        return int(found["read_bytes"]) + int(found["write_bytes"])
+        with open("/proc/self/io") as lines:
+            counters = dict(line.split(": ") for line in lines)
+        return int(counters["read_bytes"]) + int(counters["write_bytes"])
     except (OSError, KeyError):
         return None
 
 
-# For the ranks' environment: the C library returns blocks of 64 KiB or more as soon as they are freed. Otherwise it
-# keeps them, and how far a process grows says more about fragmentation than about what it needs. It costs time.
+# For the ranks' environment: the C library returns blocks of 64 KiB or more as soon as they are freed. If it kept them,
+# the growth of a process would measure fragmentation, not need. Returning them costs time.
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Largest memory during one training step: tensors that live across steps, and all that comes on top.
+    """Return the peak memory of one training step: tensors that live across steps, and all allocated on top.
 
-    On CPU that is what Python's tensors hold before the step plus how far the process grows in it, so neither the
-    interpreter nor what compilation left behind counts. Needs `RETURN_MEMORY` in the process's environment.
+    On CPU the process's environment needs `RETURN_MEMORY`.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -72,14 +71,15 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     gc.collect()
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # a new peak starts here, at what is resident now
+        control.write("5")  # resets the peak to the memory that is resident now
     before, lasting = _peak_resident_bytes(), _live_tensor_bytes(device.type)
     step()
+    # Tensors plus the growth of the process: neither the interpreter nor remains of compilation count.
     return lasting + _peak_resident_bytes() - before
 
 
 def _live_tensor_bytes(device_type: str) -> int:
-    """Bytes of all storages on the device that Python tensors reach. They may overlap, as shards and replicas do."""
+    """Count the bytes of all storages on the device that Python tensors reach, overlapping parts once."""
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):  # type(): isinstance would wake lazy proxies
@@ -101,7 +101,8 @@ def _live_tensor_bytes(device_type: str) -> int:
 
 
 def _peak_resident_bytes() -> int:
-    """VmHWM, not ru_maxrss: the latter survives exec, so a rank would inherit the launcher's peak."""
+    """Return the process's peak resident memory."""
+    # VmHWM, because ru_maxrss survives exec: a rank would inherit the launcher's peak.
     try:
         with open("/proc/self/status") as status:
             line = next(line for line in status if line.startswith("VmHWM:"))

@@ -1,14 +1,14 @@
-"""What a mesh costs: bytes a rank sends per step over each axis, and what it keeps, from the formulas.
+"""The cost of a mesh: bytes that a rank sends per step over each axis, and bytes that it keeps, from the formulas.
 
     python benchmarks/mesh_bytes.py                       # an 8 B dense model, stage 3, on 8, 64 and 512 ranks
     python benchmarks/mesh_bytes.py --model 16b           # a 16 B mixture of experts
-    python benchmarks/mesh_bytes.py --by purpose          # what the bytes are for, instead of where they go
-    python benchmarks/mesh_bytes.py --state-over all      # masters, gradients and optimizer state cut over both axes
+    python benchmarks/mesh_bytes.py --by purpose          # bytes by purpose instead of by axis
+    python benchmarks/mesh_bytes.py --state-over all      # masters, gradients and state sharded over both axes
     python benchmarks/mesh_bytes.py --stage 2 --mesh 4x16 1x8x1x8
 
 Weights, gradients and activations travel in bfloat16, Newton-Schulz runs in bfloat16, masters and state are float32.
-One micro-batch a step, without recomputation; routers choose evenly. No model is built; benchmarks/MESHES.md holds what
-this prints.
+One micro-batch a step, without recomputation; routers choose evenly. No model is built; benchmarks/MESHES.md has the
+output.
 """
 
 from __future__ import annotations
@@ -26,20 +26,13 @@ BFLOAT16, FLOAT32 = 2, 4
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix, or a stack of one matrix for each expert.
+    """A matrix, or a stack of one matrix for each expert."""
 
-    Args:
-        rows, cols: of a matrix.
-        experts: of a stack; 0 for a matrix.
-        cut: the dim that tensor parallelism cuts; None if every rank along ``tensor`` has all of it.
-        muon: else AdamW.
-    """
-
-    rows: int
-    cols: int
-    cut: int | None = None
-    experts: int = 0
-    muon: bool = True
+    rows: int  # of one matrix
+    cols: int  # of one matrix
+    cut: int | None = None  # the dim that tensor parallelism shards; None: every rank along ``tensor`` has the whole
+    experts: int = 0  # of a stack; 0 for a matrix
+    muon: bool = True  # else AdamW
 
     @property
     def numel(self) -> int:
@@ -48,18 +41,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Model:
-    """Its matrices, layer by layer; norms are left out.
-
-    Args:
-        layers: of the decoder.
-        tables: embedding and head.
-        slots: routed experts of a token.
-    """
+    """The matrices of a decoder, layer by layer; norms are left out."""
 
     hidden: int
     layers: tuple[tuple[Weight, ...], ...]
-    tables: tuple[Weight, ...]
-    slots: int = 0
+    tables: tuple[Weight, ...]  # embedding and head
+    slots: int = 0  # routed experts of a token
 
     @property
     def weights(self) -> Iterator[Weight]:
@@ -69,8 +56,7 @@ class Model:
 
 
 def mlp(hidden: int, inner: int) -> tuple[Weight, ...]:
-    """Gate, up and down."""
-    return Weight(inner, hidden, 0), Weight(inner, hidden, 0), Weight(hidden, inner, 1)
+    return Weight(inner, hidden, 0), Weight(inner, hidden, 0), Weight(hidden, inner, 1)  # gate, up, down
 
 
 def tables(vocabulary: int, hidden: int) -> tuple[Weight, ...]:
@@ -93,7 +79,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis."""
+    """A mesh: the number of ranks along each axis."""
 
     replicate: int
     shard: int
@@ -102,11 +88,11 @@ class Mesh:
 
     @staticmethod
     def of(text: str) -> Mesh:
-        """Of ``"8x64"``, replicas and shards, or ``"8x8x8"`` or ``"8x8x1x8"``, experts and tensor slices too."""
+        """Parse ``"8x64"``, replicas and shards, or ``"8x8x8"`` and ``"8x8x1x8"``, with experts and tensor slices."""
         return Mesh(*map(int, text.split("x")))
 
     def name(self, *axes: str) -> str:
-        """As metrics have it; "" for one rank."""
+        """Name the axes as metrics do; "" for one rank."""
         return "_".join(axis for axis in axes if getattr(self, axis) > 1)
 
     @cached_property
@@ -117,39 +103,33 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the rank that has most.
+    """The bytes of the rank that has most."""
 
-    Args:
-        kept: bytes of master weights, gradients and optimizer state, and of resident weights.
-        layer: bytes of the largest layer's weights, gathered.
-        sent: bytes per step by axis and purpose, on average over the ranks where they are not the same.
-    """
-
-    kept: float
-    layer: float
-    sent: Counter[tuple[str, str]]
+    kept: float  # bytes of master weights, gradients, optimizer state and resident weights
+    layer: float  # bytes of the largest layer's weights, unsharded
+    sent: Counter[tuple[str, str]]  # bytes per step by axis and purpose; the mean over ranks where they differ
 
 
 def cost(model: Model, mesh: Mesh, stage: int, over: str = "shard", tokens: int = 8192) -> Cost:
-    """One micro-batch a step, of ``tokens`` a rank."""
+    """Compute the cost of a step of one micro-batch, ``tokens`` a rank."""
     sent: Counter[tuple[str, str]] = Counter()
-    kept = 0.0
+    kept_bytes = 0.0
     for weight in model.weights:
-        kept += _kept(weight, mesh, stage, over)
+        kept_bytes += _kept(weight, mesh, stage, over)
         sent += _weight_traffic(weight, mesh, stage, over)
-    pairs = 2 * len(model.layers) + 1  # attention and MLP of a layer; the embedding and the head
+    pairs = 2 * len(model.layers) + 1  # attention and MLP of each layer; embedding and head
     mixtures = sum(any(weight.experts for weight in layer) for layer in model.layers)
-    # Ranks along tensor work on the tokens of all of them together.
+    # Ranks along ``tensor`` all work on the tokens of all of them.
     size = {"tokens": tokens * mesh.tensor, "hidden": model.hidden, "itemsize": BFLOAT16}
     sent["tensor", "activations"] += round(pairs * activation_bytes("tensor_pair", ranks=mesh.tensor, **size))
     dispatched = activation_bytes("dispatch", ranks=mesh.expert, slots=max(model.slots, 1), **size)
     sent["expert", "dispatch"] += round(mixtures * dispatched)
     layer = max(sum(_here(weight, mesh).numel for weight in layer) for layer in model.layers)
-    return Cost(kept, layer * BFLOAT16, sent)
+    return Cost(kept_bytes, layer * BFLOAT16, sent)
 
 
 def _here(weight: Weight, mesh: Mesh) -> Weight:
-    """What of it a rank's model has."""
+    """Return the part of a weight that a rank's model has, before sharding."""
     if weight.experts:
         return Weight(weight.rows, weight.cols, None, weight.experts // mesh.expert, weight.muon)
     rows = weight.rows // mesh.tensor if weight.cut == 0 else weight.rows
@@ -158,7 +138,7 @@ def _here(weight: Weight, mesh: Mesh) -> Weight:
 
 
 def _rows(weight: Weight, mesh: Mesh, over: str) -> tuple[int, int, int, bool]:
-    """Rows of what a rank's model has (experts of a stack), elements of one, ranks that cut them, and if cut twice."""
+    """Return (rows or experts of a rank's part, elements of one, ranks that shard them, whether sharded twice)."""
     here = _here(weight, mesh)
     rows, row = (here.experts, here.rows * here.cols) if here.experts else (here.rows, here.cols)
     shards = mesh.shard if here.experts else mesh.shard * mesh.expert
@@ -173,10 +153,10 @@ def _kept(weight: Weight, mesh: Mesh, stage: int, over: str) -> float:
     if over_all:
         ranks = shards * mesh.replicate
         pieces = padded_rows(rows, shards=shards, replicas=mesh.replicate, state_over_all=True) / ranks
-    found = pieces * row * FLOAT32 * (2 + state)
+    nbytes = pieces * row * FLOAT32 * (2 + state)
     if stage < 3:
-        return found + rows * row * BFLOAT16
-    return found + (slices * row * BFLOAT16 if over_all else 0)
+        return nbytes + rows * row * BFLOAT16
+    return nbytes + (slices * row * BFLOAT16 if over_all else 0)
 
 
 def _weight_traffic(weight: Weight, mesh: Mesh, stage: int, over: str) -> Counter[tuple[str, str]]:
@@ -184,17 +164,17 @@ def _weight_traffic(weight: Weight, mesh: Mesh, stage: int, over: str) -> Counte
     rows, row, shards, over_all = _rows(weight, mesh, over)
     inner = ("shard",) if weight.experts else ("shard", "expert")
     names = {"shard": mesh.name(*inner), "replicate": "replicate"}
-    # slices are padded to go over shard, and their pieces to go over replicate
+    # Slices are padded to a multiple of the ranks of ``shard``, their pieces to one of the ranks of ``replicate``.
     rows_over = {"shard": padded_rows(rows, shards=shards)}
     size = {"shards": shards, "replicas": mesh.replicate}
     rows_over["replicate"] = padded_rows(rows, **size, state_over_all=True) if over_all else rows_over["shard"]
 
     def send(collective: str, purpose: str) -> None:
         for axis, padded in rows_over.items():
-            found = bytes_by_axis(collective, padded, row, **size, itemsize=BFLOAT16)
-            sent[names[axis], purpose] += round(found.get(axis, 0))
+            nbytes_of = bytes_by_axis(collective, padded, row, **size, itemsize=BFLOAT16)
+            sent[names[axis], purpose] += round(nbytes_of.get(axis, 0))
 
-    # forward and backward; or the refresh
+    # At stage 3 forward and backward gather, else the refresh.
     for collective in ["all_gather"] * (2 if stage == 3 else 1) + ["slice_gather"] * over_all:
         send(collective, "weights")
     send("reduce_scatter" + (OVER_ALL if over_all else ""), "gradients")
@@ -205,7 +185,7 @@ def _weight_traffic(weight: Weight, mesh: Mesh, stage: int, over: str) -> Counte
 
 
 def _exchange(weight: Weight, mesh: Mesh, over_all: bool, rows: int, row: int, shards: int) -> dict[str, float]:
-    """Of directions: where the pieces of a matrix meet, and who else holds them."""
+    """Count the bytes of directions by axis: within a matrix's owner group, and within the replica groups."""
     joined = mesh.tensor > 1 and weight.cut is not None
     inner = () if weight.experts else ("shard", "expert")
     owning, holding = [*inner, *(["tensor"] * joined)], ["replicate", *(["tensor"] * (not joined))]
@@ -214,15 +194,15 @@ def _exchange(weight: Weight, mesh: Mesh, over_all: bool, rows: int, row: int, s
         owning, holding = ["replicate", *owning], holding[1:]
         copies //= mesh.replicate
     if weight.experts:
-        # Whole experts lie on a rank; ranks with the same ones do a part each, and hand these round.
-        found = bytes_by_axis("local", rows, row, shards=shards, replicas=copies, itemsize=BFLOAT16)
+        # A rank has whole experts; ranks with the same experts orthogonalize a part each, and exchange directions.
+        nbytes_of = bytes_by_axis("local", rows, row, shards=shards, replicas=copies, itemsize=BFLOAT16)
     else:
-        # The matrix meets as a whole, from ranks that cut it in rows, and in slices of it.
+        # The owner receives the whole matrix, from the ranks that shard its rows and from those of its tensor slices.
         whole = rows * row * (mesh.tensor if joined else 1)
-        company = shards * (mesh.tensor if joined else 1) * (mesh.replicate if over_all else 1)
-        found = bytes_by_axis("owner", whole, 1, shards=company, replicas=copies, itemsize=BFLOAT16)
+        owner_group = shards * (mesh.tensor if joined else 1) * (mesh.replicate if over_all else 1)
+        nbytes_of = bytes_by_axis("owner", whole, 1, shards=owner_group, replicas=copies, itemsize=BFLOAT16)
     names = {"shard": "all" if over_all and mesh.tensor == 1 else mesh.name(*owning), "replicate": mesh.name(*holding)}
-    return {names[axis]: nbytes for axis, nbytes in found.items()}
+    return {names[axis]: nbytes for axis, nbytes in nbytes_of.items()}
 
 
 DEFAULT = {
@@ -246,20 +226,20 @@ def main() -> None:
     parser.add_argument("--by", default="axis", choices=("axis", "purpose"))
     args = parser.parse_args()
     meshes = args.mesh or (DEFAULT_OVER_ALL if args.state_over == "all" else DEFAULT)[args.model]
-    found = {}
+    costs = {}
     for mesh in map(Mesh.of, meshes):
-        found[mesh] = cost(MODELS[args.model], mesh, args.stage, args.state_over, args.tokens)
-    which = 0 if args.by == "axis" else 1
-    columns = list(dict.fromkeys(key[which] for each in found.values() for key, nbytes in each.sent.items() if nbytes))
+        costs[mesh] = cost(MODELS[args.model], mesh, args.stage, args.state_over, args.tokens)
+    part = 0 if args.by == "axis" else 1
+    columns = list(dict.fromkeys(key[part] for one in costs.values() for key, nbytes in one.sent.items() if nbytes))
     heads = [f"`{name}`" if args.by == "axis" else name for name in columns]
-    kept = ["mesh", "kept, GiB", "a layer, GiB"]
-    print(f"| {' | '.join([*kept, *(f'{head}, GB' for head in heads)])} |")
-    print("|" + "---|" * (len(kept) + len(heads)))
-    for mesh, each in found.items():
+    first_columns = ["mesh", "kept, GiB", "a layer, GiB"]
+    print(f"| {' | '.join([*first_columns, *(f'{head}, GB' for head in heads)])} |")
+    print("|" + "---|" * (len(first_columns) + len(heads)))
+    for mesh, one in costs.items():
         totals: Counter[str] = Counter()
-        for key, nbytes in each.sent.items():
-            totals[key[which]] += nbytes
-        cells = [mesh.text, f"{each.kept / 2**30:.1f}", f"{each.layer / 2**30:.2f}"]
+        for key, nbytes in one.sent.items():
+            totals[key[part]] += nbytes
+        cells = [mesh.text, f"{one.kept / 2**30:.1f}", f"{one.layer / 2**30:.2f}"]
         print(f"| {' | '.join([*cells, *(f'{totals[name] / 1e9:.2f}' if totals[name] else '' for name in columns)])} |")
 
 

@@ -1,12 +1,12 @@
-"""Methods from the same start: the loss over the steps of each, at the best rate of its grid.
+"""Methods from the same weights: the loss over steps of each, at the best rate of its grid.
 
     python benchmarks/methods.py                     each method at six rates or more, 300 steps
     python benchmarks/methods.py --methods soap      one of them; the file keeps the others
     python benchmarks/methods.py --steps 40          a first look
 
-A small GPT on the bytes of Python's standard library, one process, the same batches for all. The rate of the matrices
-is tuned over a grid that grows until its best is inside, AdamW's of the rest is the same for all. Runs from two more
-seeds at the best rate say how far apart methods have to be. What is said here is said of this model.
+A small GPT trains on the bytes of Python's standard library, in one process, on the same batches for all. The rate of
+the matrices is tuned over a grid that grows until the best is inside; AdamW's rate of the other parameters is the same
+for all. Runs from two more seeds at the best rate show how much losses have to differ. The results hold for this model.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from compile_muon.passes.methods import MatrixMethod, method_names
 SHAPE = PRESETS["tiny"]
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
 MOST_RATES = 9
-REST = 3e-3  # AdamW's rate of all but the matrices
+REST = 3e-3  # AdamW's rate of the parameters that are not matrices
 SEEDS = 3
 LAST = 20  # steps that a run is judged by
 BLOCKS = 4  # of a matrix, for MuonBP: what four ranks would hold
-# At a constant momentum heavy_ball is Muon. AdamW for the matrices, too, is what the others are beside.
+# Without heavy_ball, which is Muon at a constant momentum; and AdamW for the matrices, to compare with.
 TRAINED = (*(name for name in method_names(MatrixMethod) if name != "heavy_ball"), "adamw")
 _RESULTS = Path(__file__).parent / "results"
 
 
 def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
-    """The loss of every step, in nats a byte."""
+    """Train; return the loss of every step, in nats a byte."""
     torch.manual_seed(seed)
     model = GPT(SHAPE)
     matrices = muon_names(model)
@@ -53,8 +53,8 @@ def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
         }
         optimizer = compile_muon.initialize(model, config)[1]
     else:
-        # AdaMuon's own scale is a fifth of sqrt(width), Muon's is 1: the same grid serves both by one scale.
-        # Muown's gains have the same rate as its directions, which its own scale is made for.
+        # AdaMuon's own scale is a fifth of sqrt(width), Muon's is 1: with one scale the same grid serves both.
+        # Muown keeps its own scale, because its gains and its directions share a rate.
         scale = None if method == "muown" else "original"
         views = {name: {"heads": BLOCKS} for name in matrices} if method == "muonbp" else {}
         optimizer = compile_muon.MuonZero(
@@ -66,15 +66,15 @@ def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
 
 
 def tune(method: str, steps: int, say: Any) -> dict[str, Any]:
-    """The end of each rate, the curve of the best, and its ends from all seeds."""
+    """Tune the rate; return the last loss at each rate, the best curve, and the best rate's last losses by seed."""
     runs: dict[float, list[float]] = {}
     rates = list(RATES)
     while True:
         for rate in rates:
             if rate not in runs:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 runs[rate] = train(method, rate, steps)
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - start
                 say(f"{method:12} lr {rate:<8g} {losses_end(runs[rate]):.4f} ({seconds:.0f} s)")
         rates = sorted(runs)
         best = min(rates, key=lambda rate: losses_end(runs[rate]))
@@ -92,20 +92,19 @@ def tune(method: str, steps: int, say: Any) -> dict[str, Any]:
 
 
 def best_rate(found: dict[str, Any]) -> str:
-    """The one of least loss."""
     return min(found["ends"], key=found["ends"].__getitem__)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """A curve a method, over means of 10 steps."""
+    """Draw a curve a method, over means of 10 steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes, last = figure.subplots(), []
-    for method, found in sorted(record["methods"].items(), key=lambda entry: statistics.fmean(entry[1]["seeds"])):
-        means = [statistics.fmean(found["curve"][i : i + 10]) for i in range(0, len(found["curve"]), 10)]
-        last.append(statistics.fmean(found["seeds"]))
-        label = f"{method}, lr {best_rate(found)}: {last[-1]:.3f}"
+    for method, result in sorted(record["methods"].items(), key=lambda entry: statistics.fmean(entry[1]["seeds"])):
+        means = [statistics.fmean(result["curve"][i : i + 10]) for i in range(0, len(result["curve"]), 10)]
+        last.append(statistics.fmean(result["seeds"]))
+        label = f"{method}, lr {best_rate(result)}: {last[-1]:.3f}"
         style = "k--" if method == "adamw" else "-"
         axes.plot(range(10, 10 * len(means) + 1, 10), means, style, label=label, linewidth=1.2)
     shape = record["shape"]
@@ -118,21 +117,19 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def losses_end(losses: list[float]) -> float:
-    """What a run is judged by."""
+    """Return the result of a run: the mean loss of its last steps."""
     return statistics.fmean(losses[-LAST:])
 
 
 def begun(path: Path, methods: list[str], facts: dict[str, Any]) -> dict[str, Any]:
-    """The record to write these methods into: that of the file, if it is to keep others.
-
-    Raises:
-        ValueError: the others are of other facts, so that they do not compare.
-    """
-    others = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
-    others = {name: found for name, found in others.items() if name not in methods}
-    if others and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:
-        raise ValueError(f"{path} has {', '.join(others)} of {before}, but this is {facts}: run all, or use --json")
-    return facts | {"methods": others}
+    """Return the record to write these methods into, with the file's other methods; ValueError if facts differ."""
+    other_methods = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
+    other_methods = {name: result for name, result in other_methods.items() if name not in methods}
+    if other_methods and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:
+        raise ValueError(
+            f"{path} has {', '.join(other_methods)} of {before}, but this is {facts}: run all, or use --json"
+        )
+    return facts | {"methods": other_methods}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,10 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for method in options.methods:
-        found = record["methods"] | {
+        results = record["methods"] | {
             method: tune(method, options.steps, lambda text: console.print(text, highlight=False))
         }
-        record["methods"] = {name: found[name] for name in TRAINED if name in found}
+        record["methods"] = {name: results[name] for name in TRAINED if name in results}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     draw(record, svg)
     console.print(f"losses: {options.json}\nchart:  {svg}", soft_wrap=True)

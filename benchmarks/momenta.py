@@ -1,4 +1,4 @@
-"""Momenta in fewer bits: the loss at the end, beside momenta in float32, from the same start on the same batches.
+"""Momenta in fewer bits: the last loss, beside momenta in float32, from the same weights on the same batches.
 
 python benchmarks/momenta.py                     three seeds, 200 steps each
 """
@@ -23,7 +23,7 @@ LAST = 20  # steps that a run is judged by
 
 
 def train(kept: str | None, seed: int, steps: int) -> float:
-    """The mean loss of the last steps, in nats a byte."""
+    """Train with momenta of dtype ``kept``; return the mean loss of the last steps, in nats a byte."""
     torch.manual_seed(seed)
     model = GPT(SHAPE)
     optimizer = compile_muon.MuonZero(
@@ -33,7 +33,6 @@ def train(kept: str | None, seed: int, steps: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
@@ -44,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     for kept in KEPT:
         ends[str(kept)] = [round(train(kept, seed, options.steps), 4) for seed in range(options.seeds)]
         console.print(f"{kept!s:10} {ends[str(kept)]}", highlight=False)
-    found = {
+    result = {
         "command": "python benchmarks/momenta.py",
         "torch": torch.__version__,
         "steps": options.steps,
         "ends": ends,
     }
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

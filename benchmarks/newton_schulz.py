@@ -1,17 +1,17 @@
 """Time Newton–Schulz: ours against torch.optim.Muon's, a cuBLAS formulation and other libraries, in one run.
 
     python benchmarks/newton_schulz.py                    # a CUDA device: all shapes, and the elementwise kernels
-    python benchmarks/newton_schulz.py --eager            # with what launches cost the host
+    python benchmarks/newton_schulz.py --eager            # with the host's time for launches
     python benchmarks/newton_schulz.py --device cpu       # small shapes, to see that the harness works
 
 On a GPU every call is captured into a CUDA graph and replayed: a training step queues work ahead of the device, and the
-launches of a few small matrices, some 15 to 30 a call for every contender, would otherwise hide what the device does.
+launches of a few small matrices, some 15 to 30 a call for every contender, would otherwise hide the device's time.
 
-Each contender lives in a process of its own, and the result of what is timed is first checked against float64: one that
-is wrong is reported and not timed, one that fails is named and left out. On every shape contenders take turns, in an
-order shuffled anew every round; reported are medians over rounds. On "8B, all matrices", the hidden matrices of Llama 3
-8B in one call, they run one after another, for they would not fit side by side. TFLOP/s are on the *minimal* operation
-count, symmetric products computed once, whatever a contender really does; the peak is a square matrix product of the
+Each contender has a process of its own, and the result of a timed call is first checked against float64: a wrong
+contender is reported and not timed, a failing one is named and left out. On every shape contenders take turns, in an
+order shuffled anew every round; the report has medians over rounds. On "8B, all matrices", the hidden matrices of
+Llama 3 8B in one call, contenders run one after another, for they would not fit side by side. TFLOP/s count the
+*minimal* operations, symmetric products once, whatever a contender computes; the peak is a square matrix product of the
 same dtype on random data, timed in the same run.
 """
 
@@ -43,7 +43,7 @@ LAYERS = 32  # of Llama 3 8B
 
 @dataclass(frozen=True)
 class Row:
-    """Median seconds of one contender on one shape, and what follows from it."""
+    """The median seconds of one contender on one shape, and its rates."""
 
     shape: str
     groups: tuple[tuple[int, int, int], ...]  # (matrices, rows, cols) each
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median and fastest seconds by case and contender, and what came of the others."""
+    """Median and fastest seconds by case and contender, and the complaints about others."""
 
     shapes: dict[str, Case]
     yardsticks: dict[str, Case]
@@ -68,13 +68,13 @@ class Measured:
 
     @property
     def unsound(self) -> bool:
-        """Whether anything that belongs to this project failed or was wrong, or nothing was measured."""
+        """True if a contender of this project failed or was wrong, or nothing was measured."""
         others = {"gram-newton-schulz", "QuACK", "torch grouped"}
         return not self.times or any(name not in others for _, name in {**self.wrong, **self.failed})
 
 
 def time_all(options: argparse.Namespace, console: Console) -> tuple[Measured, bool]:
-    """What was measured, and whether that was cut short."""
+    """Time all contenders; return the measurements, and whether a signal cut them short."""
     on_gpu = options.device == "cuda"
     shapes = {name: cases_of(options)[name] for name in options.shapes}
     yardsticks = cases(on_gpu)
@@ -131,7 +131,7 @@ def rows_of(measured: Measured) -> list[Row]:
 
 
 def judge(rows: list[Row], measured: Measured) -> list[tuple[str, bool | None]]:
-    """The bars, each with what was measured."""
+    """Compare the measurements with the project's bars."""
     verdicts: list[tuple[str, bool | None]] = []
     at = {(row.shape, row.contender): row for row in rows}
     for row in rows:
@@ -194,7 +194,7 @@ def print_report(console: Console, rows: list[Row], verdicts: list[tuple[str, bo
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Speed over torch.optim.Muon compiled, by shape."""
+    """Draw speeds over torch.optim.Muon compiled, by shape."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,9 +206,9 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     width = 0.8 / len(names)
     base = {row.shape: row.seconds for row in rows if row.contender == YARDSTICK}
     for i, name in enumerate(names):
-        mine = [row for row in rows if row.contender == name and row.shape in base]
-        places = [shapes.index(row.shape) + (i - (len(names) - 1) / 2) * width for row in mine]
-        axis.bar(places, [base[row.shape] / row.seconds for row in mine], width * 0.92, label=name)
+        shown = [row for row in rows if row.contender == name and row.shape in base]
+        places = [shapes.index(row.shape) + (i - (len(names) - 1) / 2) * width for row in shown]
+        axis.bar(places, [base[row.shape] / row.seconds for row in shown], width * 0.92, label=name)
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
     axis.set_ylabel("times as fast as torch.optim.Muon's, compiled")
@@ -262,7 +262,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Stopped(BaseException):
-    """SIGTERM, or SIGINT: what has been measured is reported."""
+    """SIGTERM or SIGINT arrived: the measurements so far are reported."""
 
 
 def _stop(number: int, frame: object) -> None:

@@ -1,12 +1,12 @@
-"""Whether a form and a dtype of Newton–Schulz change what a model learns: one small GPT, each choice, some seeds.
+"""The effect of Newton–Schulz's form and dtype on the loss: one small GPT, each choice, some seeds.
 
     python benchmarks/ns_training.py                          # the record: 12 choices, 3 seeds, 500 steps
     python benchmarks/ns_training.py --seeds 1 --steps 20     # a minute, to see that it works
     python benchmarks/ns_training.py --only "jordan, gram, float16" "you, gram, float16"    # these choices alone
 
-All choices of a seed start from the same weights and see the same bytes in the same order, so the difference of two of
-them is what the choice did. How far apart two seeds are says what that difference is worth. One process, not compiled:
-only losses are read. Half-precision products run on aten, which rounds each result once, as tensor cores do.
+All choices of a seed start from the same weights and see the same bytes in the same order, so the difference of two
+losses is the effect of the choice; the difference between seeds is the noise. One process, not compiled, because only
+losses are read. Half-precision products run on aten, which rounds each result once, as tensor cores do.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import compile_muon
 _RESULTS = Path(__file__).with_name("results")
 LAST = 50  # steps whose mean loss is a run's result
 
-# width 96: the matrices are 288 × 96, 96 × 96, 384 × 96 and 96 × 384, of which "auto" takes all but the square in gram
+# Width 96 has matrices of 288 × 96, 96 × 96, 384 × 96 and 96 × 384; "auto" takes gram for all but the square ones.
 SHAPE = Shape(layers=2, width=96, heads=4, context=64, batch=8)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What MuonZero is told of Newton–Schulz."""
+    """The settings of Newton–Schulz in one run."""
 
     coefficients: str
     method: str
@@ -50,8 +50,8 @@ class Choice:
         return f"{self.coefficients}, {self.method}, {self.dtype}"
 
 
-# The others of a set are compared with its first, four_steps with jordan's first. Gram in float32 differs from it by
-# rounding only, a few millionths: what its losses differ by is what chance does to a run.
+# The first choice of a set of coefficients is the reference of the others, jordan's that of four_steps. Gram in float32 differs from it by
+# rounding only, a few millionths: the difference of their losses is chance.
 CHOICES = (
     Choice("jordan", "standard", "float32"),
     Choice("jordan", "gram", "float32"),
@@ -70,7 +70,7 @@ COMPARED = {"four_steps": "jordan"}
 
 
 def train(choice: Choice, seed: int, steps: int) -> list[float]:
-    """The loss of every step, in nats a byte."""
+    """Train; return the loss of every step, in nats a byte."""
     torch.manual_seed(seed)
     model = GPT(SHAPE)
     matrices = len(muon_names(model))
@@ -86,16 +86,16 @@ def train(choice: Choice, seed: int, steps: int) -> list[float]:
         stage=0,
         update="step",
     )
-    found = sum(1 for row in optimizer.summary().rows if row.algorithm == "muon")
-    if found != matrices:
-        raise RuntimeError(f"{found} matrices got Muon, expected {matrices}")
-    # Ten steps of warm-up, then down to a tenth: at a constant rate the noise of single steps hides the differences.
+    count = sum(1 for row in optimizer.summary().rows if row.algorithm == "muon")
+    if count != matrices:
+        raise RuntimeError(f"{count} matrices got Muon, expected {matrices}")
+    # Ten steps of warm-up, then down to a tenth: at a constant rate the noise of single steps hides differences.
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
     return losses_of(model, SHAPE, optimizer, steps, 1000 + seed, schedule)
 
 
 def spread(values: list[float]) -> float:
-    """Standard deviation over the seeds; 0 for one."""
+    """Return the standard deviation over seeds; 0 for one."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -136,7 +136,7 @@ def print_report(console: Console, rows: list[dict], title: str) -> None:
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
-    """Each choice's difference to the first of its set: a dot for each seed, a bar at their mean."""
+    """Draw each choice's difference to the first of its set: a dot for each seed, a bar at their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -176,7 +176,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    torch.set_num_threads(1)  # so that a run's bits depend on nothing but its seed
+    torch.set_num_threads(1)  # so that a run's bits depend on its seed alone
     console = Console(width=None if sys.stdout.isatty() else 120)
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -195,14 +195,14 @@ def main(argv: list[str] | None = None) -> int:
     runs: list[dict] = []
     for seed in range(options.seeds):
         for choice in (choice for choice in CHOICES if str(choice) in options.only):
-            started = time.perf_counter()
+            start = time.perf_counter()
             losses = train(choice, seed, options.steps)
             last = statistics.fmean(losses[-LAST:])
             curve = [round(statistics.fmean(losses[i : i + 10]), 5) for i in range(0, len(losses), 10)]
             runs.append({"choice": asdict(choice), "seed": seed, "last": last, "mean_of_10_steps": curve})
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start
             console.print(f"seed {seed}: {choice}: {last:.4f} ({seconds:.0f} s)", highlight=False)
-            # Written after each run: a campaign that is stopped leaves what it has.
+            # After each run, so that an interrupted campaign leaves its finished runs.
             options.json.write_text(json.dumps(about | {"rows": summarize(runs), "runs": runs}, indent=1) + "\n")
     rows = summarize(runs)
     print_report(console, rows, title)

@@ -1,11 +1,11 @@
-"""What optimizer state on a slow disk costs a step: beside the resident run, and beside reading and writing around it.
+"""The cost of optimizer state on a slow disk, beside resident state, and beside reading and writing around the step.
 
     python benchmarks/offload.py                     one process, a disk that takes 0.8 of a step's compute
     python benchmarks/offload.py --share 0.4         a disk twice as fast
 
 The disk is limited by sleeping for each byte, one request after the other, which takes no core. Its rate is chosen so
-that all that a step reads and writes takes --share of a resident step. The three runs take turns of a few steps, of
-which the first does not count: what it begins with was read while the others ran.
+that all reads and writes of a step take --share of a resident step. The three runs take turns of a few steps, of which
+the first does not count, because its state was read while the others ran.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ _TURN = 4  # steps
 
 
 class Slow:
-    """Calls of the disk, of so many bytes a second together."""
+    """A limit on the disk: all calls together move at most `rate` bytes a second."""
 
     lock = threading.Lock()
     rate = float("inf")
 
     @classmethod
     def down(cls, call: Callable[..., int]) -> Callable[..., int]:
-        """A method of the store that reads or writes."""
+        """Slow down a method of the store that reads or writes."""
 
         def slowed(store: disk.FileStore, memory: torch.Tensor, place: int) -> int:
             with cls.lock:
-                began = time.perf_counter()
-                done = call(store, memory, place)
-                time.sleep(max(done / cls.rate - (time.perf_counter() - began), 0))
-            return done
+                start = time.perf_counter()
+                nbytes = call(store, memory, place)
+                time.sleep(max(nbytes / cls.rate - (time.perf_counter() - start), 0))
+            return nbytes
 
         return slowed
 
 
 class Run:
-    """One way to train the same model."""
+    """The model in training, with its state resident, offloaded, or read and written around each step."""
 
     def __init__(self, args: argparse.Namespace, folder: str | None, *, around: bool = False) -> None:
         torch.manual_seed(0)
-        given = {} if folder is None or around else {"offload": {"device": "nvme", "nvme_path": folder}}
-        if given:
-            given["offload"] |= {"buffer_bytes": args.buffer_bytes, "buffer_count": args.buffer_count}
+        settings = {} if folder is None or around else {"offload": {"device": "nvme", "nvme_path": folder}}
+        if settings:
+            settings["offload"] |= {"buffer_bytes": args.buffer_bytes, "buffer_count": args.buffer_count}
         model = GPT(PRESETS[args.preset])
-        self.optimizer = compile_muon.MuonZero(model, stage=2, update=args.update, **given)
+        self.optimizer = compile_muon.MuonZero(model, stage=2, update=args.update, **settings)
         self.model = torch.compile(model, backend="muon_zero", options={"codegen": args.codegen})
         self.buckets = self._buckets() if around else []
         self.store = disk.FileStore(folder, self.buckets, buffers=2) if around and folder is not None else None
@@ -71,22 +71,21 @@ class Run:
         self.seconds: list[float] = []
 
     def _buckets(self) -> list[disk.Bucket]:
-        """All states, a parameter's in a bucket."""
+        """Make a bucket of the states of each parameter."""
         return [
             disk.Bucket([disk.Slot("", tuple(x.shape), x.dtype) for x in slots.values() if x.ndim])
             for slots in self.optimizer.state.values()
         ]
 
     def turn(self) -> None:
-        """Steps, of which all but the first count."""
+        """Train a turn of steps, and forget the time of the first."""
         for _ in range(_TURN):
             self.step()
         del self.seconds[-_TURN]
 
     def step(self) -> None:
-        """One, timed."""
         batch = sample_batch(self.corpus, self.shape, self.generator)
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.model(*batch).backward()
         if self.store is not None:  # read everything, step, write everything
             for bucket in self.buckets:
@@ -100,7 +99,7 @@ class Run:
             self.store.finish()
             self.store.commit(self.buckets)
         self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - start)
 
 
 def main() -> None:
@@ -123,7 +122,7 @@ def main() -> None:
             "around the step": Run(args, folder, around=True),
         }
         for run in runs.values():
-            for _ in range(3):  # compiles, and learns the order of what is fetched
+            for _ in range(3):  # compiles, and learns in which order states are fetched
                 run.step()
             run.seconds.clear()
         before = _bytes(runs["offloaded"])
@@ -138,7 +137,7 @@ def main() -> None:
         for _ in range(math.ceil(args.steps / (_TURN - 1))):
             for run in runs.values():
                 run.turn()
-        same = all(
+        weights_equal = all(
             torch.equal(a, b)
             for a, b in zip(runs["resident"].model.parameters(), runs["offloaded"].model.parameters(), strict=True)
         )
@@ -147,8 +146,8 @@ def main() -> None:
     for name, median in seconds.items():
         table.add_row(name, f"{median:.3f}", f"{median / seconds['resident']:.3f}")
     Console().print(table)
-    print("weights are the same to the bit" if same else "WEIGHTS DIFFER")
-    found = {
+    print("weights are the same to the bit" if weights_equal else "WEIGHTS DIFFER")
+    result = {
         "command": f"python {shlex.join(sys.argv)}",
         "torch": torch.__version__,
         "preset": args.preset,
@@ -156,14 +155,14 @@ def main() -> None:
         "bytes_a_step": moved,
         "bytes_a_second": Slow.rate,
         "of_resident": {name: median / seconds["resident"] for name, median in seconds.items()},
-        "same_weights": same,
+        "same_weights": weights_equal,
     }
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _bytes(run: Run) -> int:
-    found = run.optimizer.totals()
-    return int(found["disk_bytes_read"] + found["disk_bytes_written"])
+    totals = run.optimizer.totals()
+    return int(totals["disk_bytes_read"] + totals["disk_bytes_written"])
 
 
 if __name__ == "__main__":

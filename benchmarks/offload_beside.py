@@ -3,12 +3,12 @@
     python benchmarks/offload_beside.py                           two ranks, stages 1 to 3; no device, cpu, nvme
     python benchmarks/offload_beside.py --stages 3 --devices nvme --nvme-path /mnt/disk
 
-Ranks of a contender are processes of their own. At one stage and device ours, DeepSpeed and DeepSpeed with
-``engine.compile()`` take turns; a turn is a step that is not timed and one that is, so that nobody's writes are left to
-another's time. All train the same GPT on the same batches in the same dtype, with Newton-Schulz in bfloat16. What fails
+Each contender has processes of its own for its ranks. At one stage and device ours, DeepSpeed and DeepSpeed with
+``engine.compile()`` take turns; a turn is an untimed step and a timed one, so that no contender's writes fall into
+another's time. All train the same GPT on the same batches in the same dtype, with Newton-Schulz in bfloat16. A failure
 is recorded with its last lines. DeepSpeed's "nvme" is a disk at stage 3 only; at stages 1 and 2 its state stays in host
-memory, and the column of bytes on the disk says so. At stage 3 it needs libaio-dev: where that is not in the system's
-folders, CPATH, LIBRARY_PATH, LD_LIBRARY_PATH, CFLAGS and LDFLAGS name them. Its operators are built at the first start.
+memory, as the column of bytes on the disk shows. At stage 3 DeepSpeed needs libaio-dev: outside the system's folders,
+name it in CPATH, LIBRARY_PATH, LD_LIBRARY_PATH, CFLAGS and LDFLAGS. Its operators are built at the first start.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ OURS, EAGER, COMPILED = CONTENDERS = ("ours-muon", "deepspeed-muon", "deepspeed-
 
 
 def trials_of(args: argparse.Namespace, stage: int, offload: dict[str, Any] | None) -> list[Trial]:
-    """The contenders that take turns; each has a folder of its own on the disk."""
-    found = []
+    """Make the trials of the contenders that take turns; each has a folder of its own on the disk."""
+    trials = []
     for name in CONTENDERS:
-        own = dict(offload) if offload else None
-        if own and own["device"] == "nvme":
-            own["nvme_path"] = tempfile.mkdtemp(dir=args.nvme_path, prefix=f"{name}-")
-        found.append(
+        settings = dict(offload) if offload else None
+        if settings and settings["device"] == "nvme":
+            settings["nvme_path"] = tempfile.mkdtemp(dir=args.nvme_path, prefix=f"{name}-")
+        trials.append(
             Trial(
                 contender=name,
                 stage=stage,
@@ -59,14 +59,14 @@ def trials_of(args: argparse.Namespace, stage: int, offload: dict[str, Any] | No
                 reshard_after_forward=True,
                 weigh=False,
                 timeout_s=args.timeout,
-                offload=own,
+                offload=settings,
             )
         )
-    return found
+    return trials
 
 
 def heat(trials: list[Trial], args: argparse.Namespace, work: Path, order: random.Random) -> list[dict[str, Any]]:
-    """A record of each: all are warmed up, then take turns."""
+    """Warm up all trials, run their rounds in turns, and return a record of each."""
     records: dict[str, dict[str, Any]] = {}
     alive: list[Ranks] = []
 
@@ -93,31 +93,29 @@ def heat(trials: list[Trial], args: argparse.Namespace, work: Path, order: rando
 
 
 def outcome_of(records: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians, the faster of DeepSpeed's two, the ratio of ours to it, and how far losses of the first steps differ.
-
-    ``in_a_round`` is the median of the rounds' own ratios, which a host that slows down in between leaves as it is.
-    """
+    """Compare medians and first losses of ours with the faster of DeepSpeed's two."""
     ran = {record["contender"]: record for record in records if not record["error"]}
     seconds = {name: statistics.median(record["step_s"]) for name, record in ran.items()}
     losses = {name: record["losses"] for name, record in ran.items()}
     faster = min((name for name in (EAGER, COMPILED) if name in ran), key=seconds.__getitem__, default=None)
-    found: dict[str, Any] = {"seconds": seconds, "faster_deepspeed": faster}
+    outcome: dict[str, Any] = {"seconds": seconds, "faster_deepspeed": faster}
     if OURS in ran and faster:
         steps = zip(ran[OURS]["step_s"], ran[faster]["step_s"], strict=True)
         firsts = zip(losses[OURS][: args.warm], losses[faster][: args.warm], strict=True)
-        found |= {
+        outcome |= {
             "ours_of_deepspeed": seconds[OURS] / seconds[faster],
+            # Ratios within a round hold also if the host slows down meanwhile.
             "in_a_round": statistics.median(a / b for a, b in steps),
             "losses_differ_by": max(abs(a - b) for a, b in firsts),
         }
-    found["loss_goes_down"] = {name: of[-1] < of[0] for name, of in losses.items()}
-    found["disk_mb"] = {name: (record["disk_bytes_per_step"] or 0) / 1e6 for name, record in ran.items()}
-    found["errors"] = {r["contender"]: {"error": r["error"], "log": r["log"]} for r in records if r["error"]}
-    return found
+    outcome["loss_goes_down"] = {name: curve[-1] < curve[0] for name, curve in losses.items()}
+    outcome["disk_mb"] = {name: (record["disk_bytes_per_step"] or 0) / 1e6 for name, record in ran.items()}
+    outcome["errors"] = {r["contender"]: {"error": r["error"], "log": r["log"]} for r in records if r["error"]}
+    return outcome
 
 
 def row_of(outcome: dict[str, Any]) -> list[str]:
-    """Of the table, behind stage and device."""
+    """Make the cells of a table row after stage and device."""
     seconds, disk = outcome["seconds"], outcome["disk_mb"]
     times = (f"{seconds[name] * 1e3:.0f}" if name in seconds else "failed" for name in CONTENDERS)
     if "ours_of_deepspeed" not in outcome:
@@ -160,9 +158,9 @@ def main() -> None:
                 for name, failure in outcome["errors"].items():
                     console.print(f"{name}: {failure['error']}\n", *failure["log"][-3:], markup=False, soft_wrap=True)
     console.print(table)
-    found = {"command": shlex.join(sys.argv), "torch": torch.__version__, "ranks": args.ranks, "dtype": args.dtype}
-    found |= {"shape": vars(PRESETS[args.preset]), "rounds": args.rounds, "cells": cells}
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    result = {"command": shlex.join(sys.argv), "torch": torch.__version__, "ranks": args.ranks, "dtype": args.dtype}
+    result |= {"shape": vars(PRESETS[args.preset]), "rounds": args.rounds, "cells": cells}
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who orthogonalizes in benchmarks/newton_schulz.py, on what, and what makes a result right.
+"""The contenders, cases and error bounds of benchmarks/newton_schulz.py.
 
 To add a contender: write `build(device) -> run`, which may raise Missing, and list it in CONTENDERS.
 """
@@ -19,34 +19,26 @@ from compile_muon.kernels.operations import gram_flops, standard_flops
 
 STEPS = 5
 
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # tensors [m, n] or [b, m, n], not to be kept, to theirs
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # of tensors [m, n] or [b, m, n], which it may not keep
 Build = Callable[[torch.device], Run]
 
 
 class Missing(Exception):
-    """Something cannot run here; the message says why."""
+    """A contender cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Matrices that are orthogonalized in one call.
-
-    Args:
-        name: of the case.
-        groups: (matrices, rows, cols) each.
-        separate: every matrix is a tensor of its own, as parameters are; otherwise a group is one tensor.
-        dtype: of the matrices, which are Gaussian.
-        alone: so large that contenders hold it one after another instead of taking turns.
-    """
+    """Gaussian matrices that are orthogonalized in one call."""
 
     name: str
-    groups: tuple[tuple[int, int, int], ...]
-    separate: bool = False
+    groups: tuple[tuple[int, int, int], ...]  # (matrices, rows, cols) of each
+    separate: bool = False  # every matrix is a tensor of its own, as parameters are; else a group is one tensor
     dtype: torch.dtype = torch.float32
-    alone: bool = False
+    alone: bool = False  # too large for turns: contenders run one after another
 
     def matrices(self, device: torch.device) -> list[Tensor]:
-        """The same at every call."""
+        """Draw the matrices, the same at every call."""
         generator = torch.Generator(device).manual_seed(0)
         shapes = []
         for count, rows, cols in self.groups:
@@ -57,7 +49,7 @@ class Case:
         return [torch.randn(shape, generator=generator, device=device).to(self.dtype) for shape in shapes]
 
     def minimal_flops(self, method: str) -> float:
-        """Of `method`, with symmetric products computed once."""
+        """Count the operations of `method`, with symmetric products computed once."""
         restarts = len(resolve_coefficients("jordan").gram_restarts(torch.float16))
         total = 0.0
         for count, rows, cols in self.groups:
@@ -102,7 +94,7 @@ WHOLE_MODEL = "8B, all matrices"
 
 
 def whole_model(layers: int, *, shrink: int = 1) -> Case:
-    """The hidden matrices of Llama 3 8B, as a step hands them over: bfloat16, one call. `shrink` divides all sizes."""
+    """Make a case of Llama 3 8B's hidden matrices as in a step: bfloat16, one call. `shrink` divides all sizes."""
     width, mlp, heads = 4096 // shrink, 14336 // shrink, 1024 // shrink
     layer = (
         (2, width, width),  # query, output
@@ -114,20 +106,20 @@ def whole_model(layers: int, *, shrink: int = 1) -> Case:
     return Case(WHOLE_MODEL, groups, separate=True, dtype=torch.bfloat16, alone=True)
 
 
-Check = Callable[[Any], "str | None"]  # of what a call returned: what is wrong with it, if anything
-Prepare = Callable[["Case"], tuple[Callable[[], object], Check]]  # a case's call, and the check of what it returns
+Check = Callable[[Any], "str | None"]  # returns the complaint about a call's result, or None
+Prepare = Callable[["Case"], tuple[Callable[[], object], Check]]  # returns a case's call, and the check of its result
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`method` says which minimal count its time is held against, `dtype` how exact its results have to be."""
+    """A contender: an implementation of Newton–Schulz."""
 
     build: Build
-    method: str
-    dtype: torch.dtype
+    method: str  # whose minimal operations its rate counts
+    dtype: torch.dtype  # whose error bound its results have to meet
 
     def on(self, device: torch.device) -> Prepare:
-        """Built for a device. Raises Missing if it cannot run there."""
+        """Build the contender for a device, or raise Missing if it cannot run there."""
         run = self.build(device)
 
         def prepare(case: Case) -> tuple[Callable[[], object], Check]:
@@ -145,23 +137,15 @@ ROUNDOFFS = 32
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Largest `worst_block` of a right result: 32 units of roundoff, 0.125 in bfloat16 and 0.016 in float16.
-
-    Gaussian matrices of 32 to 1024 rows have at most 8 with the project's forms on aten, and the error shrinks as they
-    grow; a block that was not computed has a relative error of one.
-    """
+    """Return the largest `worst_block` of a right result: 32 roundoffs, 0.125 in bfloat16 and 0.016 in float16."""
+    # Gaussian matrices of 32 to 1024 rows have at most 8 roundoffs with the project's forms on aten, larger matrices
+    # fewer; a block that was not computed has a relative error of one.
     return ROUNDOFFS * torch.finfo(dtype).eps / 2
 
 
 def worst_block(result: Tensor, exact: Tensor) -> float:
-    """The largest error of a 64 × 64 block, root of the mean square, over that of all entries of `exact`.
-
-    The error of a whole matrix would hide a wrong tile: one of 128 × 128 in 8192 × 8192 is 0.016 of its norm.
-
-    Args:
-        result: [m, n] of any dtype; NaN counts as infinitely wrong.
-        exact: [m, n] in float64.
-    """
+    """Return the largest RMS error of a 64 × 64 block of `result`, relative to the RMS of `exact`, [m, n] float64."""
+    # The error of a whole matrix would hide a wrong tile: one of 128 × 128 in 8192 × 8192 is 0.016 of its norm.
     squares = (result.double() - exact).square()
     below, beside = -exact.shape[0] % BLOCK, -exact.shape[1] % BLOCK
 
@@ -174,17 +158,17 @@ def worst_block(result: Tensor, exact: Tensor) -> float:
 
 
 def asymmetry_of(x: Tensor) -> float:
-    """The largest difference of a matrix from its transpose, in parts of its largest entry."""
+    """Return the largest difference of a matrix from its transpose, relative to its largest entry."""
     wide = x.double()
     return float((wide - wide.mT).abs().max() / wide.abs().max())
 
 
 class Oracle:
-    """The exact results of a case in float64: of every matrix of a small case, of each group's first and last else."""
+    """The exact results of a case in float64: all of them, or of an `alone` case each group's first and last."""
 
     def __init__(self, case: Case, xs: Sequence[Tensor]):
         self._exact: dict[tuple[int, int], Tensor] = {}
-        places = []  # (tensor, matrix in it) of each matrix, by group
+        places = []  # by group, (index of the tensor, index within it) of each matrix
         tensor = 0
         for count, _, _ in case.groups:
             if case.separate:
@@ -195,12 +179,12 @@ class Oracle:
                 tensor += 1
         for group in places:
             for place in dict.fromkeys((group[0], group[-1])) if case.alone else group:
-                # The gram form in float64, for it takes fewer operations; the two differ by 1e-12.
+                # The gram form in float64 takes fewer operations; the forms differ by 1e-12.
                 x = _matrix(xs, place).double()
                 self._exact[place] = newton_schulz(x, method="gram", dtype=torch.float64)
 
     def complaint(self, results: Sequence[Tensor], dtype: torch.dtype) -> str | None:
-        """What is wrong with these, if anything."""
+        """Return the complaint about wrong results, or None."""
         worst = max(worst_block(_matrix(results, place), exact) for place, exact in self._exact.items())
         if worst <= bound(dtype):
             return None
@@ -220,12 +204,12 @@ def _ours(method: str, dtype: torch.dtype) -> Contender:
 
 
 def _torch_muon(compiled: bool) -> Build:
-    """torch.optim.Muon's function, for each matrix by itself as that optimizer calls it."""
+    """Build torch.optim.Muon's function, called for each matrix by itself as in that optimizer."""
 
     def build(device: torch.device) -> Run:
         one = _zeropower()
         if compiled:
-            # A matrix a graph: one graph of 224 of them runs the same kernels and takes minutes to compile.
+            # A graph for each matrix: one graph of 224 matrices runs the same kernels and takes minutes to compile.
             one = torch.compile(one, dynamic=False)
         return lambda xs: [one(x) if x.ndim == 2 else torch.stack([one(matrix) for matrix in x]) for x in xs]
 
@@ -240,7 +224,7 @@ def _zeropower() -> Callable[[Tensor], Tensor]:
 
 
 def _cublas(device: torch.device) -> Run:
-    """Every product one addmm or baddbmm, all matrices of a shape at once: our standard form on aten."""
+    """Build our standard form on aten: every product one addmm or baddbmm, all matrices of a shape at once."""
     from compile_muon.kernels.batching import one_batch_per_shape
     from compile_muon.kernels.newton_schulz import make_plan
     from compile_muon.kernels.reference import orthogonalize
@@ -250,11 +234,7 @@ def _cublas(device: torch.device) -> Run:
 
 
 def _gram_newton_schulz(device: torch.device) -> Run:
-    """The package of that name with its kernels, on jordan's coefficients and our restarts.
-
-    It compiles itself with mode "reduce-overhead", whose CUDA graphs can be neither captured nor turned off from
-    outside, and releases differ in where: at the method, or at the instance. So its plain method is compiled here.
-    """
+    """Build the gram-newton-schulz package with its kernels, jordan's coefficients and our restarts."""
     if device.type != "cuda":
         raise Missing("it has kernels for GPUs only")
     try:
@@ -271,15 +251,18 @@ def _gram_newton_schulz(device: torch.device) -> Run:
     if "compile_kwargs" in inspect.signature(GramNewtonSchulz.__init__).parameters:
         settings["compile_kwargs"] = None
     instance = GramNewtonSchulz(**settings)
+    # The package compiles itself with mode "reduce-overhead", at the method or the instance depending on the release.
+    # Its CUDA graphs can be neither captured nor turned off from outside, so its plain method is compiled here.
     method = uncompiled(GramNewtonSchulz.__call__)
     compiled = torch.compile(partial(method, instance), fullgraph=True, dynamic=False)
 
     def run(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors of a shape are stacked, as its optimizer does; it divides a float32 input by its norm in place."""
+        """Stack tensors of a shape, as the package's optimizer does."""
         results: dict[int, Tensor] = {}
         for shape in dict.fromkeys(x.shape for x in xs):
             places = [i for i, x in enumerate(xs) if x.shape == shape]
             if len(places) == 1:
+                # A copy, because the package divides a float32 input by its norm in place.
                 results[places[0]] = compiled(xs[places[0]].clone())
             else:
                 results.update(zip(places, compiled(torch.stack([xs[i] for i in places])), strict=True))
@@ -289,18 +272,16 @@ def _gram_newton_schulz(device: torch.device) -> Run:
 
 
 def uncompiled(function: Callable) -> Callable:
-    """What a function decorated with torch.compile wraps; itself, if it is not."""
+    """Return the function that torch.compile's decorator wraps, or the function itself if it is not decorated."""
+    # Private attribute of torch's compiled functions.
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def _torch_grouped(device: torch.device) -> Run:
-    """torch's own grouped symmetric kernels, which Inductor takes for Muon's function under foreach_map.
-
-    Proposed in pytorch/pytorch#194181; known by the operator that it registers. torch 2.13 has none of it, and there
-    foreach_map compiles pointwise functions only.
-    """
+    """Build torch's grouped symmetric kernels, which Inductor takes for Muon's function under foreach_map."""
     import torch._inductor.lowering  # noqa: F401, it registers Inductor's operators
 
+    # Proposed in pytorch/pytorch#194181. torch 2.13 lacks it; there foreach_map compiles pointwise functions only.
     if not hasattr(torch.ops.inductor, "grouped_muon"):
         raise Missing(f"torch {torch.__version__} has no operator inductor::grouped_muon")
     from torch._higher_order_ops.foreach_map import foreach_map

@@ -1,4 +1,4 @@
-"""How a benchmark's picture is written."""
+"""Writing a benchmark's picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def write_svg(figure: Figure, path: Path) -> None:
-    """As SVG on white, with text as text: the same bytes for the same numbers."""
+    """Write a figure as SVG on white, with text as text: the same bytes for the same numbers."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon"}):

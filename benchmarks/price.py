@@ -1,11 +1,11 @@
-"""What Muon adds to AdamW's step, simulated: by model, GPUs, and tokens of a GPU and step.
+"""The simulated time that Muon adds to AdamW's step: by model, GPUs, and tokens of a GPU and step.
 
     python benchmarks/price.py                        # an hour of a core, no GPU: results/price.json and price.svg
     python benchmarks/price.py --models 1B --worlds 1 8 --layers 2 --json /tmp/price.json
 
 H100s in nodes of eight, `optimizer.type` "Muon" and `bf16`, defaults otherwise. 1 B is the preset "1b" of
-train_step.py, 8 B and 70 B are the shapes of Llama 3.1, all without activation checkpointing; so a step has
-micro-batches of 4,096 tokens, or 2,048 of 70 B. Stages are the lowest that fit with several. The measured point is
+train_step.py, 8 B and 70 B are the shapes of Llama 3.1, all without activation checkpointing; so micro-batches have
+4,096 tokens, or 2,048 with 70 B. Stages are the lowest that fit with several micro-batches. The measured point is
 `results/h200_step_1b.json`, of one H200.
 """
 
@@ -33,10 +33,10 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.trace import Target, Trace, trace_step
 
-#: of a GPU and step
+#: tokens of a GPU and step
 TOKENS = tuple(4096 * 2**i for i in range(6))
 WORLDS = (1, 8, 64, 512)
-#: ranks that weights are sharded over, at most: more are replicas
+#: most ranks that weights are sharded over; more ranks are replicas
 SHARDED = 64
 LLAMA = {
     "model_type": "llama",
@@ -49,19 +49,12 @@ LLAMA = {
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned.
+    """A model to plan."""
 
-    Args:
-        stage: of ZeRO.
-        least: GPUs.
-        micro_batch: tokens of a GPU at a time.
-        shape: of a Llama; None for the preset "1b".
-    """
-
-    stage: int
-    least: int
-    micro_batch: int
-    shape: Mapping[str, int] | None = None
+    stage: int  # of ZeRO
+    least: int  # GPUs, at least
+    micro_batch: int  # tokens of a GPU
+    shape: Mapping[str, int] | None = None  # of a Llama; None for the preset "1b"
 
 
 def _llama(width: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
@@ -77,7 +70,7 @@ MODELS = {
 
 
 def subject(name: str, layers: int | None) -> tuple[Callable[[], nn.Module], Any]:
-    """What builds the model, and its batch."""
+    """Return the function that builds a model, and its batch."""
     model = MODELS[name]
     if model.shape is None:
         gpt = replace(PRESETS["1b"], **({"layers": layers} if layers else {}))
@@ -88,15 +81,15 @@ def subject(name: str, layers: int | None) -> tuple[Callable[[], nn.Module], Any
                 return GPT(gpt)
 
         return build, (tokens, tokens)
-    written = {**LLAMA, **model.shape} | ({"num_hidden_layers": layers} if layers else {})
+    llama_config = {**LLAMA, **model.shape} | ({"num_hidden_layers": layers} if layers else {})
     folder = tempfile.mkdtemp()
-    (Path(folder) / "config.json").write_text(json.dumps(written))
-    found = load_subject(folder, Batch(model.micro_batch, model.micro_batch))
-    return found.build, found.batch
+    (Path(folder) / "config.json").write_text(json.dumps(llama_config))
+    loaded = load_subject(folder, Batch(model.micro_batch, model.micro_batch))
+    return loaded.build, loaded.batch
 
 
 def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, list[Price]]:
-    """Of a model, by GPUs."""
+    """Return the prices of a model by number of GPUs, those of the rank with most to orthogonalize."""
     planned = MODELS[name]
     build, batch = subject(name, layers)
     machine = load_machine("h100")
@@ -114,7 +107,7 @@ def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, li
         return trace_step(build, batch, with_micro_batches(config, count), options)
 
     counts = [tokens // planned.micro_batch for tokens in TOKENS]
-    found = {}
+    prices_of = {}
     for world in worlds:
         if world < planned.least:
             continue
@@ -122,15 +115,15 @@ def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, li
         target = Target(world, config, axes, "nccl")
         owned = traced(1 if 1 in counts else 3).owner_work(target)
         rank = max(range(world), key=owned.__getitem__)
-        found[world] = []
+        prices_of[world] = []
         for price in prices(traced, target, machine, rank=rank, tokens=planned.micro_batch, counts=counts):
-            found[world].append(price)
+            prices_of[world].append(price)
             print(f"{name}, {world} GPUs, {price.tokens:,} tokens: {price.share:+.1%}", flush=True)
-    return found
+    return prices_of
 
 
 def measured() -> dict[str, Any]:
-    """The point that has been timed: 1 B on one H200."""
+    """Return the measured point: 1 B on one H200."""
     record = json.loads((RESULTS / "h200_step_1b.json").read_text())
     seconds = {row["contender"]: row["step_s"] for row in record["rows"]}
     tokens = record["shape"]["batch"] * record["shape"]["context"]
@@ -139,7 +132,7 @@ def measured() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """As Markdown: what is added, and in brackets what of it is waited for."""
+    """Write a Markdown table of the added time, and in brackets the part that waits for collectives."""
     lines = ["| model | stage | GPUs | " + " | ".join(f"{count:,}" for count in TOKENS) + " |"]
     lines.append("|" + "---|" * (3 + len(TOKENS)))
     for row in rows:
@@ -151,7 +144,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: Path) -> None:
-    """A panel for each model, a line for each number of GPUs."""
+    """Draw a panel for each model, a line for each number of GPUs."""
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -160,11 +153,11 @@ def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: P
     for axes, model in zip(panels, models, strict=True):
         for row in (row for row in rows if row["model"] == model):
             fitting = [price for price in row["prices"] if price["fits"]]
-            shown = [100 * price["share"] for price in fitting]
+            percents = [100 * price["share"] for price in fitting]
             colour = f"C{WORLDS.index(row['gpus'])}"
             axes.plot(
                 [p["tokens"] for p in fitting],
-                shown,
+                percents,
                 "o-",
                 color=colour,
                 label=f"{row['gpus']} GPU" + "s" * (row["gpus"] > 1),
@@ -189,9 +182,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "price.json", help="and the picture beside it, as SVG")
     options = parser.parse_args()
     rows = [
-        {"model": name, "stage": MODELS[name].stage, "gpus": world, "prices": [price.to_json() for price in found]}
+        {
+            "model": name,
+            "stage": MODELS[name].stage,
+            "gpus": world,
+            "prices": [price.to_json() for price in world_prices],
+        }
         for name in options.models
-        for world, found in priced(name, options.worlds, options.layers).items()
+        for world, world_prices in priced(name, options.worlds, options.layers).items()
     ]
     point = measured()
     options.json.write_text(json.dumps({"simulated": rows, "measured": point}, indent=1) + "\n")

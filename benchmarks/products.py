@@ -1,13 +1,13 @@
-"""The Triton matrix products alone, on a GPU: do they launch, are they right, and from which size do they win?
+"""The Triton matrix products alone, on a GPU: do they launch, are they right, and from which size are they faster?
 
     python benchmarks/products.py
     python benchmarks/products.py --sizes 4096 --json products.json
 
-For each size the three products of a standard step: X Xᵀ, bA + cA² and aX + BX, in bfloat16, square. "error" is the
-largest of a 64 × 64 block against float64; torch rounds its own results too, so its error is beside it. "asymmetry" is
-the largest difference of a symmetric result from its transpose, in parts of its largest entry: tiles on the diagonal
-may sum an entry and its mirror in another order, which is a rounding of the result at most. Times are Triton's
-do_bench, against torch.baddbmm, or torch.bmm where nothing is added. Ends with status 1 if a result is wrong.
+For each size the three products of a standard step run: X Xᵀ, bA + cA² and aX + BX, in bfloat16, square. "error" is the
+largest error of a 64 × 64 block against float64, beside torch's, which rounds its results, too. "asymmetry" is the
+largest difference of a symmetric result from its transpose, relative to its largest entry: tiles on the diagonal may
+sum an entry and its mirror in another order, which costs at most one rounding of the result. Times are Triton's
+do_bench, beside torch.baddbmm, or torch.bmm where nothing is added. Ends with status 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOUND = 4 * torch.finfo(torch.bfloat16).eps
 
 
 def launches(products: Products, size: int) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], Tensor]]:
-    """Of each product: ours, torch's, and the exact result in float64."""
+    """Return for each product our function, torch's function, and the exact result in float64."""
     x = torch.randn(1, size, size, device="cuda").bfloat16()
     a = products.outer(x) / size  # symmetric to the bit, entries around one
     wide_x, wide_a = x.double(), a.double()

@@ -29,7 +29,7 @@ from compile_muon.passes.ranges import COLORS, DOMAIN
 
 Event = dict[str, Any]
 
-#: of frames and step(), of the parts of step(), and of what is no range
+#: colours of frames and step(), of the parts of step(), and of events that are no range
 _PLAIN, _PART, _OTHER = "#d9d9d9", "#9a9a9a", "#444444"
 
 
@@ -42,12 +42,12 @@ def is_shown(event: Event) -> bool:
 
 
 def category(name: str) -> str:
-    """Of a range; "" for frames and for parts of step()."""
+    """Return the category of a range; "" for frames and for parts of step()."""
     return next((word for word in name.split() if word in COLORS), "")
 
 
 def exported(profile: torch.profiler.profile, path: Path | None) -> list[Event]:
-    """The events of a Chrome trace, which is kept at `path`."""
+    """Export a Chrome trace, to `path` if given, and return its events."""
     with tempfile.TemporaryDirectory() as folder:
         path = path or Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -55,15 +55,15 @@ def exported(profile: torch.profiler.profile, path: Path | None) -> list[Event]:
 
 
 def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
-    """A timeline: one row for the ranges of a rank, and one for each of its Gloo threads or CUDA streams."""
+    """Draw a timeline: a row for the ranges of a rank, and one for each of its Gloo threads or CUDA streams."""
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     start = min(event["ts"] for events in ranks for event in events if is_range(event))
     end = max(event["ts"] + event["dur"] for events in ranks for event in events if is_range(event))
-    rows: dict[str, list[tuple[Event, int]]] = {}  # with how many ranges lie around each
+    rows: dict[str, list[tuple[Event, int]]] = {}  # events, each with the number of ranges around it
     for rank, events in enumerate(ranks):
-        around: list[float] = []  # their ends; a step has its ranges on one thread at a time
+        around: list[float] = []  # ends of the open ranges; a step has its ranges on one thread at a time
         threads: list[int] = []
         for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
             if is_range(event):
@@ -80,7 +80,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
         return f"#{COLORS[kind] & 0xFFFFFF:06x}" if kind else (_PLAIN, _PART)[level > 0]
 
     figure, axes = pyplot.subplots(figsize=(15, 1.6 + 0.6 * len(rows)))
-    seen: set[str] = set()
+    drawn_kinds: set[str] = set()
     for number, (row, bars) in enumerate(rows.items()):
         base = len(rows) - 1 - number
         axes.text(-0.006 * (end - start) / 1e3, base + 0.4, row, ha="right", va="center")
@@ -90,7 +90,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
                 axes.broken_barh([(begin, length)], (base + 0.15, 0.5), facecolors=_OTHER)
                 continue
             kind, text = category(event["name"]), event["name"].split()[-1].split(".")[-1]
-            seen |= {kind} - {""}
+            drawn_kinds |= {kind} - {""}
             height = (0.9, 0.6, 0.5)[min(level, 2)]
             edge = "white" if level == 0 else "none"
             axes.broken_barh([(begin, length)], (base, height), facecolors=colour(kind, level), edgecolors=edge)
@@ -102,7 +102,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
     axes.set_xlabel("ms")
     axes.set_title(title)
     patches = [Patch(color=_PLAIN, label="frame or step()"), Patch(color=_PART, label="part of step()")]
-    patches += [Patch(color=colour(kind), label=kind) for kind in COLORS if kind in seen]
+    patches += [Patch(color=colour(kind), label=kind) for kind in COLORS if kind in drawn_kinds]
     if any(not is_range(event) for events in ranks for event in events):
         patches.append(Patch(color=_OTHER, label="sent by Gloo" if "Gloo" in "".join(rows) else "kernel"))
     figure.legend(handles=patches, ncols=len(patches), loc="lower center", frameon=False)
@@ -158,10 +158,10 @@ def main() -> int:
         if event.get("cat") == "kernel":
             kernels[event["name"]] += event["dur"]
     shown = [event for event in events if is_shown(event)]
-    everyone: list[Any] = [shown]
+    events_of_ranks: list[Any] = [shown]
     if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, shown)
+        events_of_ranks = [None] * world
+        dist.all_gather_object(events_of_ranks, shown)
         dist.destroy_process_group()
     if rank > 0:
         return 0
@@ -172,11 +172,13 @@ def main() -> int:
     for name, microseconds in kernels.most_common(30):
         print(f"  {microseconds:10.0f}  {name[:120]}")
     if options.json:
-        found = {"ranges": ranges, "kernels_us": dict(kernels.most_common(30))}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        report = {"ranges": ranges, "kernels_us": dict(kernels.most_common(30))}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.picture:
         where = f"{world} rank{'s' * (world > 1)} on {'GPU' if device == 'cuda' else 'CPU'}"
-        draw(everyone, options.picture, f"One step of the {options.preset} GPT at stage {options.stage}, {where}")
+        draw(
+            events_of_ranks, options.picture, f"One step of the {options.preset} GPT at stage {options.stage}, {where}"
+        )
     if not ranges:
         print("no range was made: nvtx has no effect")
     return 0 if ranges else 1

@@ -1,9 +1,9 @@
-"""What MuonClip costs a step: the same model with and without ``qk_clip``, in turns, at several lengths.
+"""The cost of MuonClip in a step: the same model with and without ``qk_clip``, in turns, at several context lengths.
 
     python benchmarks/qk_clip.py                     one process
     python benchmarks/qk_clip.py --contexts 256 2048
 
-No head is over the threshold, so both train alike: what is timed is to find the largest logits, and to look at them.
+No head exceeds the threshold, so both train alike: the difference is the time to find and compare the largest logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 class Run:
-    """One way to train a model of a length."""
+    """A model of one context length in training, with or without MuonClip."""
 
     def __init__(self, args: argparse.Namespace, context: int, threshold: float | None) -> None:
         torch.manual_seed(0)
@@ -41,28 +41,29 @@ class Run:
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """One, timed."""
         batch = sample_batch(self.corpus, self.shape, self.generator)
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.model(*batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - start)
 
 
 def measure(args: argparse.Namespace, context: int) -> dict[str, float]:
-    """Seconds of a step without it, and how many times as long it is with it."""
+    """Return the seconds of a step without ``qk_clip``, and the time with it as a multiple of that."""
+    # A second run without it, "again", shows the noise of the ratio.
     plain, again, clipped = Run(args, context, None), Run(args, context, None), Run(args, context, 1e9)
     for _ in range(args.steps + args.warmup):
         for run in (plain, clipped, again):
             run.step()
-    of = {name: run.seconds[args.warmup :] for name, run in (("plain", plain), ("again", again), ("clipped", clipped))}
-    ratios = {name: statistics.median(b / a for a, b in zip(of["plain"], of[name], strict=True)) for name in of}
-    return {"context": context, "seconds": statistics.median(of["plain"]), **ratios}
+    took = {
+        name: run.seconds[args.warmup :] for name, run in (("plain", plain), ("again", again), ("clipped", clipped))
+    }
+    ratios = {name: statistics.median(b / a for a, b in zip(took["plain"], took[name], strict=True)) for name in took}
+    return {"context": context, "seconds": statistics.median(took["plain"]), **ratios}
 
 
 def main() -> None:
-    """Measure, print, and write a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 2048])
@@ -71,14 +72,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--out", type=Path, default=_RESULTS / "qk_clip.json")
     args = parser.parse_args()
-    found = [measure(args, context) for context in args.contexts]
+    rows = [measure(args, context) for context in args.contexts]
     table = Table("context", "step without, ms", "the same again", "with qk_clip", title=f"{args.preset}, one process")
-    for row in found:
+    for row in rows:
         ratios = (f"{row[name]:.2f}" for name in ("again", "clipped"))
         table.add_row(f"{row['context']:,}", f"{row['seconds'] * 1e3:,.0f}", *ratios)
     Console().print(table)
     command = f"python benchmarks/qk_clip.py {shlex.join(sys.argv[1:])}".strip()
-    args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "runs": found}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "runs": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

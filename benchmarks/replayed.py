@@ -1,9 +1,9 @@
-"""Whole steps in CUDA graphs on several ranks, whose host waits for numbers in each: whether any of them stalls.
+"""Whole steps in CUDA graphs on several ranks, whose host waits for numbers in each step: does any step stall?
 
     torchrun --standalone --nproc_per_node=2 benchmarks/replayed.py
 
-Collectives that were captured beside a wait of the host can stall (pytorch#196133, open). Ranks may share a GPU, see
-shared_nccl.py. Ends with status 1 where ranks do not end with the same weights, or after --timeout seconds.
+Captured collectives can stall while the host waits (pytorch#196133, open). Ranks may share a GPU, see shared_nccl.py.
+Ends with status 1 if ranks end with different weights, or a collective takes --timeout seconds.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def run(stage: int, steps: int, width: int = 256) -> None:
     }
     model, optimizer = compile_muon.initialize(nn.Sequential(*(Block(width) for _ in range(4))).cuda(), config)
     x = torch.randn(64, width, device="cuda", dtype=torch.bfloat16)
-    began, numbers = time.monotonic(), {}
+    start, numbers = time.monotonic(), {}
     for step in range(steps):
-        if step == 10:  # compiled and captured
+        if step == 10:  # steps are compiled and captured by now
             torch.cuda.synchronize()
-            began = time.monotonic()
+            start = time.monotonic()
         (model(x) - x.flip(0)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         numbers = optimizer.metrics()
     torch.cuda.synchronize()
-    took = (time.monotonic() - began) / max(steps - 10, 1)
+    seconds = (time.monotonic() - start) / max(steps - 10, 1)
     with torch.no_grad():
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-        mine = torch.stack([p.double().sum() for p in whole])
-    others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, mine)
-    if not all(torch.equal(other, others[0]) for other in others):
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        sums = torch.stack([p.double().sum() for p in weights])
+    sums_of_ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums_of_ranks, sums)
+    if not all(torch.equal(rank_sums, sums_of_ranks[0]) for rank_sums in sums_of_ranks):
         raise SystemExit(f"stage {stage}: ranks have other weights after {steps} steps")
     if dist.get_rank() == 0:
-        print(f"stage {stage}: {steps} steps, {1e3 * took:.1f} ms each, gradient norm {numbers['grad_norm']:.3g}")
+        print(f"stage {stage}: {steps} steps, {1e3 * seconds:.1f} ms each, gradient norm {numbers['grad_norm']:.3g}")
 
 
 def main() -> None:

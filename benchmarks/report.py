@@ -1,4 +1,4 @@
-"""From trial records to the table, the ratios held against the project's bars, the JSON and the chart."""
+"""The report of trial records: the table, the ratios compared with the project's bars, the JSON and the chart."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the ratio report; `met` is None when a side was not measured."""
+    """A line of the ratio report; `met` is None where a side was not measured."""
 
     text: str
     met: bool | None
 
 
 def summarize(records: list[dict], tokens_per_step: int) -> list[Row]:
-    """Median over all timed steps of all repeats; `tokens_per_step` counts all ranks together."""
+    """Make a row a contender, stage and link: medians over all timed steps; `tokens_per_step` is that of all ranks."""
     rows = []
     for contender, stage, link in dict.fromkeys((r["contender"], r["stage"], _link(r)) for r in records):
         runs = [run for run in _ran(records, contender, stage) if _link(run) == link]
@@ -112,30 +112,26 @@ def _ran(records: list[dict], contender: str, stage: int) -> list[dict]:
 def _rounds(
     records: list[dict], ours: tuple[str, int], other: tuple[str, int], key: str = "step_s"
 ) -> list[tuple[float, float]]:
-    """What two contenders, each `(name, stage)`, took in the same rounds of the same heats."""
-    others = {(r["heat"], r["repeat"]): r[key] for r in _ran(records, *other)}
-    both = [r for r in _ran(records, *ours) if (r["heat"], r["repeat"]) in others]
-    return [pair for r in both for pair in zip(r[key], others[r["heat"], r["repeat"]], strict=True)]
+    """Pair the seconds of two contenders, each `(name, stage)`, in the same rounds of the same heats."""
+    other_values = {(r["heat"], r["repeat"]): r[key] for r in _ran(records, *other)}
+    both = [r for r in _ran(records, *ours) if (r["heat"], r["repeat"]) in other_values]
+    return [pair for r in both for pair in zip(r[key], other_values[r["heat"], r["repeat"]], strict=True)]
 
 
 def judge(rows: list[Row], records: list[dict], ranks: int = 2, cores: int | None = None) -> list[Verdict]:
-    """The "Fast" bars, on each link. Against DeepSpeed, the faster of its two ways to run counts.
-
-    Args:
-        cores: that ranks share; None for one each.
-    """
-    load = max(1.0, ranks / (cores or ranks))
+    """Compare with the "Fast" bars, on each link; against DeepSpeed, the faster of its two ways to run counts."""
+    load = max(1.0, ranks / (cores or ranks))  # ranks that share a core; None for a core each
     free = [record for record in records if _link(record) == UNLIMITED]
     verdicts = [] if records and not free else _unlimited([row for row in rows if row.link == UNLIMITED], free)
     for link in dict.fromkeys(_link(record) for record in records if _link(record) != UNLIMITED):
         here = [record for record in records if _link(record) == link]
-        found = _limited([row for row in rows if row.link == link], here, free, bytes_per_second(link) / ranks, load)
-        verdicts += [Verdict(f"{link}: {verdict.text}", verdict.met) for verdict in found]
+        judged = _limited([row for row in rows if row.link == link], here, free, bytes_per_second(link) / ranks, load)
+        verdicts += [Verdict(f"{link}: {verdict.text}", verdict.met) for verdict in judged]
     return [*verdicts, _same_training(rows)]
 
 
 def _limited(rows: list[Row], records: list[dict], free: list[dict], rate: float, load: float) -> list[Verdict]:
-    """On a link of `rate` bytes/s for each rank, `load` of which share a core; `free` are the same without a limit."""
+    """Judge runs on a link of `rate` bytes/s a rank, with `load` ranks a core; `free`: records of unlimited links."""
     verdicts = [
         _ratio(records, "ours-muon", "deepspeed-muon", 3, 0.5),
         _ratio(records, "ours-muon", "deepspeed-muon", 1, 0.7),
@@ -177,12 +173,12 @@ def _unlimited(rows: list[Row], records: list[dict]) -> list[Verdict]:
 
 
 def judge_memory(rows: list[Row]) -> list[Verdict]:
-    """The bar on memory, for rows measured with an allocator that returns what is freed."""
+    """Compare with the bar on memory, for rows measured with an allocator that returns freed memory."""
     return [_memory_order({(row.contender, row.stage): row for row in rows}), _same_training(rows)]
 
 
 def over_compute(records: list[dict]) -> list[str]:
-    """What remains of a step once forward and backward are taken off: the part that a training system decides."""
+    """List the seconds of each step over bare forward and backward: the part that a training system decides."""
     lines = []
     records = [record for record in records if _link(record) == UNLIMITED]
     for contender, stage in dict.fromkeys((r["contender"], r["stage"]) for r in records):
@@ -196,7 +192,7 @@ def over_compute(records: list[dict]) -> list[str]:
 
 
 def _ratio(records: list[dict], ours: str, other: str, stage: int, bar: float) -> Verdict:
-    """Medians over the rounds of the ratio of two steps of one round: a slow minute slows both."""
+    """Compare the median, over rounds, of the ratio of two steps in one round: other work slows both."""
     label = f"{ours} / {other}, stage {stage}"
     sides = (ours, stage), (other, stage)
     ratios = [x / y for x, y in _rounds(records, *sides)]
@@ -221,16 +217,14 @@ def _memory_order(at: dict[tuple[str, int], Row]) -> Verdict:
 
 
 def _same_training(rows: list[Row]) -> Verdict:
-    """A contender that does less work than the others is no contender: all Muon losses must agree.
-
-    The tolerance: NS in bf16 and other summation orders move the loss by less than 0.1 % over ten steps; DeepSpeed
-    with its default clipping, which all but stops Muon, was off by 7 %.
-    """
+    """Check that all Muon losses agree: a contender that does less work than the others is no contender."""
     rows = [row for row in rows if row.contender.endswith(("-muon", "-muon-compiled"))]
     if len(rows) < 2:
         return Verdict("the Muon contenders' last losses agree: only one measured", None)
     losses = [row.loss for row in rows]
-    spread = (max(losses) - min(losses)) / (min(losses) or 1.0)  # of a rehearsal all are 0
+    spread = (max(losses) - min(losses)) / (min(losses) or 1.0)  # all losses of a rehearsal are 0
+    # Newton-Schulz in bf16 and other summation orders move the loss by less than 0.1 % over ten steps; DeepSpeed with
+    # its default clipping, which all but stops Muon, was off by 7 %.
     return Verdict(f"the Muon contenders' last losses agree: within {spread:.2%} (bar: 1 %)", spread <= 0.01)
 
 
@@ -287,7 +281,7 @@ def _number(value: float | None, unit: float, digits: int) -> str:
 
 
 def _sent(row: Row) -> str:
-    """Measured on the sockets; in brackets what the optimizer itself counted."""
+    """Format the bytes measured on the sockets, and in brackets the optimizer's own count."""
     measured = _number(row.bytes_per_step, 1e6, 1)
     return measured if row.counted_bytes_per_step is None else f"{measured} ({row.counted_bytes_per_step / 1e6:.1f})"
 
@@ -301,7 +295,7 @@ def as_json(rows: list[Row], verdicts: list[Verdict], remainders: list[str]) -> 
 
 
 def title_of(result: dict) -> str:
-    """The model, the ranks and the machine of a result, in a line."""
+    """Describe the model, the ranks and the machine of a result in a line."""
     shape, options = result["shape"], result["options"]
     parameters = next((sample["parameters"] for sample in result["samples"] if not sample["error"]), 0)
     backwards = "" if options["micro_batches"] == 1 else f" in {options['micro_batches']} micro-batches"
@@ -313,12 +307,12 @@ def title_of(result: dict) -> str:
 
 
 def _label(value: float) -> str:
-    """Three digits, or all ahead of the point; a few bytes of bookkeeping are no megabytes."""
+    """Format a bar's value with three digits, or all of those before the point; a few bytes count as 0 MB."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.001 else "0"
 
 
 def draw(result: dict, path: Path) -> None:
-    """Bar charts of a result, by stage: step time on each link (the fastest step as a tick), memory, bytes sent."""
+    """Draw bar charts of a result, by stage: step time on each link (fastest step as a tick), memory, bytes sent."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -336,7 +330,7 @@ def draw(result: dict, path: Path) -> None:
         ("sent per rank and step, MB", "bytes_per_step", 1e6, first),
     ]
     panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in panel[3])]
-    across = min(len(panels), 2)  # or a page shrinks them until nobody can read them
+    across = min(len(panels), 2)  # with more the page shrinks them until they cannot be read
     down = -(-len(panels) // across)
     figure = Figure(figsize=(5 * across, 4 * down + 0.5))
     axes = list(figure.subplots(down, across, squeeze=False).flat)

@@ -1,24 +1,24 @@
-"""What a schedule hides of Muon's exchange, simulated: an 8 B model on nodes of H100s, by this schedule and by others.
+"""The part of Muon's exchange that a schedule hides, simulated: an 8 B model on nodes of H100s, by several schedules.
 
     python benchmarks/schedules.py MODEL --world 8 64 512 --replicas 1 8 --together \\
         --out benchmarks/results/schedules.json
 
-MODEL is what `python -m compile_muon plan` takes; NOTES.md has the table for the shape of Llama 3.1 8B. Every
-number is simulated; no rank runs. What differs is the order of the same nodes:
+MODEL is an argument as of `python -m compile_muon plan`; NOTES.md has the table for the shape of Llama 3.1 8B. Every
+number is simulated; no rank runs. Schedules differ in the order of the same nodes:
 
 ================  ===================================================================================================
 this              `passes/lowering/schedule.py`, and resident weights gathered under the next forward
-behind backward   exchanges start behind backward, each when Newton-Schulz of the one ahead of it has been queued, and
-                  resident weights are waited for in step()
-before            the same in buckets of 25 MiB: what this library did before it had a schedule and a cost model for it
+behind backward   exchanges start after backward, each when Newton-Schulz of the one ahead of it has been queued, and
+                  step() waits for resident weights
+before            the same in buckets of 25 MiB: without a schedule and its cost model
 none              every collective is waited for where it starts
 ================  ===================================================================================================
 
-Muon's price is the step less the same step with AdamW for every parameter, in the same order.
+Muon's price is the time of the step less that of the same step with AdamW for every parameter, in the same order.
 
-One rank is played, one with most to orthogonalize. With ``--together`` it waits for others: of each exchange the rank
-with most of it is played too, and every collective begins when the last of all these has issued it, whichever of its
-groups each is in. That is what happens at most, since groups of both axes lie between any two of them.
+One rank is simulated, one with most to orthogonalize. With ``--together`` so is, for each exchange, the rank with most
+of it, and every collective begins when the last of these ranks has issued it, whichever of its groups each is in. That
+is an upper bound, since groups of both axes lie between any two ranks.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ SCHEDULES = ("this", "behind backward", "before", "none")
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of a step: all of it, what waits for collectives, and how much more of each than with AdamW."""
+    """A simulated step, times in milliseconds."""
 
     ranks: int
     replicas: int
     stage: int
     schedule: str
     step: float
-    exposed: float
-    price: float
-    price_exposed: float
-    played: int = 1
+    exposed: float  # waiting for collectives
+    price: float  # of ``step``, over AdamW
+    price_exposed: float  # of ``exposed``, over AdamW
+    played: int = 1  # simulated ranks
 
 
 def _behind_backward(plan, reductions, exchanges, limit) -> None:
-    """In place of ``exchange_when_reduced``: the first leg of a bucket behind Newton-Schulz of the one ahead of it."""
-    last: list[schedule._Leg] = []
+    """Replace ``exchange_when_reduced``: put a bucket's first leg behind Newton-Schulz of the bucket ahead of it."""
+    last_legs: list[schedule._Leg] = []
     for start, *rest in exchanges:
         plan.end += [start, *rest[:1]]
-        last += rest[1:]
-    plan.end += last
+        last_legs += rest[1:]
+    plan.end += last_legs
 
 
 @contextlib.contextmanager
 def ordered(name: str) -> Iterator[None]:
-    """Graphs that are lowered meanwhile come in this order."""
+    """Lower graphs by the schedule ``name`` inside a ``with`` block."""
     with contextlib.ExitStack() as stack:
         if name in ("behind backward", "before"):
             stack.enter_context(mock.patch.object(schedule, "exchange_when_reduced", _behind_backward))
@@ -85,12 +85,12 @@ def ordered(name: str) -> Iterator[None]:
 
 
 def kind(group: tuple[int, ...]) -> tuple[int, int]:
-    """Groups along the same axis are alike."""
+    """Return a key that is equal for groups along the same axis."""
     return len(group), group[1] - group[0]
 
 
 def timelines(trace: Trace, target: Target, ranks: Iterable[int], name: str, machine: Machine) -> list[Timeline]:
-    """Of these ranks, which wait for each other, with their graphs in the order ``name``."""
+    """Simulate these ranks, which wait for each other, with their graphs in the order ``name``."""
     with ordered(name):
         steps = {rank: trace.captured(target, rank=rank) for rank in ranks}
     if name != "this":
@@ -102,20 +102,20 @@ def timelines(trace: Trace, target: Target, ranks: Iterable[int], name: str, mac
 
 
 def busiest(trace: Trace, target: Target) -> list[int]:
-    """The rank with most to orthogonalize, and the others that have most of an exchange."""
-    of_exchanges = trace.bucket_work(target)
-    total = [sum(of_rank) for of_rank in zip(*of_exchanges, strict=True)]
-    return list(dict.fromkeys(work.index(max(work)) for work in (total, *of_exchanges)))
+    """Return the rank with most to orthogonalize, then the ranks with most of an exchange."""
+    exchange_work = trace.bucket_work(target)
+    total = [sum(rank_work) for rank_work in zip(*exchange_work, strict=True)]
+    return list(dict.fromkeys(work.index(max(work)) for work in (total, *exchange_work)))
 
 
 def row(
     trace: Trace, config: Config, machine: Machine, ranks: int, replicas: int, stage: int, name: str, *, together: bool
 ) -> Row:
-    """One step of the rank with most to orthogonalize."""
+    """Simulate one step of the rank with most to orthogonalize."""
     axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
     chosen = replace(config, zero=replace(config.zero, stage=stage))
     if name != "this":
-        # It keeps to the limit of what exchanges hold; the others know none.
+        # Only this schedule keeps to the limit of bytes that exchanges hold.
         options = FrameOptions(exchange_bytes=2**62)
         trace = replace(trace, options=replace(options, bucket_bytes=25 * 2**20) if name == "before" else options)
     with_muon, with_adamw_alone = (Target(ranks, of, axes, "nccl") for of in (chosen, with_adamw(chosen)))
@@ -130,19 +130,19 @@ def row(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """In milliseconds."""
-    found = Table(title="simulated, ms of a step")
+    """Make a table of the rows, in milliseconds."""
+    grid = Table(title="simulated, ms of a step")
     for title in ("ranks", "replicas", "stage"):
-        found.add_column(title, justify="right")
-    found.add_column("schedule")
+        grid.add_column(title, justify="right")
+    grid.add_column("schedule")
     for title in ("step", "exposed", "Muon over AdamW", "of it exposed", "of the step"):
-        found.add_column(title, justify="right")
+        grid.add_column(title, justify="right")
     for one in rows:
         numbers = (one.step, one.exposed, one.price, one.price_exposed)
         share = f"{one.price_exposed / one.step:.2%}"
-        whose = map(str, (one.ranks, one.replicas, one.stage, one.schedule))
-        found.add_row(*whose, *(f"{n:,.1f}" for n in numbers), share)
-    return found
+        settings = map(str, (one.ranks, one.replicas, one.stage, one.schedule))
+        grid.add_row(*settings, *(f"{n:,.1f}" for n in numbers), share)
+    return grid
 
 
 def main() -> None:
@@ -156,21 +156,21 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--together", action="store_true", help="play the busiest ranks, which wait for each other")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    machine = load_machine(given.machine)
+    args = parser.parse_args()
+    machine = load_machine(args.machine)
     config = config_from_kwargs(gradient_accumulation_steps=1, param_dtype="bf16")
-    config = planned_for(config, machine, given.machine)
-    subject = load_subject(given.model, Batch(given.tokens, given.tokens))
+    config = planned_for(config, machine, args.machine)
+    subject = load_subject(args.model, Batch(args.tokens, args.tokens))
     trace = trace_step(subject.build, subject.batch, config, FrameOptions())
     rows = []
-    for ranks, replicas, stage, name in itertools.product(given.world, given.replicas, given.stages, given.schedules):
+    for ranks, replicas, stage, name in itertools.product(args.world, args.replicas, args.stages, args.schedules):
         if ranks % (replicas * (machine.node or 1)) == 0:
-            rows.append(row(trace, config, machine, ranks, replicas, stage, name, together=given.together))
+            rows.append(row(trace, config, machine, ranks, replicas, stage, name, together=args.together))
             print(rows[-1], flush=True)
     Console(width=140).print(table(rows))
-    if given.out:
+    if args.out:
         record = {"simulated": True, "machine": machine.name, "model": subject.name, "rows": [asdict(r) for r in rows]}
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A step of ranks that share a sequence: ours, over heads and around a ring, beside DeepSpeed's Ulysses, in turns.
+"""A step with sequence parallelism: ours, over heads and around a ring, beside DeepSpeed's Ulysses, in turns.
 
     python benchmarks/sequence.py                                          two ranks
     ../shared/tools/slow_link 1600mbit python benchmarks/sequence.py       with a link of that rate
 
-One model and one batch for all. DeepSpeed's ranks are given their parts and positions by hand, and its blocks call
-``DistributedAttention``, eagerly; ours are given the whole batch, and name the blocks. Each contender takes a step,
-then the next. PyTorch's ``context_parallel`` has no kernel for CPUs, and is not here.
+All train one model on one batch. DeepSpeed's ranks get their parts and positions from this script, and its blocks call
+``DistributedAttention``, eagerly; compile_muon's ranks get the whole batch and the names of the blocks. Contenders take
+turns, a step each. PyTorch's ``context_parallel`` is missing, because it has no kernel for CPUs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def plan_of(shape: Shape, stage: int) -> Plan:
-    """What all contenders share; Newton-Schulz in bfloat16, as DeepSpeed's always is."""
+    """Make the plan of all contenders, with Newton-Schulz in bfloat16, DeepSpeed's only dtype."""
     return Plan(stage, dist.get_world_size(), 1, shape.batch, torch.device("cpu"), torch.float32, ns_dtype="bfloat16")
 
 
 def over_ranks(shape: Shape, stage: int, attention: str) -> Step:
-    """Ours."""
+    """Build compile_muon's contender, with ``attention`` over "heads" or around a "ring"."""
     shared = {"size": dist.get_world_size(), "blocks": ["blocks"], "attention": attention, "check": False}
     session = ours(GPT(shape), plan_of(shape, stage), "Muon", sequence_parallel=shared)
     return lambda x, y: session.step([(x, y)])
 
 
 class UlyssesBlock(Block):
-    """The same attention by DeepSpeed's ``DistributedAttention``, of a rank's positions."""
+    """A block with attention by DeepSpeed's ``DistributedAttention``, for a rank's positions."""
 
     exchanged: Any = None
 
@@ -64,13 +64,13 @@ class UlyssesBlock(Block):
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """``[batch, positions, heads, size]``."""
-    turned = (part.transpose(1, 2) for part in (q, k, v))
-    return F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+    """Attend over whole sequences, ``[batch, positions, heads, size]``."""
+    by_head = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)
 
 
 class UlyssesGPT(GPT):
-    """The model of a rank that is given its part of the positions."""
+    """The model of a rank whose batch is its part of the positions."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(self.position_embed.num_embeddings).chunk(dist.get_world_size())[dist.get_rank()]
@@ -82,7 +82,7 @@ class UlyssesGPT(GPT):
 
 
 def ulysses(shape: Shape, stage: int) -> Step:
-    """DeepSpeed's engine, its Muon, its sequence parallelism."""
+    """Build DeepSpeed's contender: its engine, its Muon, its sequence parallelism."""
     model, world, rank = UlyssesGPT(shape), dist.get_world_size(), dist.get_rank()
     session = deepspeed_muon(model, plan_of(shape, stage))
     from deepspeed.sequence.layer import DistributedAttention
@@ -101,18 +101,18 @@ def ulysses(shape: Shape, stage: int) -> Step:
 
 
 def contenders(names: list[str]) -> dict[str, Callable[[Shape], Step]]:
-    """All of them, or these."""
-    found: dict[str, Callable[[Shape], Step]] = {}
+    """Return the builders by name: all, or those whose name contains one of ``names``."""
+    builders: dict[str, Callable[[Shape], Step]] = {}
     for stage in (1, 2, 3):
         for attention in ("heads", "ring"):
-            found[f"ours, {attention}, stage {stage}"] = lambda shape, s=stage, a=attention: over_ranks(shape, s, a)
+            builders[f"ours, {attention}, stage {stage}"] = lambda shape, s=stage, a=attention: over_ranks(shape, s, a)
         if importlib.util.find_spec("deepspeed") is not None:
-            found[f"DeepSpeed Ulysses, stage {stage}"] = lambda shape, s=stage: ulysses(shape, s)
-    return {name: build for name, build in found.items() if not names or any(each in name for each in names)}
+            builders[f"DeepSpeed Ulysses, stage {stage}"] = lambda shape, s=stage: ulysses(shape, s)
+    return {name: build for name, build in builders.items() if not names or any(part in name for part in names)}
 
 
 def rank_of(rank: int, args: argparse.Namespace, address: str, out: str) -> None:
-    """One rank: builds all, and takes turns."""
+    """Build all contenders on one rank, and step them in turns; rank 0 writes the result to ``out``."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=args.ranks)
@@ -121,26 +121,26 @@ def rank_of(rank: int, args: argparse.Namespace, address: str, out: str) -> None
     for name, build in contenders(args.only).items():
         torch.manual_seed(0)
         steps[name] = build(shape)
-    corpus, dice = read_corpus(), torch.Generator().manual_seed(1)  # the same batch for all ranks
+    corpus, generator = read_corpus(), torch.Generator().manual_seed(1)  # the same batch for all ranks
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.warm + args.rounds):
-        x, y = sample_batch(corpus, shape, dice)
+        x, y = sample_batch(corpus, shape, generator)
         for name, step in steps.items():
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             loss = float(step(x, y))
             dist.barrier()
             losses[name].append(loss)
             if number >= args.warm:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start)
     if rank == 0:
-        found = {
+        results = {
             name: {"seconds": statistics.median(seconds[name]), "least": min(seconds[name]), "losses": losses[name]}
             for name in steps
         }
         muon = len(muon_names(GPT(shape)))
-        Path(out).write_text(json.dumps({"shape": vars(shape), "muon_matrices": muon, "contenders": found}))
+        Path(out).write_text(json.dumps({"shape": vars(shape), "muon_matrices": muon, "contenders": results}))
     dist.destroy_process_group()
 
 
@@ -158,16 +158,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/found.json"
         torch.multiprocessing.spawn(rank_of, (args, f"file://{folder}/store", out), args.ranks)
-        found = json.loads(Path(out).read_text())
+        result = json.loads(Path(out).read_text())
     table = Table(title=f"{args.ranks} ranks, sequences of {args.context}")
     for column in ("contender", "step ms, median", "least", "first loss", "last loss"):
         table.add_column(column)
-    for name, row in found["contenders"].items():
+    for name, row in result["contenders"].items():
         losses = row["losses"]
         times = (f"{row[kind] * 1e3:.0f}" for kind in ("seconds", "least"))
         table.add_row(name, *times, f"{losses[0]:.4f}", f"{losses[-1]:.4f}")
     Console(width=110).print(table)
-    args.json.write_text(json.dumps({"command": shlex.join(sys.argv), "ranks": args.ranks, **found}, indent=1) + "\n")
+    args.json.write_text(json.dumps({"command": shlex.join(sys.argv), "ranks": args.ranks, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

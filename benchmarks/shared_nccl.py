@@ -1,12 +1,12 @@
-"""NCCL that lets several ranks share a GPU: from 2.30 on it does; earlier ones say "Duplicate GPU detected".
+"""An NCCL that lets several ranks share a GPU: version 2.30 or later; earlier ones say "Duplicate GPU detected".
 
     python benchmarks/shared_nccl.py make FOLDER          # FOLDER/libnccl.so.2.xz, some 25 MB; takes pip and readelf
     python benchmarks/shared_nccl.py make FOLDER 90 100   # with machine code for other GPUs than sm_90
     python benchmarks/shared_nccl.py check                # the environment's own, or that of NCCL_LIBRARY
 
-`make gpu` takes what NCCL_LIBRARY names, packed or not, or what the environment has if it is as new. A library that is
-made here is what pip downloads, its machine code for other GPUs overwritten with zeros and the rest packed, so that it
-can be carried to a machine without a network.
+`make gpu` takes the library that NCCL_LIBRARY names, packed or not, or the environment's own if it is new enough.
+`make` packs the library that pip downloads, its machine code for other GPUs overwritten with zeros, small enough to be
+carried to a machine without a network.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PACKAGE = "nvidia-nccl-cu13>=2.30"
 LEAST = (2, 30)
 _NAME = "libnccl.so.2"
 
-# By the word of the library whose functions torch calls: the one that is preloaded, though torch may map its own, too;
-# else the one that is mapped; else that of torch, which has NCCL within itself.
+# Asks the library whose functions torch calls for its version: a preloaded one, though torch may map its own, too; else
+# a mapped one; else torch itself, which may contain NCCL.
 _PROBE = """
 import ctypes, re, torch
 code, mapped = ctypes.c_int(), re.findall(r"(/\\S*libnccl\\S*)", open("/proc/self/maps").read())
@@ -44,7 +44,7 @@ else:
 
 
 def unpacked(library: Path, folder: Path) -> Path:
-    """The library that can be loaded: itself, or in ``folder`` what an ``.xz`` holds."""
+    """Return a library that can be loaded: ``library`` itself, or the content of an ``.xz`` in ``folder``."""
     if library.suffix != ".xz":
         return library
     target = folder / _NAME
@@ -55,22 +55,17 @@ def unpacked(library: Path, folder: Path) -> Path:
 
 
 def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str] | str:
-    """What the environment of processes needs beside ``environment``, so that several may share a GPU over NCCL; or why
-    they cannot.
-
-    Args:
-        folder: for a library that is unpacked.
-    """
+    """Return the variables that processes need beside ``environment`` to share a GPU over NCCL, or why they cannot."""
     more: dict[str, str] = {}
-    if given := environment.get("NCCL_LIBRARY"):
-        if not Path(given).is_file():
-            return f"NCCL_LIBRARY={given}: there is no such file; `python benchmarks/shared_nccl.py make` makes one"
+    if library := environment.get("NCCL_LIBRARY"):
+        if not Path(library).is_file():
+            return f"NCCL_LIBRARY={library}: there is no such file; `python benchmarks/shared_nccl.py make` makes one"
         before = environment.get("LD_PRELOAD", "").split()
-        more["LD_PRELOAD"] = " ".join([str(unpacked(Path(given), folder).resolve()), *before])
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env={**environment, **more})
-    if done.returncode:
-        return f"no NCCL: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
-    version = tuple(int(word) for word in done.stdout.split())
+        more["LD_PRELOAD"] = " ".join([str(unpacked(Path(library), folder).resolve()), *before])
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env={**environment, **more})
+    if probe.returncode:
+        return f"no NCCL: {(probe.stderr.strip().splitlines() or ['?'])[-1]}"
+    version = tuple(int(word) for word in probe.stdout.split())
     if version < LEAST:
         return (
             f"NCCL {'.'.join(map(str, version))} has one rank on a GPU, {'.'.join(map(str, LEAST))} may have several: "
@@ -83,7 +78,7 @@ def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str] | 
 
 
 def downloaded(folder: Path) -> Path:
-    """The library that pip has."""
+    """Download NCCL's wheel by pip, and unpack its library into ``folder``."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
     platforms = ("manylinux_2_18_x86_64", "manylinux2014_x86_64")
     command += [str(folder), *(f"--platform={name}" for name in platforms), PACKAGE]
@@ -93,7 +88,7 @@ def downloaded(folder: Path) -> Path:
 
 
 def fat_entries(data: bytearray, start: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, bytes, kind, architecture) of each payload of a section of fat binaries; of kind 2 is machine code."""
+    """Yield (start, bytes, kind, architecture) of each payload of a section of fat binaries; kind 2 is machine code."""
     at = start
     while at < start + size:
         magic, _, header, length = struct.unpack_from("<IHHQ", data, at)
@@ -102,41 +97,34 @@ def fat_entries(data: bytearray, start: int, size: int) -> Iterator[tuple[int, i
             continue
         entry, at = at + header, at + header + length
         while entry < at:
-            kind, _, own, payload = struct.unpack_from("<HHIQ", data, entry)
-            yield entry + own, payload, kind, struct.unpack_from("<I", data, entry + 28)[0]
-            entry += own + payload
+            kind, _, entry_header, payload = struct.unpack_from("<HHIQ", data, entry)
+            yield entry + entry_header, payload, kind, struct.unpack_from("<I", data, entry + 28)[0]
+            entry += entry_header + payload
 
 
 def only_for(data: bytearray, sections: str, architectures: set[int]) -> int:
-    """Overwrite what other GPUs would run with zeros; bytes of what is left to run.
+    """Overwrite other GPUs' machine code in a library with zeros; ``sections`` is the list of ``readelf -SW``.
 
-    Args:
-        data: a shared library, changed in place.
-        sections: of it, as ``readelf -SW`` lists them.
-        architectures: 90 for sm_90.
+    Return the bytes of machine code that are left.
     """
 
     def section(name: str) -> tuple[int, int]:
-        found = re.search(rf"\] {re.escape(name)}\s+\S+\s+\S+\s+([0-9a-f]+)\s+([0-9a-f]+)", sections)
-        return (int(found[1], 16), int(found[2], 16)) if found else (0, 0)
+        line = re.search(rf"\] {re.escape(name)}\s+\S+\s+\S+\s+([0-9a-f]+)\s+([0-9a-f]+)", sections)
+        return (int(line[1], 16), int(line[2], 16)) if line else (0, 0)
 
-    start, size = section("__nv_relfatbin")  # for linking on a device only
+    start, size = section("__nv_relfatbin")  # used for linking on a device only
     data[start : start + size] = bytes(size)
-    kept = 0
+    code_bytes = 0
     for begin, length, kind, architecture in list(fat_entries(data, *section(".nv_fatbin"))):
         if kind == 2 and architecture in architectures:
-            kept += length
+            code_bytes += length
         else:
             data[begin : begin + length] = bytes(length)
-    return kept
+    return code_bytes
 
 
 def make(folder: Path, architectures: set[int]) -> Path:
-    """The packed library in ``folder``.
-
-    Raises:
-        SystemExit: it has no machine code for these GPUs.
-    """
+    """Download NCCL, keep its machine code for these GPUs, and pack the library into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         library = downloaded(Path(place))
@@ -163,9 +151,9 @@ def main() -> int:
         print(f"{target}: {target.stat().st_size / 1e6:.0f} MB")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = preloaded(os.environ, Path(folder))
-    print(found if isinstance(found, str) else "several ranks may share a GPU")
-    return int(isinstance(found, str))
+        variables = preloaded(os.environ, Path(folder))
+    print(variables if isinstance(variables, str) else "several ranks may share a GPU")
+    return int(isinstance(variables, str))
 
 
 if __name__ == "__main__":

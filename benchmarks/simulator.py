@@ -1,4 +1,4 @@
-"""The simulator against the clock: steps that `train_step.py` has timed, and what is predicted of them.
+"""The simulator against the clock: predicted times of steps that `train_step.py` has timed.
 
     mkdir runs machines
     for ranks in 2 4; do for preset in tiny mini small medium; do
@@ -8,9 +8,9 @@
     done; done
     python benchmarks/simulator.py runs/*.json --machine machines/*.json --out benchmarks/results/simulator.json
 
-Prints each case, and writes them with a picture beside. NOTES.md has what came out. A link's rate is that of
-all ranks together; each may send its part of it. A host that others compute on, too, is another one an hour later:
-calibrate before each run, or give one --machine for all.
+Prints each case, and writes all of them to --out with a picture beside it; NOTES.md has the results. A link's rate is
+shared by all ranks equally. The speed of a host that others use changes within an hour: calibrate before each run, or
+give one --machine for all.
 """
 
 from __future__ import annotations
@@ -41,49 +41,47 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
 
-#: seconds may be off by this part; and stages that differ by less need not be ranked right
+#: allowed error of predicted seconds; and least difference of two stages that have to be ranked right
 _BAR, _RANKED = 0.2, 0.1
 
 
 @dataclass(frozen=True)
 class Case:
-    """Medians over the timed steps, and what the simulator says of the slowest rank; bytes are a rank's mean."""
+    """A step of one model, stage and link: medians of the timed steps, and the simulation of the slowest rank."""
 
     preset: str
     ranks: int
     stage: int
     link: str
     machine: str
-    predicted: float
-    measured: float
-    predicted_bytes: float
-    counted_bytes: float
+    predicted: float  # seconds
+    measured: float  # seconds
+    predicted_bytes: float  # sent by a rank, mean
+    counted_bytes: float  # sent by a rank, mean
 
     @property
     def error(self) -> float:
-        """Of the prediction; negative where it is too short."""
+        """The relative error of the predicted seconds, negative where they are too few."""
         return self.predicted / self.measured - 1
 
 
 def limited(machine: Machine, link: str, ranks: int) -> Machine:
-    """``machine`` with a link that carries no more, over all ranks.
-
-    What a kind of collective takes more or less than its bytes is core time, and no part of the link's.
-    """
-    each = bytes_per_second(link) / ranks
-    (found,) = machine.links
-    share = min(1.0, each / found.bandwidth)
+    """Return ``machine`` with its link limited to the rate ``link``, which all ranks share."""
+    rank_rate = bytes_per_second(link) / ranks
+    (fast,) = machine.links
+    # A collective's factor beside its bytes is time of the cores, which a slower link does not stretch.
+    share = min(1.0, rank_rate / fast.bandwidth)
     kinds = {kind: (hops, 1 + (factor - 1) * share) for kind, (hops, factor) in machine.collectives.items()}
     slower = replace(
-        found,
-        bandwidth=min(found.bandwidth, each),
-        bandwidths=tuple((size, min(bandwidth, each)) for size, bandwidth in found.bandwidths),
+        fast,
+        bandwidth=min(fast.bandwidth, rank_rate),
+        bandwidths=tuple((size, min(bandwidth, rank_rate)) for size, bandwidth in fast.bandwidths),
     )
     return replace(machine, links=(slower,), collectives=kinds)
 
 
 def cases(record: dict, machine: Machine) -> Iterator[Case]:
-    """Of one run of `train_step.py`, each step with the settings it was timed with."""
+    """Simulate each step of one run of `train_step.py` with the settings that it was timed with."""
     shape, options = Shape(**record["shape"]), record["options"]
     sample = sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))
     ours = [row for row in record["rows"] if row["contender"] == "ours-muon"]
@@ -107,7 +105,7 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
             }
             timelines = list(simulate_together(plays).values())
             slowest = max(timelines, key=lambda timeline: timeline.seconds)
-            # It had time to save up while other links had their turn.
+            # A link that was idle lets a burst through at once, and was idle while other links had their turn.
             at_once = min(BURST / bytes_per_second(link), sum(slowest.exposed.values()))
             yield Case(
                 preset=options["preset"],
@@ -123,24 +121,22 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
 
 
 def misranked(found: Sequence[Case]) -> list[str]:
-    """Stages of one model, ranks and link whose order is not the measured one, though they differ by more than 10 %.
-
-    Not stages 1 and 2, which are the same step where it has one micro-batch: what they differ by is noise.
-    """
+    """List pairs of stages that differ by more than 10 % and are predicted in wrong order, on equal settings."""
     wrong = []
     for a, b in itertools.permutations(found, 2):
-        alike = (a.preset, a.ranks, a.link) == (b.preset, b.ranks, b.link) and {a.stage, b.stage} != {1, 2}
-        if alike and a.measured * (1 + _RANKED) < b.measured and a.predicted >= b.predicted:
+        # Not stages 1 and 2, which are the same step with one micro-batch: their difference is noise.
+        comparable = (a.preset, a.ranks, a.link) == (b.preset, b.ranks, b.link) and {a.stage, b.stage} != {1, 2}
+        if comparable and a.measured * (1 + _RANKED) < b.measured and a.predicted >= b.predicted:
             wrong.append(f"{a.preset}, {a.ranks} ranks, {a.link}: stage {a.stage} is faster than {b.stage}")
     return wrong
 
 
 def table(found: Sequence[Case]) -> Table:
-    """Milliseconds and how far they are off."""
-    shown = Table("model", "ranks", "stage", "link", "predicted", "measured", "error", "bytes")
+    """Make a table of predicted and measured milliseconds, errors and bytes."""
+    rows = Table("model", "ranks", "stage", "link", "predicted", "measured", "error", "bytes")
     for case in found:
         error = f"{case.error:+.0%}"
-        shown.add_row(
+        rows.add_row(
             case.preset,
             str(case.ranks),
             str(case.stage),
@@ -150,11 +146,11 @@ def table(found: Sequence[Case]) -> Table:
             f"[red]{error}[/red]" if abs(case.error) > _BAR else error,
             "exact" if case.predicted_bytes == case.counted_bytes else f"{case.predicted_bytes - case.counted_bytes:+}",
         )
-    return shown
+    return rows
 
 
 def draw(found: Sequence[Case], path: Path) -> None:
-    """Predicted over measured, by ranks and link."""
+    """Draw predicted over measured seconds, by ranks and link."""
     figure, axes = pyplot.subplots(figsize=(6, 5.5), layout="constrained")
     ends = [min(c.measured for c in found) / 1.5, max(c.measured for c in found) * 1.5]
     axes.fill_between(
@@ -183,34 +179,34 @@ def main() -> None:
         help="name or file of the machine they were timed on: one, or each its own",
     )
     parser.add_argument("--out", type=Path, help="JSON file; the picture lies beside it")
-    given = parser.parse_args()
-    if len(given.machine) not in (1, len(given.results)):
-        parser.error(f"--machine: {len(given.machine)} of them for {len(given.results)} results; give one, or as many")
-    machines = [load_machine(name) for name in given.machine]
-    of_each = machines if len(machines) > 1 else machines * len(given.results)
-    found = [
+    args = parser.parse_args()
+    if len(args.machine) not in (1, len(args.results)):
+        parser.error(f"--machine: {len(args.machine)} of them for {len(args.results)} results; give one, or as many")
+    machines = [load_machine(name) for name in args.machine]
+    machine_of_run = machines if len(machines) > 1 else machines * len(args.results)
+    rows = [
         case
-        for path, machine in zip(given.results, of_each, strict=True)
+        for path, machine in zip(args.results, machine_of_run, strict=True)
         for case in cases(json.loads(path.read_text()), machine)
     ]
-    found.sort(key=lambda case: case.ranks)
+    rows.sort(key=lambda case: case.ranks)
     console = Console(width=110)
-    console.print(table(found))
-    errors = sorted(abs(case.error) for case in found)
+    console.print(table(rows))
+    errors = sorted(abs(case.error) for case in rows)
     within = sum(error <= _BAR for error in errors)
-    wrong = misranked(found)
-    exact = sum(case.predicted_bytes == case.counted_bytes for case in found)
+    wrong = misranked(rows)
+    exact = sum(case.predicted_bytes == case.counted_bytes for case in rows)
     console.print(
-        f"{within} of {len(found)} within {_BAR:.0%}; median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; "
+        f"{within} of {len(rows)} within {_BAR:.0%}; median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; "
         f"bytes of {exact} exact; stages ranked wrong: {len(wrong)}"
     )
     for line in wrong:
         console.print(line)
-    if given.out:
-        used = {machine.name: machine.to_json() for machine in machines}
-        record = {"machines": used, "cases": [asdict(case) | {"error": case.error} for case in found]}
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
-        draw(found, given.out.with_suffix(".svg"))
+    if args.out:
+        machine_records = {machine.name: machine.to_json() for machine in machines}
+        record = {"machines": machine_records, "cases": [asdict(case) | {"error": case.error} for case in rows]}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        draw(rows, args.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ The contenders of a stage are started one after another, warmed up, and then tak
 order shuffled anew every round, while the others wait. A slow minute of the machine hits all alike, and
 ratios are medians over the rounds of two steps taken in the same round. The slowest rank's time counts.
 "compile" is the first step's time over a median step's: cold with an empty Inductor cache, warm with
-the cache of the first repeat. Bytes are the kernel's count of what a rank's sockets sent. With --links every
-round has a turn at each rate, which is what all ranks have of the loopback together; it needs root and Linux.
+the cache of the first repeat. Bytes are the kernel's count of bytes sent by a rank's sockets. With --links every
+round has a turn at each rate of the loopback, which all ranks share; it needs root and Linux.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial]]:
-    """The trials that take turns: a repeat's at one stage, or all, and bare compute. To be weighed, each runs alone."""
+    """List the trials that take turns: a repeat's at one stage, or at all. To measure memory, each runs alone."""
     runnable = []
     for name in options.contenders:
         missing = CONTENDERS[name].missing(getattr(torch, options.dtype), options.ranks)
@@ -164,7 +164,7 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
 
 
 class Heat:
-    """Contenders that take turns. One that fails is out, and its record says why."""
+    """A heat: contenders that take turns. One that fails drops out, and its record says why."""
 
     def __init__(self, options: argparse.Namespace, console: Console, work: Path):
         self._options = options
@@ -174,7 +174,7 @@ class Heat:
         self._records: list[dict] = []
 
     def run(self, trials: list[Trial], order: random.Random) -> list[dict]:
-        """The records of `trials`: each is warmed up alone, then all step in rounds."""
+        """Warm up each of `trials` alone, step all in rounds, and return their records."""
         with contextlib.ExitStack() as stack:
             for trial in trials:
                 slug = _name(trial).replace(" ", "-")
@@ -219,7 +219,7 @@ class Heat:
 
 
 def by_link(record: dict, links: list[str]) -> list[dict]:
-    """The record of each link, of steps that went round them."""
+    """Split the record of steps that took turns over ``links`` into a record for each link."""
     split = ("step_s", "cpu_s")
     return [
         record | {"link": link} | {key: record[key][place :: len(links)] for key in split}
@@ -245,7 +245,7 @@ def run_all(heats: list[list[Trial]], options: argparse.Namespace, console: Cons
 
 
 def describe(options: argparse.Namespace) -> dict:
-    """What a reader needs to judge or repeat the numbers."""
+    """Describe the machine, the versions and the options, to judge or repeat the numbers."""
     versions: dict[str, str | None] = {}
     for package in ("torch", "compile_muon", "deepspeed"):
         try:
@@ -261,7 +261,7 @@ def describe(options: argparse.Namespace) -> dict:
         "python": platform.python_version(),
         "versions": versions,
         "shape": vars(shape_of(options.preset, options.layers)),
-        # Which files were written where says something of one machine only.
+        # Paths concern one machine only.
         "options": {k: v for k, v in vars(options).items() if k not in ("caches", "earlier", "json", "logs", "svg")},
     }
 

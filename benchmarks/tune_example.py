@@ -1,10 +1,10 @@
-"""Learning rates for the two configs that ``examples/train_gpt.py --compare`` puts side by side, over a stated grid.
+"""Learning rates for the two configs that ``examples/train_gpt.py --compare`` compares, over a stated grid.
 
     python benchmarks/tune_example.py                         # one process, as many windows a step as two ranks draw
     python benchmarks/tune_example.py --steps 20 --layers 1 --json grid.json
 
-Each point is one training of the example with one thing changed; what counts is the last validation loss. Points that
-are in the JSON already are not trained again.
+Each point of the grid is one training of the example; its result is the last validation loss. Points that the JSON has
+already are not trained again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 def train(config: dict[str, Any], steps: int, arguments: list[str]) -> float:
-    """The last validation loss of one training, in nats per byte."""
+    """Train once; return the last validation loss, in nats per byte."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tried.json"
         path.write_text(json.dumps(config))
@@ -44,17 +44,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "example_grid.json")
     args, rest = parser.parse_known_args()  # the rest is the example's
-    found = json.loads(args.json.read_text()) if args.json.exists() else {}
+    grids = json.loads(args.json.read_text()) if args.json.exists() else {}
     for name, axes in GRID.items():
         config = json.loads((EXAMPLES / name).read_text())
-        losses = found.setdefault(name, {})
+        losses = grids.setdefault(name, {})
         for point in product(*axes.values()):
             changed = dict(zip(axes, point, strict=True))
             key = ", ".join(f"{axis} {value}" for axis, value in changed.items())
             if key not in losses:
                 config["optimizer"]["params"].update(changed)
                 losses[key] = train(config, args.steps, rest)
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
+                args.json.write_text(json.dumps(grids, indent=1) + "\n")
             print(f"{name:12} {key:24} {losses[key]:.4f}", flush=True)
         best = min(losses, key=losses.__getitem__)
         print(f"{name:12} best: {best}")

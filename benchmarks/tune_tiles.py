@@ -5,15 +5,15 @@
     python benchmarks/tune_tiles.py --minutes 5         # and takes no longer than that
     python benchmarks/tune_tiles.py --lists             # by launches for lists, as steps have them, not for one matrix
 
-Candidates are compiled first, in as many processes as there are cores. One that spills, does not fit, or whose result
-differs from torch's is out. A tile is kept if it is the fastest at some size; the kept ones are listed from the largest
-to the smallest, each with its rate at the largest size. What a multiprocessor does in a second, of ours and of cuBLAS,
-replaces the estimates that the model of a launch starts from, and so does what a launch for a list spends between two
-tiles, with a summand and without: as many tiles of two depths, their time drawn on to depth 0. The model's other
-numbers stay as they are in the file. By lists, what lies between two tiles is taken out of their rates.
+Candidates are compiled first, in as many processes as there are cores. A candidate is out if it spills, does not fit,
+or its result differs from torch's. A tile is kept if it is the fastest at some size; the table lists kept tiles from
+the largest to the smallest, each with its rate at the largest size. Measured rates of a multiprocessor, ours and
+cuBLAS's, replace the model's estimates, and so does the time between two tiles of a list, with a summand and without:
+equally many tiles of two depths are timed, and the line through both is extended to depth 0. The model's other numbers
+stay as they are in the file. With --lists the time between two tiles is taken out of their rates.
 
-Stopped by SIGINT, SIGTERM or --minutes it goes on with the sizes that it has timed all candidates at, the largest
-first; what it has nothing for stays as it is in the file.
+After SIGINT, SIGTERM or --minutes the table is made from the sizes at which all candidates were timed, the largest
+first; numbers without a measurement stay as they are in the file.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from compile_muon.kernels.gpu.tiles import load_tables
 
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
 KINDS = ("symmetric", "product")
-#: size -> matrices of it in a launch; the first, the largest, says what rate a tile has
+#: size -> matrices of it in a launch; a tile's rate is that at the first, the largest size
 SQUARES = {8192: 1, 4096: 1, 2048: 1, 1024: 1, 512: 1}
 IN_LISTS = {4096: 8, 2048: 20, 1024: 64}
-LISTS = ((8, 4096), (128, 1024))  # (matrices, size): as many tiles of any tile's size, of four times the depth
+LISTS = ((8, 4096), (128, 1024))  # (matrices, size): equally many tiles, the first of four times the depth
 
 
 def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
-    """Shapes known to do well in Triton's matrix products, on what the architecture has."""
+    """Yield tiles known to do well in Triton's matrix products, with the features of the architecture."""
     descriptors = capability >= (9, 0)
     depths = (64, 128) if descriptors else (32, 64)
     shapes = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (128, 64), (64, 64))
@@ -73,23 +73,19 @@ def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
 
 
 def shaped(kind: str, tiles: Iterable[Tile]) -> list[Tile]:
-    """Those that `kind` can take: a symmetric result is made of squares, or two side by side."""
+    """Keep the tiles that `kind` can take: those of a symmetric result are squares, or two side by side."""
     return [tile for tile in tiles if kind == "product" or tile.cols in (tile.rows, 2 * tile.rows)]
 
 
 class Stop:
-    """Whether to go no further: a signal came, or the time is over.
-
-    Args:
-        minutes: from now; None for no limit.
-    """
+    """True once a signal has come, or `minutes` from now are over; None for no limit."""
 
     def __init__(self, minutes: float | None = None):
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._asked = False
 
     def listen(self) -> None:
-        """The first SIGINT or SIGTERM stops at the next tile, a second one at once."""
+        """Let the first SIGINT or SIGTERM stop at the next tile, a second one at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
@@ -105,16 +101,13 @@ class Stop:
 
 
 def listed(kind: str, x: Matrices, out: Matrices, tile: Tile, processors: int) -> Launch:
-    """out ← x x + x of symmetric matrices of a list."""
+    """Make the launch of out ← x x + x, of symmetric matrices of a list."""
     make = grouped_symmetric if kind == "symmetric" else grouped_product
     return make(x, x, out, tile.in_list, processors, plus=x, beta=1.0)
 
 
 def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype, in_list: bool) -> str | int:
-    """Compile one launch without a GPU: why the tile is out, or how many fit on a multiprocessor.
-
-    The result lands in Triton's cache on disk.
-    """
+    """Compile a launch into Triton's cache; return why the tile is out, or how many programs fit."""
     from ahead import measure
 
     def matrices() -> Tensor:
@@ -128,8 +121,8 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
         return make(matrices(), matrices(), matrices(), tile, plus=matrices())
 
     try:
-        found = measure(architecture, "", launch())
-        return found.problem or found.resident(tile.warps)
+        resources = measure(architecture, "", launch())
+        return resources.problem or resources.resident(tile.warps)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -137,16 +130,15 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
 def compile_ahead(
     architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int, *, lists: bool = False
 ) -> tuple[dict[tuple[str, Tile], str], dict[tuple[str, Tile], int]]:
-    """The tiles that are out, with the reason; and how many of the others fit on a multiprocessor, of the kernels for
-    ``lists`` or of those for one matrix.
+    """Compile all tiles; return those that are out, with the reason, and how many programs fit of the others.
 
-    Those that stopping left uncompiled are compiled when they are timed.
+    Tiles that ``stop`` leaves uncompiled are compiled when they are timed.
     """
     out: dict[tuple[str, Tile], str] = {}
     resident: dict[tuple[str, Tile], int] = {}
-    # Sizes that are no multiple of 16, and float16, are other kernels: a table has to do for them too.
+    # Sizes that are no multiple of 16, and float16, have kernels of their own, which the table serves, too.
     settings = [(size, dtype) for dtype in (torch.bfloat16, torch.float16) for size in ((512,) if lists else (512, 77))]
-    # A fresh interpreter each: they tell Triton that there is no GPU. Interrupts are for the one that started them.
+    # New interpreters, because they tell Triton that there is no GPU. Only this process handles interrupts.
     context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
         waiting = {
@@ -155,17 +147,17 @@ def compile_ahead(
             for kind in tiles
             for tile in tiles[kind]
         }
-        for done in as_completed(waiting):
+        for future in as_completed(waiting):
             try:
-                found = done.result()
-            except BrokenExecutor:  # a compiler took its process with it: the rest is compiled when it is timed
+                result = future.result()
+            except BrokenExecutor:  # a compiler crashed its process: the other tiles are compiled when they are timed
                 break
-            candidate = waiting[done]
-            if isinstance(found, str):
-                out[candidate] = found
+            candidate = waiting[future]
+            if isinstance(result, str):
+                out[candidate] = result
             else:
-                resident[candidate] = min(found, resident.get(candidate, found))
-            if stop:  # as_completed never hears of what the shutdown cancels
+                resident[candidate] = min(result, resident.get(candidate, result))
+            if stop:  # break, because as_completed never returns futures that the shutdown cancels
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
     return out, resident
@@ -175,21 +167,21 @@ def compile_ahead(
 
 
 class Device(Protocol):
-    """What tuning needs of a GPU."""
+    """A GPU as tuning needs it."""
 
     processors: int
 
     def complaint(self, kind: str, tile: Tile, size: int) -> str | None:
-        """What is wrong with a tile's result, or why it does not run; None if it is right."""
+        """Return the complaint about a tile's result, or why it does not run; None if the result is right."""
 
     def milliseconds(self, kind: str, tile: Tile, size: int) -> float:
-        """Of one launch on a matrix of that size."""
+        """Time one launch on matrices of that size."""
 
     def cublas_milliseconds(self, size: int) -> float:
-        """Of one whole product, a summand with it, on matrices of that size."""
+        """Time one whole product with a summand on matrices of that size, in cuBLAS."""
 
     def list_milliseconds(self, tile: Tile, matrices: int, size: int, *, summand: bool) -> float:
-        """Of one launch of products for a list."""
+        """Time one launch of general products for a list."""
 
 
 class Gpu:
@@ -200,7 +192,7 @@ class Gpu:
         self._exact = torch.empty(0)
 
     def _hold(self, size: int) -> None:
-        """The operand of a size, symmetric, and torch's result for the last of it in float64: x x + x."""
+        """Make the symmetric operand of a size, and x x + x for its last matrix in float64, by torch."""
         if size == self._size:
             return
         self._size, (self._x, self._out) = size, self._operands(size)
@@ -220,7 +212,7 @@ class Gpu:
 
     def complaint(self, kind: str, tile: Tile, size: int) -> str | None:
         run = self._launch(kind, tile, size)
-        self._out.fill_(float("nan"))  # what is not written shows
+        self._out.fill_(float("nan"))  # shows entries that are not written
         try:
             run()
             torch.cuda.synchronize()
@@ -248,7 +240,7 @@ class Gpu:
 
 
 class Lists(Gpu):
-    """As Gpu, of launches for a list: `IN_LISTS` matrices of a size."""
+    """A GPU that times launches for a list: `IN_LISTS` matrices of a size."""
 
     def _operands(self, size: int) -> tuple[Tensor, Tensor]:
         layout = Layout(((IN_LISTS[size], size, size),))
@@ -273,15 +265,7 @@ def _bench(run: Callable[[], object]) -> float:
 
 
 class Tuning:
-    """What is known so far.
-
-    Args:
-        device: to time on.
-        tiles: candidates of each kind; one whose result is wrong once is out at every size.
-        stop: asked before every tile.
-        say: takes a line for the reader.
-        matrices: of each size in a launch, `SQUARES` or `IN_LISTS`.
-    """
+    """The measurements so far, of the candidates `tiles` of each kind; `matrices` is `SQUARES` or `IN_LISTS`."""
 
     def __init__(
         self,
@@ -293,23 +277,23 @@ class Tuning:
     ):
         self._device = device
         self._sizes = tuple(matrices)
-        self._result = (matrices[self._sizes[0]], *[self._sizes[0]] * 3)  # the launch that says what rate a tile has
+        self._result = (matrices[self._sizes[0]], *[self._sizes[0]] * 3)  # of the launch that gives a tile's rate
         self._in_lists = matrices is IN_LISTS
         self._tiles = {kind: list(tiles[kind]) for kind in KINDS}
         self._stop = stop
         self._say = say
-        self._times: dict[tuple[str, int], dict[Tile, float]] = {}  # of complete sizes
+        self._times: dict[tuple[str, int], dict[Tile, float]] = {}  # milliseconds, of complete sizes
         self._cublas: float | None = None  # milliseconds at the largest size
-        self._between: dict[bool, float] = {}  # milliseconds between two tiles of a list, by whether there is a summand
+        self._between: dict[bool, float] = {}  # milliseconds between two tiles of a list, with a summand or without
         self.rejected: dict[tuple[str, Tile], str] = {}
 
     def run(self) -> None:
-        for size in self._sizes:  # both kinds of a size, then the next: stopped early, either has the largest sizes
+        for size in self._sizes:  # both kinds of a size, then the next: if stopped, both kinds have the largest sizes
             for kind in KINDS:
                 times = self._time_all(kind, size)
                 if times is None:
                     return
-                # Only now: a tile that turned out wrong at this size is out at the others too.
+                # After all tiles of this size, because one that is wrong here is out at the other sizes, too.
                 self._times[kind, size] = times
                 if times:
                     winner = min(times, key=lambda tile: times[tile])
@@ -321,14 +305,14 @@ class Tuning:
             self._between[summand] = self._between_tiles(self.kept()["product"][0], summand=summand)
 
     def _between_tiles(self, tile: Tile, *, summand: bool) -> float:
-        """Milliseconds of a tile of depth 0 in a launch for a list; the launch itself is less than one of its tiles."""
+        """Extrapolate a tile's milliseconds in a list to depth 0; the launch itself takes less than one tile."""
         (many, deep), (more, shallow) = LISTS
         long, short = (self._device.list_milliseconds(tile, b, size, summand=summand) for b, size in LISTS)
         _, tiles = busiest(tile.in_list, [(many, deep, deep, deep)], self._device.processors, triangle=False)
         return max(0.0, short - (long - short) * shallow / (deep - shallow)) / tiles
 
     def _time_all(self, kind: str, size: int) -> dict[Tile, float] | None:
-        """Milliseconds of every candidate that is right; None if stopped before the last."""
+        """Time every candidate with a right result; None if stopped before the last."""
         times = {}
         for tile in list(self._tiles[kind]):
             if self._stop:
@@ -343,12 +327,12 @@ class Tuning:
         return times
 
     def kept(self) -> dict[str, list[Tile]]:
-        """Of each kind the fastest tile of every complete size, with rates; nothing for a kind without any."""
+        """Return for each kind the fastest tile of every complete size, with rates; [] for a kind without any."""
         return {kind: self._kept(kind) for kind in KINDS}
 
     def _kept(self, kind: str) -> list[Tile]:
         complete = [
-            # A tile is out once it was wrong, also where it was right before.
+            # A tile that is wrong at one size is out at all sizes, also where its result was right.
             {tile: ms for tile, ms in self._times[kind, size].items() if (kind, tile) not in self.rejected}
             for size in self._sizes
             if (kind, size) in self._times
@@ -356,7 +340,8 @@ class Tuning:
         complete = [times for times in complete if times]
         winners = {min(times, key=lambda tile: times[tile]) for times in complete}
         distinct = sorted(winners, key=lambda tile: -tile.rows * tile.cols)
-        # One tile a size of result: the larger of two equal ones never loses by much, and the choice goes by size.
+        # One tile for each number of entries: of two equally large ones neither loses by much, and the model chooses
+        # by size.
         chosen = list({tile.rows * tile.cols: tile for tile in reversed(distinct)}.values())[::-1]
         if not chosen:
             return []
@@ -367,18 +352,14 @@ class Tuning:
         ]
 
     def _rate(self, kind: str, tile: Tile, milliseconds: float) -> float:
-        """Operations a second of a multiprocessor at the largest size, between tiles of a list not counted."""
+        """Return a multiprocessor's operations a second at the largest size; time between tiles does not count."""
         tile = tile.in_list if self._in_lists else tile
         operations, tiles = busiest(tile, [self._result], self._device.processors, triangle=kind == "symmetric")
         between = tiles * self._between.get(True, 0.0) if self._in_lists else 0.0
         return 1e3 * operations / max(milliseconds - between, 0.1 * milliseconds)
 
     def table(self, source: str, before: Mapping) -> dict | None:
-        """An entry of tiles.json: what is known, else what the file had. None if that leaves a kind without tiles.
-
-        Args:
-            before: the entry of this architecture, or of the one most like it: the model's other numbers.
-        """
+        """Make an entry of tiles.json, with unmeasured numbers of the entry `before`; None if a kind has no tiles."""
         kept = self.kept()
         tiles = {kind: [_plain(tile) for tile in kept[kind]] or before.get(kind, []) for kind in KINDS}
         if not any(kept.values()) or not all(tiles.values()):
@@ -399,15 +380,15 @@ class Tuning:
                 scale = theirs / fastest / top["rate"]
                 cublas = [tile | {"rate": round(tile["rate"] * scale, 3)} for tile in before["cublas"]]
                 measured["cublas"] = cublas
-        kinds = [kind for kind in KINDS if not kept[kind]]
-        old = [*kinds, *(name for name in ("device", "cublas") if name not in measured)]
+        unmeasured = [kind for kind in KINDS if not kept[kind]]
+        old = [*unmeasured, *(name for name in ("device", "cublas") if name not in measured)]
         note = f"; not measured: {', '.join(old)}" if old else ""
         device, cublas = (measured.get(name, before[name]) for name in ("device", "cublas"))
-        return {"source": source + note, "measured": not kinds, "device": device, **tiles, "cublas": cublas}
+        return {"source": source + note, "measured": not unmeasured, "device": device, **tiles, "cublas": cublas}
 
 
 def _plain(tile: Tile) -> dict:
-    """As in the file: without what is false or 0."""
+    """Return a tile as in the file, without fields that are false or 0."""
     return {key: value for key, value in dataclasses.asdict(tile).items() if value}
 
 
@@ -415,7 +396,7 @@ _LISTS = (*KINDS, "cublas")
 
 
 def formatted(tables: Mapping[str, Mapping]) -> str:
-    """JSON with a tile a line."""
+    """Format tables as JSON with a tile a line."""
     entries = []
     for name, table in tables.items():
         lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in _LISTS]
@@ -448,22 +429,22 @@ def main() -> int:
 
     tiles = {kind: shaped(kind, candidates(capability))[: options.candidates] for kind in KINDS}
     say(f"{sum(map(len, tiles.values()))} candidates for {name}, compiled in {options.workers} processes")
-    started = time.monotonic()
-    found = {}
+    start = time.monotonic()
+    residents = {}
     for lists in (False, True) if options.lists else (False,):
-        out, found[lists] = compile_ahead(name, tiles, stop, options.workers, lists=lists)
+        out, residents[lists] = compile_ahead(name, tiles, stop, options.workers, lists=lists)
         for (kind, tile), problem in out.items():
             tiles[kind].remove(tile)
             say(f"{kind} {tile} is out: {problem}")
 
     def with_residents(kind: str, tile: Tile) -> Tile:
-        one, several = (found.get(lists, {}).get((kind, tile), 1 - lists) for lists in (False, True))
+        one, several = (residents.get(lists, {}).get((kind, tile), 1 - lists) for lists in (False, True))
         return dataclasses.replace(tile, resident=one, resident_in_list=several if several != one else 0)
 
     tiles = {kind: [with_residents(kind, tile) for tile in tiles[kind]] for kind in KINDS}
-    say(f"compiled in {time.monotonic() - started:.0f} s; {sum(map(len, tiles.values()))} are left")
-    given = (Lists(), tiles, stop, say, IN_LISTS) if options.lists else (Gpu(), tiles, stop, say, SQUARES)
-    tuning = Tuning(*given)
+    say(f"compiled in {time.monotonic() - start:.0f} s; {sum(map(len, tiles.values()))} are left")
+    arguments = (Lists(), tiles, stop, say, IN_LISTS) if options.lists else (Gpu(), tiles, stop, say, SQUARES)
+    tuning = Tuning(*arguments)
     tuning.run()
     if stop:
         say("stopped: what follows is what there is")

@@ -1,7 +1,7 @@
-"""Contenders that take turns, each in a process of its own: what breaks one leaves the others' times alone.
+"""Contenders that take turns, each in a process of its own: a failure of one leaves the others' times alone.
 
-A contender prepares a case, which includes the proof that its result is right, and is then timed whenever its turn
-comes. What fails is named and left out of that case; what fails in two cases is left out of the rest.
+A contender prepares a case, which includes a check of its result, and is then timed whenever its turn comes. A
+contender that fails is named and left out of that case; one that fails in two cases is left out of the rest.
 """
 
 from __future__ import annotations
@@ -23,26 +23,20 @@ MOST_FAILURES = 2
 
 
 class Failed(Exception):
-    """A contender raised, ended or fell silent; the message says what happened."""
+    """A contender raised, ended or fell silent; the message has the reason."""
 
 
 # --- in the contender's process ---------------------------------------------------------------------------------------
 
 
 class Subject(Protocol):
-    """What can be timed: a `Contender` or a `Yardstick`."""
+    """A subject of timing: a `Contender` or a `Yardstick`."""
 
     def on(self, device: torch.device) -> Prepare: ...
 
 
 class Timings:
-    """One contender: checked and timed, a case at a time.
-
-    Args:
-        subject: to time.
-        device: where.
-        graph: capture its calls into a CUDA graph and replay that.
-    """
+    """A contender in its own process, checked and timed case by case, with `graph` by replays of a CUDA graph."""
 
     def __init__(self, subject: Subject, device: torch.device, *, graph: bool):
         self._device = device
@@ -51,11 +45,7 @@ class Timings:
         self._run: Callable[[], object] | None = None
 
     def prepare(self, case: Case) -> str | None:
-        """Make the case's matrices, warm up, capture, and check what the timed call computes.
-
-        Returns:
-            What is wrong with the result, or None. A contender with a wrong result cannot be timed.
-        """
+        """Make the case's matrices, warm up, capture, and check the timed call; return the complaint, or None."""
         self.drop()
         run, check = self._prepare(case)
         result = run()  # compiles
@@ -69,19 +59,18 @@ class Timings:
         return complaint
 
     def time(self, at_least: float) -> float:
-        """Seconds of a call, the mean over as many as `at_least` seconds take."""
+        """Return the mean seconds of a call, over at least `at_least` seconds of calls."""
         if self._run is None:
             raise RuntimeError("not prepared, or its result is wrong")
         return seconds(self._run, self._device, at_least)
 
     def drop(self) -> None:
-        """Free what a case took."""
         self._run = None
         release(self._device)
 
 
 def capture(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
-    """`run` as the replay of a CUDA graph, and its result, which every replay writes."""
+    """Capture `run` into a CUDA graph; return its replay, and the result that every replay writes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()
@@ -89,7 +78,7 @@ def capture(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
     torch.cuda.synchronize()
 
     def replay() -> None:
-        assert run is not None  # the graph reads its inputs where they were: `run` keeps them alive
+        assert run is not None  # keeps `run` alive, and so the inputs whose memory the graph reads
         graph.replay()
 
     return replay, result
@@ -102,14 +91,14 @@ def release(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], object], device: torch.device, at_least: float) -> float:
-    """Mean over as many calls as `at_least` seconds take, by the device's own clock on CUDA."""
+    """Return the mean seconds of a call, over at least `at_least` seconds of calls, by the device's clock on CUDA."""
     if device.type != "cuda":
         run()
-        started, calls = time.perf_counter(), 0
-        while not calls or time.perf_counter() - started < at_least:
+        begin, calls = time.perf_counter(), 0
+        while not calls or time.perf_counter() - begin < at_least:
             run()
             calls += 1
-        return (time.perf_counter() - started) / calls
+        return (time.perf_counter() - begin) / calls
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -125,8 +114,8 @@ def seconds(run: Callable[[], object], device: torch.device, at_least: float) ->
 
 
 def serve(channel: Connection, name: str, device: str, graph: bool) -> None:
-    """A contender's process: `(method, arguments)` in, `(kind, value)` out, until the channel is closed."""
-    torch._dynamo.config.recompile_limit = 256  # compiled for each shape, none left eager
+    """Run a contender's process: `(method, arguments)` in, `(kind, value)` out, until the channel is closed."""
+    torch._dynamo.config.recompile_limit = 256  # so that every shape is compiled, and none runs eagerly
     timings: Timings | None = None
     with contextlib.suppress(EOFError):
         while True:
@@ -141,7 +130,7 @@ def serve(channel: Connection, name: str, device: str, graph: bool) -> None:
                 raise
             except Missing as reason:
                 return channel.send(("missing", str(reason)))
-            except Exception as error:  # whatever it is, it is this contender's alone
+            except Exception as error:  # of any kind: it concerns this contender alone
                 return channel.send(("error", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
 
 
@@ -149,7 +138,7 @@ def serve(channel: Connection, name: str, device: str, graph: bool) -> None:
 
 
 class Turn(Protocol):
-    """What `take_turns` needs of a contender: `Process`, or `Timings` itself. Every method may raise Failed."""
+    """A contender as `Rounds` needs it: a `Process`, or `Timings` itself. Every method may raise Failed."""
 
     def prepare(self, case: Case) -> str | None: ...
 
@@ -161,25 +150,17 @@ class Turn(Protocol):
 
 
 class Process:
-    """A contender in a process of its own.
-
-    Args:
-        name: of a contender.
-        device, graph: for `Timings`.
-        patience_s: how long an answer may take, compilation included.
-    Raises:
-        Missing, Failed: it is not there, or did not start.
-    """
+    """A contender in a process of its own; raises Missing if it cannot run here, Failed if it does not start."""
 
     def __init__(self, name: str, device: str, graph: bool, patience_s: float):
-        # Not forked from here: this process may have used the device. The server forks from one that has only imported.
+        # Forked from a server that has only imported, because this process may have used the device.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "compile_muon.kernels"])
-        self._patience_s = patience_s
-        self._channel, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, name, device, graph))
+        self._patience_s = patience_s  # for an answer, compilation included
+        self._channel, worker_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(worker_end, name, device, graph))
         self._process.start()
-        theirs.close()
+        worker_end.close()
         self._answer()
 
     def prepare(self, case: Case) -> str | None:
@@ -222,14 +203,7 @@ class Process:
 
 
 class Rounds:
-    """Cases, contenders and turns. Afterwards `samples`, `wrong`, `failed` and `missing` say what came of each.
-
-    Args:
-        start: makes a contender ready; may raise Missing or Failed.
-        repeats, at_least: how often each is timed, and for how many seconds.
-        order: of the turns.
-        say: takes a line for the reader.
-    """
+    """The rounds of all cases; `samples`, `wrong`, `failed` and `missing` have the outcomes."""
 
     def __init__(
         self,
@@ -240,9 +214,9 @@ class Rounds:
         order: random.Random,
         say: Callable[[str], None],
     ):
-        self._start = start
+        self._start = start  # may raise Missing or Failed
         self._repeats = repeats
-        self._at_least = at_least
+        self._at_least = at_least  # seconds of a timing
         self._order = order
         self._say = say
         self._ready: dict[str, Turn] = {}
@@ -253,7 +227,7 @@ class Rounds:
         self.missing: dict[str, str] = {}
 
     def run(self, case: Case, names: Sequence[str]) -> None:
-        """Time the contenders on a case, in turns; one after another if it is that large."""
+        """Time the contenders on a case, in turns; or one after another, if the case is so large."""
         for group in [[name] for name in names] if case.alone else [list(names)]:
             right = [name for name in group if self._attempt(case, name, self._prepare) is True]
             for _ in range(self._repeats):
@@ -296,7 +270,7 @@ class Rounds:
             self.failed[case.name, name] = str(failure)
             self.samples.pop((case.name, name), None)
             self._say(f"[red]{name} failed on {case.name}[/red]: {failure}")
-            turn = self._ready.pop(name, None)  # a new process for the next case: this one's state is unknown
+            turn = self._ready.pop(name, None)  # its state is unknown: the next case gets a new process
             if turn is not None:
                 turn.close()
         return None

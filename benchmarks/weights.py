@@ -1,11 +1,11 @@
-"""Peak memory of weights going in and out of a sharded model, per rank, beside what the rank holds anyway.
+"""Peak memory of saving and loading whole weights of a sharded model, per rank, beyond the rank's own tensors.
 
     torchrun --nproc-per-node 2 benchmarks/weights.py [--width 2048] [--layers 24] [--stage 3] [--folder DIR]
 
-The model is built on the meta device and initialized shard by shard; then weights go out and in, unless
---init-only. Prints for each, per rank, how far the resident set rose at most (VmHWM, reset through
-/proc/self/clear_refs) above where it stood before, of the initialization less the bytes of the rank's shards and
-optimizer state; in MiB and in units of the model's largest tensor. Mapped pages of the file being read count.
+The model is built on the meta device and initialized shard by shard; then, unless --init-only, weights are saved and
+loaded. Prints for each operation and rank the rise of the resident set to its peak (VmHWM, reset through
+/proc/self/clear_refs), in MiB and in units of the model's largest tensor; for the initialization without the bytes of
+the rank's shards and optimizer state. Mapped pages of a file that is read count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _status(key: str) -> float:
 
 
 def measured(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float, float]:
-    """The value, MiB by which the resident set rose at most, and seconds."""
+    """Call ``function``; return its value, the rise of the resident set to its peak in MiB, and seconds."""
     gc.collect()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
@@ -49,7 +49,6 @@ def _init(module: nn.Module) -> None:
 
 
 def main() -> None:
-    """Measure and print, on rank 0 for all ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
@@ -66,11 +65,11 @@ def main() -> None:
     sizes = [p.numel() * p.element_size() / 2**20 for p in model.parameters()]
     optimizer, rise, seconds = measured(compile_muon.MuonZero, model, stage=args.stage, init=_init)
     states = [tensor for slots in optimizer.state.values() for tensor in slots.values()]
-    held = [local_tensor(tensor) for tensor in (*model.parameters(), *states)]
-    held_size = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+    local_tensors = [local_tensor(tensor) for tensor in (*model.parameters(), *states)]
+    held_size = sum(tensor.numel() * tensor.element_size() for tensor in local_tensors) / 2**20
     rows = [("MuonZero(init=...)", rise - held_size, seconds)]
-    with tempfile.TemporaryDirectory(dir=args.folder) as own:
-        folder = [own]
+    with tempfile.TemporaryDirectory(dir=args.folder) as own_folder:
+        folder = [own_folder]  # rank 0's, for all ranks
         dist.broadcast_object_list(folder)
         state: dict[str, Any] = {}
         for name, arguments in (
@@ -84,8 +83,8 @@ def main() -> None:
         if not args.init_only:
             _, rise, seconds = measured(compile_muon.load_full_state_dict, model, state)
             rows.append(("load_full_state_dict", rise, seconds))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, rows)
+        rows_of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows_of_ranks, rows)
         del state
         if dist.get_rank() == 0:
             print(
@@ -93,8 +92,8 @@ def main() -> None:
                 f"rank 0 holds {held_size:.0f} MiB of shards and optimizer state"
             )
             for i, (name, _, _) in enumerate(rows):
-                for rank, found in enumerate(everyone):
-                    rise, seconds = found[i][1:]
+                for rank, rank_rows in enumerate(rows_of_ranks):
+                    rise, seconds = rank_rows[i][1:]
                     units = rise / max(sizes)
                     print(f"{name:22} rank {rank}: +{rise:6.0f} MiB = {units:5.2f} tensors, {seconds:.1f} s")
         dist.barrier()

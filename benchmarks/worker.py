@@ -1,6 +1,6 @@
 """One rank of one trial, in a process of its own: `python worker.py TRIAL.json PIPE`.
 
-It builds the contender and then does what it is told on the pipe (a file descriptor), until that is closed.
+It builds the contender, then executes the commands of the pipe (a file descriptor) until the pipe is closed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Rank:
         self._parameters = sum(p.numel() for p in model.parameters())
         expected = len(muon_names(model))
         plan = Plan.of(trial, self._shape.batch, self._device)
-        started = time.perf_counter()
+        start = time.perf_counter()
         self._session = CONTENDERS[trial["contender"]].build(model, plan)
-        self._setup_s = time.perf_counter() - started
+        self._setup_s = time.perf_counter() - start
         matrices = self._session.muon_matrices
         if "muon" in trial["contender"] and matrices != expected:
             raise RuntimeError(f"{trial['contender']} gave Muon {matrices} matrices, expected {expected}")
@@ -52,23 +52,21 @@ class Rank:
         self._steps = 0
 
     def turn(self) -> dict:
-        """A step behind one of its own, from the end of that on, as in training: what the one before left under way it
-        waits for.
-
-        Without that it would have been sent while others had their turn, over another link, or under a barrier.
-        """
+        """Train an untimed step, then a timed one right after it, as in training."""
         batch = self._batch()
+        # The timed step waits for transfers that this one leaves in flight. Those of the last turn would have ended
+        # while others had theirs, over another link, or under a barrier.
         self.step()
         return self._timed(batch)
 
     def step(self) -> dict:
-        """One training step: wall seconds, CPU seconds of this process (all threads), loss; steps and bytes so far."""
+        """Train one step; return wall seconds, CPU seconds of this process (all threads), loss, and totals so far."""
         batch = self._batch()
         dist.barrier()
         return self._timed(batch)
 
     def _batch(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of the next step; drawing them is nobody's step time."""
+        """Draw the micro-batches of the next step, outside any step's time."""
         x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
         return list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
 
@@ -91,11 +89,10 @@ class Rank:
         }
 
     def weigh(self) -> int:
-        """Peak memory of one more step, in bytes."""
+        """Return the peak memory of one more step, in bytes."""
         return peak_bytes(self.step, self._device)
 
     def describe(self) -> dict:
-        """What was built."""
         return {
             "setup_s": self._setup_s,
             "muon_matrices": self._session.muon_matrices,

@@ -1,4 +1,4 @@
-"""What times of Newton–Schulz are held against: products, copies and the two elementwise kernels of a Muon step."""
+"""Yardsticks for times of Newton–Schulz: products, copies and the two elementwise kernels of a Muon step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[[Tensor], tuple[Callable[[], object], Check]]
 
 
 def cases(on_gpu: bool) -> dict[str, tuple[Case, tuple[str, ...]]]:
-    """Each case with those that take turns at it."""
+    """Return each case with the yardsticks that take turns at it."""
     side, rows = (8192, 2**15) if on_gpu else (256, 2**3)
     return {
         "peak": (single("peak", 1, side, side), ("mm bfloat16", "mm float16")),
@@ -28,10 +28,12 @@ def cases(on_gpu: bool) -> dict[str, tuple[Case, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Yardstick:
+    """A function to time beside Newton–Schulz, with its check."""
+
     make: Make
 
     def on(self, device: torch.device) -> Prepare:
-        """As a contender's, except that what is missing is missed with the first case."""
+        """Prepare cases as a contender does; Missing is raised with the first case."""
         return lambda case: self.make(case.matrices(device)[0])
 
 
@@ -61,8 +63,8 @@ def _square(of: str) -> Make:
 
 
 def _near(exact: Tensor, dtype: torch.dtype) -> Check:
-    """A product that is rounded once is off by half a unit at most; four are allowed."""
-    limit = 4 * torch.finfo(dtype).eps
+    """Check that a product is near ``exact``."""
+    limit = 4 * torch.finfo(dtype).eps  # a product rounded once is off by half a unit at most; four units are allowed
 
     def check(result: Tensor) -> str | None:
         worst = worst_block(result, exact)
@@ -90,32 +92,32 @@ def _momentum(x: Tensor) -> tuple[Callable[[], object], Check]:
 
 
 def _updates(x: Tensor) -> tuple[Callable[[], object], Check]:
-    """The same as a compiled step on CUDA makes them, with norms and sums of rows."""
+    """Make the updates as a compiled step on CUDA does, with norms and sums of rows."""
     if not may_launch([x]):
         raise Missing("no Triton kernel runs on this device")
     from compile_muon.kernels.gpu.momentum import momentum_updates
 
     momentum, hyper = x.roll(1, 0), torch.tensor([0.05, 0.95], device=x.device)
     ahead = 0.05 * x + 0.95 * (0.05 * x + 0.95 * momentum)
-    how = {"nesterov": True, "dtype": torch.bfloat16, "wide": torch.float32}
+    settings = {"nesterov": True, "dtype": torch.bfloat16, "wide": torch.float32}
 
     def check(result: Tensor) -> str | None:
         return None if torch.allclose(result.float(), ahead, 0.01, 0.01) else "the momentum differs"
 
-    return lambda: momentum_updates([x], [momentum], [hyper], **how, **FORMULA).updates[0], check
+    return lambda: momentum_updates([x], [momentum], [hyper], **settings, **FORMULA).updates[0], check
 
 
 def _apply(x: Tensor) -> tuple[Callable[[], object], Check]:
-    """In place: of the calls so far a result tells nothing exact. tests/kernels checks it."""
+    """Write in place, without a check: the result depends on the number of calls so far. tests/kernels checks it."""
     update, lr = x.bfloat16(), torch.tensor(1e-3, device=x.device)
     return lambda: muon_apply([x], [update], lr=lr, weight_decay=0.1, scale=1.0), lambda result: None
 
 
-# name: bytes moved for each element
+# name -> bytes moved for each element
 ELEMENTWISE = {
     "copy": 8,
     "muon_momentum": 14,  # two float32 read, one float32 and one bfloat16 written
-    "momentum of a list": 10,  # the new momentum is written by step()
+    "momentum of a list": 10,  # without the new momentum, which step() writes
     "muon_apply": 10,
 }
 YARDSTICKS = {

@@ -1,11 +1,10 @@
 """Newton-Schulz and the two elementwise halves of a Muon step, behind one interface per idea.
 
-Everything above this package calls only what is listed here. The arithmetic behind ``newton_schulz`` is chosen in one
-place, ``compile_muon.kernels.dispatch``.
+The public names are listed here. ``compile_muon.kernels.dispatch`` alone chooses the arithmetic of ``newton_schulz``.
 """
 
-# With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers looks for and
-# imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
+# With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers imports to
+# learn its version. Under that name it is empty: a second copy of the operators would unregister the first.
 if __name__ == "compile_muon.kernels":
     from .apply import average, muon_apply
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients

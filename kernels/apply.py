@@ -1,6 +1,6 @@
 """The writes of a Muon step: decay the parameters, move them along their directions, and momenta toward gradients.
 
-Plain aten wherever it is traced, so that compilers fuse it with its neighbours; a kernel of ours only outside of that.
+Traced code gets plain aten, which compilers fuse with its neighbours; eager code on CUDA gets a Triton kernel.
 """
 
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ def muon_apply(
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
     Bitwise torch.optim.Muon's ``param.mul_(1 - lr * weight_decay)`` and ``param.add_(update, alpha=-lr * scale)``,
-    except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. On CUDA
-    outside of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding;
-    it moves momenta in the same pass.
+    except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. In eager
+    code on CUDA a Triton kernel writes several parameters a launch, in one pass over memory and with one rounding, and
+    moves the momenta in the same pass.
 
     Args:
         params: tensors of any floating dtype, changed.
-        updates: one for each, of its shape, any strides and any floating dtype.
-        lr: a number or a one-element tensor, on the CPU or on the parameters' device, which is never waited for and
-            never baked into a traced graph.
-        weight_decay: multiplies the unscaled lr. A number; or a one-element tensor on the parameters' device, where lr
-            and the weight of ``averages`` are such tensors of one dtype too. In float64 they give a number's bits.
-        scale: one number for all, or one for each.
-        averages: momenta of the parameters to move toward gradients, one of each for every parameter, or None.
-        found_inf: one fp32 element on the parameters' device, 1 for nothing to be written, never waited for; None
-            writes.
+        updates: one tensor a parameter, of its shape, any strides and any floating dtype.
+        lr: a number; or a one-element tensor on the CPU or on the parameters' device, which the host never waits for
+            and no traced graph bakes in.
+        weight_decay: multiplies the unscaled lr. A number; or a one-element tensor on the parameters' device, if lr and
+            the weight of ``averages`` are such tensors of the same dtype. In float64 they give the bits of numbers.
+        scale: one number for all parameters, or one a parameter.
+        averages: one momentum and one gradient a parameter, to move momenta toward gradients; or None.
+        found_inf: one fp32 element on the parameters' device, which the host never waits for: where it is 1 nothing is
+            written. None always writes.
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.
@@ -59,19 +59,20 @@ def muon_apply(
     for i, (p, u) in enumerate(zip(params, updates, strict=True)):
         if p.shape != u.shape:
             raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
-    left = list(range(len(params)))
+    on_aten = list(range(len(params)))
     if may_launch([*params, *updates]):
         from .gpu.apply import apply_updates
 
-        left = apply_updates(
+        on_aten = apply_updates(
             params, updates, lr=lr, weight_decay=weight_decay, scales=scales, averages=averages, found_inf=found_inf
         )
-    if not left:
+    if not on_aten:
         return
-    params, updates = [params[i] for i in left], [updates[i] for i in left]
-    scales = [scales[i] for i in left]
-    averages = None if averages is None else averages.of(left)
+    params, updates = [params[i] for i in on_aten], [updates[i] for i in on_aten]
+    scales = [scales[i] for i in on_aten]
+    averages = None if averages is None else averages.of(on_aten)
     written = [*params, *(() if averages is None else averages.momenta)]
+    # The host may not read found_inf: write in any case, then restore the copies where it is 1.
     before = None if found_inf is None else [x.clone() for x in written]
     if averages is not None:
         average(averages)
@@ -85,26 +86,26 @@ def muon_apply(
 
 
 def may_launch(tensors: list[Tensor]) -> bool:
-    """Whether nothing traces these tensors, and Triton's kernels cover the devices of all."""
-    if not not_traced(tensors):  # first, so that tracing never looks for kernels
+    """Tell whether nothing traces these tensors, and Triton's kernels cover the devices of all."""
+    if not not_traced(tensors):  # first, so that tracing never imports Triton's kernels
         return False
     gpu = triton_kernels()
     return gpu is not None and all(gpu.products_on(x.device) is not None for x in tensors)
 
 
 def not_traced(tensors: list[Tensor]) -> bool:
-    """Whether nothing observes what is done to these tensors: no torch.compile, no mode, no subclass."""
+    """Tell whether operations on these tensors run unobserved: no torch.compile, no dispatch mode, no subclass."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     return plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def average(averages: Averages) -> None:
-    """Move momenta toward gradients, in place; a tensor gives the bits of its number."""
+    """Move momenta toward gradients, in place; a weight that is a tensor gives the bits of the same number."""
     if not isinstance(averages.weight, Tensor):
         torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
         return
     for momentum, grad in zip(averages.momenta, averages.grads, strict=True):
-        wide = torch.promote_types(momentum.dtype, torch.float32)  # a weight in half precision would be another one
+        wide = torch.promote_types(momentum.dtype, torch.float32)  # half precision would round the weight
         momentum.copy_(torch.lerp(momentum.to(wide), grad.to(wide), averages.weight.to(wide)))
 
 
@@ -132,7 +133,7 @@ def _apply_tensor_lr(
     weight_decay: float | Tensor,
     scales: Sequence[float],
 ) -> None:
-    """add_ takes its alpha from the host only; addcmul_ with a 0-dim factor is the same sum, alpha on the device."""
+    # add_ takes its alpha from the host only; addcmul_ with a 0-dim factor is the same sum, alpha on the device.
     decay = 1 - lr * weight_decay
     for p, u, scale in zip(params, updates, scales, strict=True):
         step = -(lr * scale)

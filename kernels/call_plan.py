@@ -1,4 +1,4 @@
-"""What one Newton-Schulz call does, with every choice that does not depend on a shape already made."""
+"""The plan of a Newton-Schulz call: every choice that does not depend on a shape, already made."""
 
 from dataclasses import dataclass
 
@@ -9,30 +9,19 @@ from .stability import Triple
 __all__ = ["AUTO_LIMIT", "MEMORY_LIMIT", "Plan"]
 
 MEMORY_LIMIT = 2**30
-#: to the operator: MEMORY_LIMIT, or what a graph that it is part of has room for
+#: tells the operator to take MEMORY_LIMIT, or as many bytes as the graph around it has room for
 AUTO_LIMIT = -1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One call's settings, resolved.
+    """The resolved settings of one Newton-Schulz call."""
 
-    Args:
-        steps: (a, b, c) of each step.
-        method: "standard", "gram", or "auto" where either will do and the shape decides.
-        dtype: of the products and the result.
-        eps: smallest norm that X is divided by.
-        safety: multiplies the norm.
-        restarts: numbers of steps after which the gram form restarts.
-        backend: "aten" or "triton", or "auto" for whichever is expected to be fastest.
-        memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
-    """
-
-    steps: tuple[Triple, ...]
-    method: str
-    dtype: torch.dtype
-    eps: float
-    safety: float = 1.0
-    restarts: tuple[int, ...] = ()
-    backend: str = "auto"
-    memory_limit: int = MEMORY_LIMIT
+    steps: tuple[Triple, ...]  # (a, b, c) of each step
+    method: str  # "standard", "gram", or "auto" where either will do and the shape decides
+    dtype: torch.dtype  # of the products and the result
+    eps: float  # smallest norm that X is divided by
+    safety: float = 1.0  # multiplies the norm
+    restarts: tuple[int, ...] = ()  # numbers of steps after which the gram form restarts
+    backend: str = "auto"  # "aten" or "triton"; "auto" for the one expected to be fastest
+    memory_limit: int = MEMORY_LIMIT  # bytes of work memory on a GPU; a single matrix may exceed it

@@ -8,8 +8,9 @@ values 1.01 times as large: [0.0025, 1] ends in [0.69, 1.27], where five jordan 
 
 cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision (largest
 singular value 700 in float16, 4e23 in bfloat16), for the first step sends 1 to 1.99 and the next ones diverge above
-1.995. It sends 0.367 there too, which no factor helps: with seven singular values near 0.367 of the norm the largest
-ends at 2e8 in bfloat16, which is therefore refused, and at up to 9.7 in float16. Prefer float32, where it ends at 1.12.
+1.995. The first step sends 0.367 to 1.99 too, and no factor helps: with seven singular values near 0.367 of the norm
+the largest ends at 2e8 in bfloat16, where cans is therefore refused, and at up to 9.7 in float16. Prefer float32, where
+it ends at 1.12.
 """
 
 import difflib
@@ -34,59 +35,48 @@ from .stability import (
 __all__ = ["COEFFICIENTS", "CoefficientSet", "resolve_coefficients"]
 
 MAX_STEPS = 99  # torch.optim.Muon's limit
-DEFAULT_STEPS = 5  # for one bare triple, which has no length of its own
+DEFAULT_STEPS = 5  # of one bare triple, which has no length of its own
 
 _JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A schedule of Newton-Schulz steps, resolved.
+    """A resolved schedule of Newton-Schulz steps."""
 
-    Args:
-        name: that errors call it by.
-        steps: the (a, b, c) of each step.
-        safety: multiplies the Frobenius norm X is divided by.
-        fixed_length: the schedule is only meaningful as a whole.
-    """
-
-    name: str
-    steps: tuple[Triple, ...]
-    safety: float = 1.0
-    fixed_length: bool = False
+    name: str  # in error messages
+    steps: tuple[Triple, ...]  # (a, b, c) of each step
+    safety: float = 1.0  # multiplies the Frobenius norm that X is divided by
+    fixed_length: bool = False  # the schedule is only meaningful as a whole
 
     def gram_restarts(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Numbers of steps after which the gram form restarts; every step where nothing less is safe.
-
-        float64 restarts where float32 does: it needs it less, but not never.
-        """
+        """Return the numbers of steps after which the gram form restarts; all of them where no fewer are safe."""
+        # float64 restarts where float32 does: it needs restarts less often, but not never.
         chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT32))
         return tuple(range(1, len(self.steps))) if chosen is None else chosen
 
     def survives(self, dtype: torch.dtype) -> bool:
-        """Whether rounding to ``dtype`` keeps every singular value where the schedule contracts, in either form."""
+        """Tell whether rounding to ``dtype`` keeps all singular values where the schedule contracts, in either form."""
         precision = _HALF.get(dtype)
         return precision is None or survives_rounding(self.steps, self.safety, precision)
 
     def is_all_or_nothing(self, dtype: torch.dtype) -> bool:
-        """Whether all entries of a result in ``dtype`` are finite, or none is.
-
-        What is not finite makes all of a matrix NaN: by its norm, or, of an inf as torch.optim.Muon normalizes it (the
-        other entries are zero, and it is NaN), by the first XXᵀ that a step has a use for. Finite entries stay finite,
-        for no singular value leaves what the schedule contracts; where one may, single entries may overflow.
-        """
+        """Tell whether either all entries of a result in ``dtype`` are finite, or none is."""
+        # A non-finite entry makes all of its matrix NaN: through the norm; or, where torch.optim.Muon's normalization
+        # turns an inf into one NaN among zeros, through the first XXᵀ that a step multiplies by b or c. Finite entries
+        # stay finite if no singular value leaves the range that the schedule contracts; else single ones may overflow.
         bounded = survives_rounding(self.steps, self.safety, _HALF.get(dtype, FLOAT32))
         return bounded and any(b or c for _, b, c in self.steps)
 
     def gram_is_stable(self, dtype: torch.dtype) -> bool:
-        """Whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
+        """Tell whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
         precision = _HALF.get(dtype)
         if precision is None:
             return True
         return choose_restarts(self.steps, precision) is not None and self.survives(dtype)
 
     def gram_is_accurate(self, dtype: torch.dtype) -> bool:
-        """Whether the gram form's error in ``dtype`` is as small as it has to be for "auto" (see ``stability``)."""
+        """Tell whether the gram form's error in ``dtype`` is small enough for method "auto" (see ``stability``)."""
         precision = _HALF.get(dtype)
         return self.gram_is_stable(dtype) and (precision is None or factors_are_accurate(self.steps, precision))
 
@@ -150,12 +140,12 @@ CoefficientsLike = str | CoefficientSet | Sequence[float] | Sequence[Sequence[fl
 
 
 def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = None) -> CoefficientSet:
-    """The schedule that runs when asked for ``coefficients`` and ``steps``.
+    """Return the schedule for ``coefficients`` with exactly ``steps`` steps.
 
     Args:
         coefficients: a name in ``COEFFICIENTS``, one triple (a, b, c), a sequence of triples, or a ``CoefficientSet``.
-        steps: None for the schedule's own length (five for one triple), or exactly how many: a longer schedule is cut,
-            the last triple of a shorter one repeated, unless the schedule is of fixed length.
+        steps: None for the schedule's own length (five for one triple). Of a longer schedule the first steps are
+            taken, of a shorter one the last triple is repeated, unless the schedule is of fixed length.
     Raises:
         ValueError: an unknown name, malformed or non-finite triples, a step count outside 1..99, or one that a
             schedule of fixed length does not have.
@@ -183,11 +173,11 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = Non
 def _named(name: str) -> CoefficientSet:
     if name in COEFFICIENTS:
         return COEFFICIENTS[name]
-    known = list(COEFFICIENTS)
-    nearest = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
+    names = list(COEFFICIENTS)
+    nearest = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
     hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
     raise ValueError(
-        f"coefficients={name!r} is unknown: {hint}the sets are {', '.join(known)}; or pass one (a, b, c) or several"
+        f"coefficients={name!r} is unknown: {hint}the sets are {', '.join(names)}; or pass one (a, b, c) or several"
     )
 
 

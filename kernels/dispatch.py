@@ -1,4 +1,4 @@
-"""Which arithmetic runs: the compute dtype, standard or gram, and the implementation. Decided here and only here."""
+"""The one place that chooses a call's compute dtype, its form (standard or gram), and its implementation."""
 
 import importlib
 import importlib.util
@@ -39,17 +39,17 @@ def resolve_dtype(
     coefficients: CoefficientSet | None = None,
     method: str = "auto",
 ) -> torch.dtype:
-    """The dtype Newton-Schulz computes in and returns.
+    """Return the dtype that Newton-Schulz computes in and returns.
 
     "auto" is float32 off CUDA, for most CPUs have no fast half-precision product. On CUDA it is float16: an eighth of
-    the error of bfloat16, in which torch.optim.Muon computes, at the same speed. ``coefficients`` that do not survive
-    it make it float32.
+    the error of bfloat16, in which torch.optim.Muon computes, at the same speed; or float32 where ``coefficients``
+    diverge in float16.
 
     Args:
         dtype: "auto", one of the four floating dtypes, or its name.
-        device: where it will run.
-        coefficients: of the steps; None for any that survive half precision.
-        method: as asked for, "auto" included.
+        device: where Newton-Schulz will run.
+        coefficients: of the steps; None for any that half precision does not make diverge.
+        method: the user's, "auto" included.
     Raises:
         ValueError: any other ``dtype``.
     """
@@ -63,29 +63,16 @@ def resolve_dtype(
         if coefficients is None:
             return torch.float16
         half = torch.float16
-        survives = coefficients.gram_is_stable(half) if method == "gram" else coefficients.survives(half)
-        return half if survives else torch.float32
+        is_stable = coefficients.gram_is_stable(half) if method == "gram" else coefficients.survives(half)
+        return half if is_stable else torch.float32
     names = ", ".join(map(repr, DTYPES))
     raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
 
 
 def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
-    """``method``, with "auto" kept only where standard and gram are about equally accurate.
+    """Return ``method``, with "auto" kept only where standard and gram are about equally accurate in ``dtype``.
 
-    They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then less
-    than the bfloat16 standard form's (float16), or at most 3.2 times that (bfloat16), on the spectra of
-    tests/kernels/test_accuracy.py. Elsewhere
-    (cans in float16, polar_express in bfloat16) "auto" becomes "standard".
-
-    Args:
-        method: "auto", "standard" or "gram".
-        dtype: that Newton-Schulz computes in.
-        coefficients: of the steps.
-    Returns:
-        "auto", "standard" or "gram".
-    Raises:
-        ValueError: an unknown method; "gram" in half precision with a schedule it does not survive; any method in
-            bfloat16 with a schedule that diverges in it.
+    Raises ValueError for an unknown method, and for a schedule that diverges in ``dtype`` or makes "gram" diverge.
     """
     if method not in FORMS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, FORMS))}")
@@ -99,43 +86,32 @@ def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSe
             f"method='gram' with coefficients {coefficients.name!r} is unstable in {dtype}: they amplify its rounding "
             "of the Gram matrix; use method='standard', or dtype float32 or float64"
         )
+    # Where gram is accurate, its error with the set's restarts is less than the bfloat16 standard form's (float16), or
+    # at most 3.2 times that (bfloat16), on the spectra of tests/kernels/test_accuracy.py. It is not for cans in float16
+    # and polar_express in bfloat16.
     return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
 def chosen_form(method: str, rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
-    """``method``, or for "auto" whichever form takes fewer operations: gram above an aspect ratio of 1.5, or from 4/3
-    on with symmetric products halved, where as many operations are fewer launches.
+    """Resolve "auto" to the form with fewer operations for a ``rows`` × ``cols`` matrix, either side the longer.
 
-    Args:
-        method: "auto", "standard" or "gram".
-        rows, cols: of the matrix, in either order.
-        steps, restarts: how many; fewer restarts than one after every step.
-        symmetric: symmetric products are computed by one triangle.
-    Returns:
-        "standard" or "gram".
+    That is gram above an aspect ratio of 1.5, or from 4/3 on if ``symmetric`` products compute one triangle.
     """
     if method != "auto":
         return method
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
     gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
     standard = standard_flops(k, l, steps, symmetric=symmetric)
+    # With as many operations, at an aspect ratio of 4/3, gram has fewer launches.
     return "gram" if gram < standard or (symmetric and gram == standard) else "standard"
 
 
 def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
-    """Whether products of ``dtype`` on ``device`` compute one triangle of what is symmetric.
-
-    Where there is no GPU, the answer is that of one which ``gpu/tiles.json`` has: for plans, which are made on CPUs,
-    and for half precision on these, which has the same form there.
-
-    Args:
-        dtype: that Newton-Schulz computes in.
-        device: where it will run.
-        backend: "auto", "aten" or "triton".
-    """
+    """Tell whether symmetric products in ``dtype`` on ``device`` compute one triangle, with this backend."""
     device = torch.device(device)
     if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
         return False
+    # Without a GPU the answer is that of a measured GPU: CPUs plan for GPUs, and in half precision take the same form.
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
@@ -144,15 +120,9 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
 
 
 def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Whether ``backend`` computes in ``dtype`` on ``device``.
+    """Raise ValueError unless ``backend`` computes in ``dtype`` on ``device``.
 
-    Args:
-        backend: "auto", "aten" or "triton".
-        dtype: that Newton-Schulz computes in.
-        device: where it will run.
-    Raises:
-        ValueError: an unknown backend; "triton" where it is not there, or in another dtype than float16 and
-            bfloat16.
+    "triton" has to be installed, and computes in float16 and bfloat16 on CUDA devices only.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
@@ -169,36 +139,30 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
 
 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Newton-Schulz of every matrix of a list.
+    """Orthogonalize every matrix of ``xs``, tensors [..., m, n] on one device, by the fastest implementation.
 
-    On CPUs each matrix by itself on aten. On GPUs in half precision, on architectures that ``gpu/tiles.json`` has
-    measurements of, and where that is expected to be faster: by Triton's kernels, all matrices of one form at once,
-    whatever their shapes. Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1
-    CPUs are such a GPU.
-
-    Args:
-        xs: tensors [..., m, n] on one device, unmodified.
-        plan: what to do with each.
-        norms: of the rows of each, [..., m] in float32, or none; Triton's kernels take them, others their own.
-    Returns:
-        New contiguous tensors of the inputs' shapes in ``plan.dtype``.
+    ``norms``: row norms of each of ``xs``, [..., m] in float32, or none; only Triton's kernels read them. Results are
+    new contiguous tensors of the inputs' shapes in ``plan.dtype``; ``xs`` stay unmodified.
     """
     plans = [_with_method(x, plan, symmetric=True) for x in xs]
+    # CPUs: each matrix by itself on aten. With TRITON_INTERPRET=1 they count as a measured GPU.
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
+    # Triton: in half precision, on GPUs that gpu/tiles.json has measurements of, where it is expected to be faster, or
+    # by name; all matrices of a form at once, whatever their shapes. The others: cuBLAS, matrices of a shape at once.
     gpu = triton_kernels() if plan.backend in ("auto", "triton") else None
-    served = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
+    on_triton = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
     results: dict[int, Tensor] = {}
-    rest = [i for i in range(len(xs)) if not served[i]]
-    results.update(zip(rest, one_batch_per_shape([xs[i] for i in rest], plan, _on_aten), strict=True))
+    on_cublas = [i for i in range(len(xs)) if not on_triton[i]]
+    results.update(zip(on_cublas, one_batch_per_shape([xs[i] for i in on_cublas], plan, _on_aten), strict=True))
     for method in ("standard", "gram"):
-        of_plan = replace(plan, method=method)
-        chosen = [i for i in range(len(xs)) if served[i] and plans[i] == of_plan]
+        form_plan = replace(plan, method=method)
+        chosen = [i for i in range(len(xs)) if on_triton[i] and plans[i] == form_plan]
         if gpu is not None and chosen:
             lists = importlib.import_module(".gpu.grouped", __package__)
-            mine, theirs = [xs[i] for i in chosen], [norms[i] for i in chosen] if norms else []
-            products = gpu.products_on(mine[0].device)
-            results.update(zip(chosen, lists.orthogonalize_list(mine, of_plan, products, theirs), strict=True))
+            matrices, row_norms = [xs[i] for i in chosen], [norms[i] for i in chosen] if norms else []
+            products = gpu.products_on(matrices[0].device)
+            results.update(zip(chosen, lists.orthogonalize_list(matrices, form_plan, products, row_norms), strict=True))
     return [results[i] for i in range(len(xs))]
 
 
@@ -214,7 +178,7 @@ def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """``gpu.newton_schulz``, imported on first use; None without Triton, or without CUDA and the interpreter."""
+    """Import ``gpu.newton_schulz`` on first use; None without Triton, or without both CUDA and the interpreter."""
     on_cuda = torch.version.cuda is not None and torch.cuda.is_available()
     if importlib.util.find_spec("triton") is None or not (on_cuda or _interpreting()):
         return None

@@ -1,4 +1,4 @@
-"""Muon's momentum: an exponential moving average of gradients, looked at one step ahead."""
+"""Muon's momentum: an exponential moving average of gradients, with Nesterov's look one step ahead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,14 @@ __all__ = ["Averages", "muon_momentum"]
 
 @dataclass(frozen=True)
 class Averages:
-    """Momenta to move toward gradients: ``momentum.lerp_(grad, weight)`` of each.
+    """Momenta to move toward gradients: ``momentum.lerp_(grad, weight)`` for each parameter."""
 
-    Args:
-        momenta: one tensor for each parameter, changed.
-        grads: likewise, of the same shapes.
-        weight: 1 − the momentum factor; a number, or a tensor as ``weight_decay`` of :func:`muon_apply` may be one.
-    """
-
-    momenta: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    weight: float | Tensor
+    momenta: Sequence[Tensor]  # one a parameter, changed
+    grads: Sequence[Tensor]  # one a parameter, of its momentum's shape
+    weight: float | Tensor  # 1 − momentum factor; a tensor under the conditions of weight_decay in muon_apply
 
     def of(self, chosen: Sequence[int]) -> "Averages":
-        """Those of some parameters, by number."""
+        """Return the momenta and gradients of the parameters with the indices ``chosen``."""
         return Averages([self.momenta[i] for i in chosen], [self.grads[i] for i in chosen], self.weight)
 
 
@@ -33,23 +27,21 @@ def muon_momentum(
 ) -> tuple[Tensor, Tensor]:
     """new = momentum + (1 − beta)(grad − momentum), update = grad + beta (new − grad) if ``nesterov``, else new.
 
-    Plain aten, which compilers fuse.
-
-    As aten, bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and ``grad.lerp(buf, momentum)``: lerp takes a
-    tensor weight with the same arithmetic as a number, if the weight's dtype is the one lerp computes in. That is
-    float32 for half-precision momentum, which is therefore widened here (a half-precision weight would round beta).
-    For float64 momentum the pair must be float64 to be exact.
+    Plain aten, which compilers fuse; bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and
+    ``grad.lerp(buf, momentum)``. lerp takes a tensor weight with the same arithmetic as a number, if the weight has the
+    dtype that lerp computes in. That is float32 for half-precision momentum, which is therefore widened here (a
+    half-precision weight would round beta). For float64 momentum the pair must be float64 to be exact.
 
     Args:
         grad: any shape and strides; cast to momentum's dtype first.
         momentum: the average so far, of grad's shape.
-        beta: a number, or the pair of 0-dim (or one-element) float tensors (1 − beta, beta), on the CPU or on grad's
+        beta: a number; or the pair (1 − beta, beta) of 0-dim (or one-element) float tensors on the CPU or on grad's
             device, which keeps beta out of a traced graph.
         nesterov: whether the update looks ahead.
-        out_dtype: of the update.
+        out_dtype: dtype of the update.
     Returns:
-        ``(update, new)`` of grad's shape; new has momentum's dtype. Neither input is modified. Without ``nesterov`` and
-        without a cast, both are one tensor.
+        ``(update, new)`` of grad's shape; ``new`` has momentum's dtype. Neither input is modified. Without ``nesterov``
+        and without a cast, both are one tensor.
     Raises:
         ValueError: grad and momentum differ in shape.
     """

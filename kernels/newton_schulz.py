@@ -40,18 +40,17 @@ def newton_schulz(
         method: "standard" as written, "gram" for the same polynomial iterated on XXᵀ, or "auto" for the cheaper of the
             two where they are about equally accurate.
         coefficients: a name, a triple or triples, see :func:`resolve_coefficients`.
-        steps: how many, or None for as many as the coefficients have.
-        dtype: that the products run in; "auto" is float16 on CUDA, float32 elsewhere.
-        eps: a matrix smaller than that stays small; 0 makes the result independent of scale.
-        backend: "aten" (cuBLAS on GPUs) or "triton"; "auto" is whichever is expected to be fastest on the device and
-            at the shape.
-        memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
+        steps: number of steps, or None for as many as the coefficients have.
+        dtype: dtype of the products; "auto" is float16 on CUDA, float32 elsewhere.
+        eps: smallest norm that x is divided by: smaller matrices stay small; 0 makes the result independent of scale.
+        backend: "aten" (cuBLAS on GPUs) or "triton"; "auto" is the one expected to be fastest on the device and at the shape.
+        memory_limit: bytes of work memory on a GPU, beside inputs and results; a single matrix may exceed it.
     Returns:
         A new contiguous tensor of x's shape in the compute dtype.
     Raises:
-        ValueError: x has fewer than two dimensions or is not of a real floating dtype; unknown method, coefficients,
-            dtype or backend; a backend that is not there or does not compute in that dtype; steps the coefficients do
-            not have; negative or non-finite eps; coefficients that half precision does not survive.
+        ValueError: x has fewer than two dimensions or no real floating dtype; the method, coefficients, dtype or
+            backend is unknown; the backend is not installed or does not compute in that dtype; the coefficients do not
+            have so many steps, or diverge in half precision; eps is negative or not finite.
     """
     options = {"method": method, "coefficients": coefficients, "steps": steps, "dtype": dtype}
     limits = {"eps": eps, "backend": backend, "memory_limit": memory_limit}
@@ -69,15 +68,15 @@ def newton_schulz_list(
     backend: str = "auto",
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[Tensor]:
-    """:func:`newton_schulz` of every tensor of a list, as one operator call.
+    """Orthogonalize every tensor of a list as :func:`newton_schulz` does, in one operator call.
 
-    On CUDA its matrices share launches: all of them in Triton's kernels, those of equal shape in cuBLAS.
+    On CUDA the matrices share launches: all of them in Triton's kernels, those of equal shape in cuBLAS.
 
     Args:
-        xs: tensors [..., m, n] of any shapes but on one device.
+        xs: tensors [..., m, n] of any shapes on one device.
         method, coefficients, steps, dtype, eps, backend, memory_limit: as for :func:`newton_schulz`.
     Returns:
-        A new tensor for each.
+        A new tensor for each of ``xs``.
     Raises:
         ValueError: as :func:`newton_schulz`, and mixed devices.
     """
@@ -99,14 +98,7 @@ def make_plan(
     eps: float,
     backend: str = "auto",
 ) -> Plan:
-    """The plan for these choices, all but the ones that depend on a shape.
-
-    Args:
-        method, coefficients, steps, dtype, eps, backend: as for :func:`newton_schulz`.
-        device: where it will run.
-    Raises:
-        ValueError: as :func:`newton_schulz`, but for what concerns x.
-    """
+    """Resolve the settings of :func:`newton_schulz` for ``device``; the same ValueErrors, except those about x."""
     _check_eps(eps)
     chosen = resolve_coefficients(coefficients, steps)
     compute = resolve_dtype(dtype, device, chosen, method)
@@ -124,10 +116,8 @@ def _constants(
     device: torch.device,
     backend: str,
 ) -> tuple[list[float], str, str, float, list[int]]:
-    """Under torch.compile these are constants of the caller's graph, and how they are made is not traced.
-
-    eps stays outside: with dynamic=True a float is no constant.
-    """
+    """Resolve the operator's arguments to constants of the caller's graph, without tracing this function."""
+    # Without eps, because with dynamic=True a float is no constant.
     plan = make_plan(method, coefficients, steps, dtype, device, 0.0, backend)
     triples, form, name, _, safety, restarts, *_ = arguments(plan)
     return triples, form, name, safety, restarts

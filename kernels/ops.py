@@ -3,12 +3,12 @@
     newton_schulz(Tensor[] xs, float[] coefficients, str method, str dtype, float eps, float safety, int[] restarts,
                   str backend, int memory_limit, Tensor[] norms) -> Tensor[]
 
-xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients`` is a, b, c of every step,
-flat. ``method`` and the rest are the fields of ``plan.Plan``, ``memory_limit`` also ``AUTO_LIMIT``. ``norms`` are those
-of the rows of each of xs, [..., m] in float32, where whoever made xs has them, else none: Triton's kernels then read
-xs once less. A norm that is infinite there makes its matrix NaN. Results are new
-contiguous tensors of the inputs' shapes in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what
-happens inside: inlined bfloat16 steps drift from eager ones by about 5e-3 after four steps.
+``xs``: [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients``: a, b, c of every step,
+flat. ``method`` to ``memory_limit`` are the fields of ``call_plan.Plan``; ``memory_limit`` may also be ``AUTO_LIMIT``.
+``norms``: row norms of each of ``xs``, [..., m] in float32, with which Triton's kernels read ``xs`` once less; or an
+empty list. An infinite row norm makes its matrix NaN. Results are new contiguous tensors of the inputs' shapes in
+``dtype``. The operator has no derivative. It is opaque so that Inductor neither fuses nor reassociates the steps:
+inlined bfloat16 steps drift from eager ones by about 5e-3 after four steps.
 """
 
 import math
@@ -50,7 +50,7 @@ def newton_schulz_op(
 
 
 def plan_of(values: OpArguments) -> Plan:
-    """The plan that :func:`arguments` makes these of."""
+    """Return the plan that :func:`arguments` flattened into ``values``."""
     coefficients, method, dtype, eps, safety, restarts, backend, memory_limit, _ = values
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
     limit = MEMORY_LIMIT if memory_limit == AUTO_LIMIT else memory_limit
@@ -64,7 +64,7 @@ def _(xs, coefficients, method, dtype, eps, safety, restarts, backend, memory_li
 
 @newton_schulz_op.register_vmap
 def _(info, in_dims, xs, *plan):  # type: ignore[no-untyped-def]
-    """A mapped dimension is one more dimension of a stack; norms are taken anew."""
+    """Prepend the mapped dimension to the batch dimensions; row norms are dropped, so the kernels compute them."""
     stacks = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[0], strict=True)]
     return newton_schulz_op(stacks, *plan[:-1], []), [None if dim is None else 0 for dim in in_dims[0]]
 
@@ -81,9 +81,9 @@ def newton_schulz_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Dense matrix products only, as flop_counter does elsewhere."""
-    how = (len(coefficients) // 3, method, len(restarts))
-    return sum(math.prod(batch) * _matrix_flops(m, n, *how) for *batch, m, n in xs_shapes)
+    """Count dense matrix products only, as torch's flop_counter does for other operators."""
+    choice = (len(coefficients) // 3, method, len(restarts))
+    return sum(math.prod(batch) * _matrix_flops(m, n, *choice) for *batch, m, n in xs_shapes)
 
 
 def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:
@@ -93,7 +93,7 @@ def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int
 
 
 def arguments(plan: Plan) -> OpArguments:
-    """The op's arguments after ``xs``, as floats, ints and strings, and no norms."""
+    """Flatten a plan into the operator's arguments after ``xs``; ``norms`` is empty."""
     flat = [value for triple in plan.steps for value in triple]
     name = str(plan.dtype).removeprefix("torch.")
     return flat, plan.method, name, plan.eps, plan.safety, list(plan.restarts), plan.backend, plan.memory_limit, []

@@ -1,4 +1,4 @@
-"""Newton-Schulz on plain aten operations: the definition, and what runs wherever nothing faster is chosen.
+"""Newton-Schulz on plain aten operations: the definition, and the fallback wherever no faster kernel is chosen.
 
 Every function takes one matrix [m, n] or a batch [b, m, n] of a floating dtype, any strides, and leaves it unmodified.
 For a single matrix in bfloat16, normalization and the standard form are operation for operation those of
@@ -18,14 +18,9 @@ __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "sum
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
-    """Normalize, iterate on the wide orientation, turn back.
+    """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".
 
-    Args:
-        x: [m, n] or [b, m, n] of a floating dtype, any strides, unmodified.
-        plan: with method "standard" or "gram".
-        products: compute; default: aten.
-    Returns:
-        A new contiguous tensor of x's shape in ``plan.dtype``.
+    The result is a new contiguous tensor of x's shape in ``plan.dtype``.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -39,25 +34,17 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = Non
 
 
 def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
-    """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
+    """Return X / (safety · max(‖X‖, eps)) in ``dtype``, ‖·‖ the Frobenius norm of each matrix.
 
-    The norm is taken and divided by in float32 (float64 where X or ``dtype`` is) *before* the cast, of X over its
-    largest entry, so that neither squares nor half-precision entries overflow or vanish: the result is right for
-    entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole
-    matrix into NaN. No host synchronization.
-
-    Args:
-        x: [m, n] or [b, m, n] of a floating dtype, unmodified.
-        dtype: of the result.
-        eps: smallest norm.
-        safety: multiplies the norm.
-    Returns:
-        A new tensor of x's shape.
+    Right for entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its
+    whole matrix into NaN. The host never waits.
     """
+    # In float32 (float64 where X or dtype is) before the cast, and relative to the largest entry, so that neither
+    # squares nor half-precision entries overflow or vanish.
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     tiny = torch.finfo(wide).tiny
     x = x.to(wide)
-    # Not vector_norm(inf), which takes 25 times as long on CPUs.
+    # amax and amin, because vector_norm(inf) takes 25 times as long on CPUs.
     largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
     x = x / largest
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -66,7 +53,7 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
 
 
 def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
-    """:func:`normalize` to bfloat16 as torch.optim.Muon has it: cast first, divide by a norm rounded to bfloat16."""
+    """:func:`normalize` to bfloat16 as torch.optim.Muon does: cast first, divide by a norm rounded to bfloat16."""
     x = x.to(torch.bfloat16)
     norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     norm = norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny))
@@ -74,36 +61,30 @@ def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
 
 
 class Aten:
-    """``iterations.Products`` on aten, every product a whole one: ``[k, l]`` matrices, or batches ``[b, k, l]``."""
+    """``iterations.Products`` on aten, both triangles computed: of ``[k, l]`` matrices, or batches ``[b, k, l]``."""
 
     def outer(self, x: Tensor) -> Tensor:
-        """``x xᵀ``."""
         return x @ x.mT
 
     def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        """``alpha left right + beta plus``."""
         return _fused(plus)(plus, left, right, beta=beta, alpha=alpha)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """``left right + beta plus``."""
         if plus is None:
             return torch.matmul(left, right, out=out)
         return _fused(plus)(plus, left, right, beta=beta, out=out)
 
     def add_to_diagonal(self, x: Tensor, a: float) -> None:
-        """``x + aI``, in place."""
         x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 @contextmanager
 def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Of a block, float16 products of cuBLAS whose sums are float32 throughout.
-
-    PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once for
-    depths that are odd. bfloat16 keeps what is set: its bits are those of torch.optim.Muon.
-    """
+    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing."""
+    # PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
+    # for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
     matmul = torch.backends.cuda.matmul
     if dtype != torch.float16 or not matmul.allow_fp16_reduced_precision_reduction:
         yield

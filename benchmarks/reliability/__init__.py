@@ -1,6 +1,5 @@
-"""Faults put in on purpose, one campaign a file. ``faults.py`` runs them.
+"""Fault injection, one campaign a file, run by ``faults.py``.
 
-docs/reference/reliability.md tells what came of it, benchmarks/NOTES.md how.
-
-``processes`` starts and watches ranks, ``outcome`` is what a campaign reports.
+docs/reference/reliability.md has the results, benchmarks/NOTES.md how they came about. ``processes`` starts and watches
+ranks, ``outcome`` has the types of a campaign's report.
 """

@@ -1,7 +1,7 @@
-"""Damaged checkpoints: an error, or the whole one before is loaded; nothing else, and never half of anything.
+"""Damaged checkpoints: loading one must raise an error, or load the checkpoint before it as a whole.
 
-Each kind of damage is a function of the checkpoint's folder and of dice. The folder holds the checkpoints of steps 1
-and 2, of which the second is damaged; it is asked for by its step, which must be an error, and then as the newest.
+Each kind of damage is a function of the checkpoint's folder and a random generator. Of the checkpoints of steps 1 and 2
+the second is damaged. Loading step 2 must be an error; loading the newest one is tried then.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 ATTEMPTS, QUICK_ATTEMPTS = 200, 36
-#: what may come of an attempt
+#: allowed outcomes of an attempt
 OLDER, REFUSED = "an error, and the whole one before is loaded", "an error"
 
-#: what was saved, by step
+#: saved tensors, by step
 States = dict[int, dict[str, Tensor]]
 
 
@@ -65,11 +65,11 @@ class Run:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        tensors = {name: value.clone() for name, value in self.model.state_dict().items()}
         for i, slots in enumerate(self.optimizer.state.values()):
-            found |= {f"{i}/{slot}": value.clone() for slot, value in slots.items()}
-        found |= {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
-        return found | {"dice": torch.get_rng_state()}
+            tensors |= {f"{i}/{slot}": value.clone() for slot, value in slots.items()}
+        tensors |= {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
+        return tensors | {"dice": torch.get_rng_state()}
 
     def is_at(self, state: dict[str, Tensor]) -> bool:
         now = self.state()
@@ -88,7 +88,7 @@ def flip(place: Path, dice: random.Random) -> None:
 
 
 def flip_two(place: Path, dice: random.Random) -> None:
-    """The same bit of two numbers, in opposite directions: a sum would not see it."""
+    """Swap two bytes and invert both, which an XOR checksum would not notice."""
     path = next(place.glob("tensors/*"))
     data = bytearray(path.read_bytes())
     first, second = dice.sample(range(len(data) // 2, len(data)), 2)
@@ -143,7 +143,7 @@ def edit_manifest(place: Path, dice: random.Random) -> None:
 
 
 class Bomb:
-    """Unpickled, it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = str(target)
@@ -153,7 +153,7 @@ class Bomb:
 
 
 def pickles(place: Path, dice: random.Random) -> None:
-    """In place of one file, its checksum put right."""
+    """Replace a file by a pickle, with a matching checksum."""
     path = dice.choice([path for path in _files(place) if path.name != "manifest.json"])
     path.write_bytes(pickle.dumps(Bomb(place.parent / "exploded")))
     resign(place)
@@ -171,7 +171,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def resign(place: Path, change: Callable[[dict[str, Any]], None] = lambda body: None) -> None:
-    """What somebody would do who means it."""
+    """Write a manifest with matching checksums and ``change``, as an attacker would."""
     body = json.loads((place / "manifest.json").read_text())
     for name in body["files"]:
         body["files"][name] = facts_of(place / name)
@@ -181,7 +181,7 @@ def resign(place: Path, change: Callable[[dict[str, Any]], None] = lambda body: 
 
 
 def leave_the_folder(place: Path, dice: random.Random) -> None:
-    """Files that exist, with the checksums they have."""
+    """Name files outside the folder in the manifest, with matching checksums."""
     outside = place.with_name("step-1") / "manifest.json"
     within = next(place.glob("tensors/*"))
     names = [
@@ -211,10 +211,12 @@ def a_pipe(place: Path, dice: random.Random) -> None:
 
 
 def strangers(place: Path, dice: random.Random) -> None:
-    """What the manifest does not know, under names that a reader would ask for."""
+    """Add files that the manifest does not list, under names that a reader would open."""
     path = place / dice.choice(["state/own-00000.safetensors", "state/x.json", "tensors/x.safetensors", "link"])
     kind = dice.choice([os.mkfifo, Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/zero")])
-    if path.name == "link" or (path.name.startswith("own") and path.exists()):  # beside the manifest notes may be
+    if path.name == "link" or (
+        path.name.startswith("own") and path.exists()
+    ):  # other notes than the manifest's may exist
         path, kind = place / "state" / "own-00001.json", os.mkfifo
     kind(path)
 
@@ -223,18 +225,18 @@ def wrong_shapes(place: Path, dice: random.Random) -> None:
     resign(place, lambda body: body["tensors"]["model/0.weight"].update(shape=dice.choice([["x"], 5, None, [-1]])))
 
 
-#: damage that is told by the checksums, so the checkpoint before is taken
+#: damage that checksums reveal, so the checkpoint before is loaded
 TOLD = [
     flip, flip_two, truncate, empty, lengthen, remove, remove_a_folder, swap, from_the_other_step, all_of_another_step,
     edit_manifest, foreign_files, leave_the_folder, link, nonsense, a_pipe, strangers,
 ]  # fmt: skip
-#: malice, with checksums to match: an error
+#: malice, with matching checksums: an error
 MEANT = [pickles, wrong_shapes]
 KINDS: list[Callable[[Path, random.Random], None]] = TOLD + MEANT
 
 
 def save_two(folder: Path) -> States:
-    """The checkpoints of steps 1 and 2."""
+    """Save the checkpoints of steps 1 and 2, and return their tensors."""
     run, states = Run(), {}
     for step in (1, 2):
         run.train()
@@ -245,11 +247,7 @@ def save_two(folder: Path) -> States:
 
 
 def attempt(source: Path, states: States, folder: Path, kind: Callable[..., None], seed: int) -> str:
-    """Damage a copy of ``source`` in ``folder``, load it both ways, and say what came of it.
-
-    Returns:
-        :data:`OLDER` or :data:`REFUSED`, if that may come of this ``kind``; else what went wrong.
-    """
+    """Damage a copy of ``source`` in ``folder``, load it both ways, and return the outcome, or what went wrong."""
     shutil.copytree(source, folder)
     kind(folder / "step-2", random.Random(seed))
     run = Run(seed=9)
@@ -271,27 +269,27 @@ def attempt(source: Path, states: States, folder: Path, kind: Callable[..., None
 
 
 def _newest(states: States, folder: Path, kind: Callable[..., None], run: Run, before: dict[str, Tensor]) -> str:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             extra = Checkpointer(folder).load(run.model, run.optimizer)
         except CheckpointError:
             if not run.is_at(before):
                 return "WRONG: an error that left something changed"
-            # Training could have gone on from the one before.
+            # A revealed damage must not stop training, which can go on from the checkpoint before.
             return "WRONG: an error, and the one before was whole" if kind in TOLD else REFUSED
         except Exception as error:
             return f"WRONG: {type(error).__name__}: {error}"
     if extra is None or not torch.equal(extra["note"], torch.ones(3)) or not run.is_at(states[1]):
         return "WRONG: loaded something else"
-    messages = [str(w.message) for w in told if "step 1 is loaded instead" in str(w.message)]
+    messages = [str(w.message) for w in caught if "step 1 is loaded instead" in str(w.message)]
     if len(messages) != 1 or str(folder / "step-2") not in messages[0]:
         return "WRONG: loaded the one before without a warning"
     return OLDER if kind in TOLD or kind is wrong_shapes else "WRONG: malice taken for damage"
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each kind."""
+    """Yield a row for each kind of damage."""
     chosen = [kind for kind in KINDS if request.wants(_name(kind))]
     total = request.runs or (QUICK_ATTEMPTS if request.quick else ATTEMPTS)
     with tempfile.TemporaryDirectory() as place:

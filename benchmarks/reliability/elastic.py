@@ -1,8 +1,8 @@
-"""Kill ranks and nodes of examples/train_gpt.py under torchrun, and see whether training goes on.
+"""Kill ranks and nodes of examples/train_gpt.py under torchrun, and check that training goes on.
 
-Two torchrun agents on loopback stand for two nodes; killing one kills its ranks with it, as a machine that is gone
-does. What counts is the end: exit code 0, every step done, and on the same number of ranks the losses, weights and
-optimizer state bit for bit those of a run never killed.
+Two torchrun agents on loopback stand for two nodes; killing an agent kills its ranks with it, as losing a machine does.
+A trial succeeds with exit code 0, every step done, and on the same number of ranks the losses, weights and optimizer
+state of a run never killed, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,23 +33,18 @@ __all__ = ["Job", "Node", "Store", "campaign", "differences", "ended", "free_por
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 TINY = ("--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--sample-bytes", "4", "--timeout", "60")
-#: torchrun waits 30 s for more nodes once it has enough, and 15 s for a heartbeat: right for a cluster, slow here
+#: shorter than torchrun's 30 s of waiting for more nodes once it has enough, and 15 s for a heartbeat
 QUICKLY = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
 PATIENCE = 240.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run of the example, started as often as it takes.
+    """A training run of the example, over all its starts."""
 
-    Args:
-        folder: made here; gets the run's text, configuration, logs and, in ``out``, what the example writes.
-        steps: how many; a checkpoint every ``save_every``.
-    """
-
-    folder: Path
+    folder: Path  # made here; gets the run's text, configuration, logs and, in ``out``, the example's output
     steps: int = 60
-    save_every: int = 5
+    save_every: int = 5  # steps from checkpoint to checkpoint
     compile: Any = field(default_factory=lambda: {"codegen": "eager"})
 
     def __post_init__(self) -> None:
@@ -70,7 +65,7 @@ class Job:
         return max(self.steps_saved(), default=0)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or was when its writer was killed."""
+        """Tell whether a checkpoint is being written, or was when its writer was killed."""
         return self.checkpoints.is_dir() and any(p.name.endswith(".tmp") for p in self.checkpoints.iterdir())
 
     def arguments(self) -> list[str]:
@@ -78,12 +73,12 @@ class Job:
         return [*map(str, paths), *TINY, "--steps", str(self.steps), "--save-every", str(self.save_every)]
 
     def world(self) -> int:
-        """How many ranks wrote the newest checkpoint; 0 if there is none."""
+        """Return the number of ranks that wrote the newest checkpoint; 0 if there is none."""
         newest = self.newest()
         return Manifest.read(self.checkpoints / f"step-{newest}").world if newest else 0
 
     def last(self) -> tuple[list[float], dict[int, float], dict[str, Any]]:
-        """Of the newest checkpoint: rank 0's training losses, the validation losses, and every tensor by name."""
+        """Read the newest checkpoint: rank 0's training losses, the validation losses, and every tensor by name."""
         place = self.checkpoints / f"step-{self.newest()}"
         values = Values.read(place, "state/rank-00000", Manifest.read(place).files)
         tensors = {path.name: load_file(path) for path in (place / "tensors").glob("*.safetensors")}
@@ -91,20 +86,20 @@ class Job:
 
 
 def differences(one: Job, other: Job) -> list[str]:
-    """What the newest checkpoints of two runs do not have bit for bit in common."""
+    """List the values in which the newest checkpoints of two runs differ by a bit."""
     (train, val, tensors), (train2, val2, tensors2) = one.last(), other.last()
-    found = [name for name, a, b in (("training", train, train2), ("validation", val, val2)) if a != b]
+    names = [name for name, a, b in (("training", train, train2), ("validation", val, val2)) if a != b]
     if tensors.keys() != tensors2.keys():
-        return [*found, "files"]
+        return [*names, "files"]
     for file, content in tensors.items():
         for name, value in content.items():
             if value.tobytes() != tensors2[file][name].tobytes():
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def until(condition: Callable[[], Any], patience: float = PATIENCE) -> bool:
-    """Whether ``condition`` came true in ``patience`` seconds."""
+    """Wait until ``condition`` is true; tell whether that was within ``patience`` seconds."""
     end = time.monotonic() + patience
     while not condition():
         if time.monotonic() > end:
@@ -120,17 +115,13 @@ def free_port() -> int:
 
 
 class Node:
-    """A torchrun agent with its ranks: what is lost when a machine is.
-
-    Args:
-        launch: arguments of torchrun.
-    """
+    """A node: a torchrun agent, with the arguments ``launch``, and its ranks, which are lost together."""
 
     def __init__(self, job: Job, *launch: str) -> None:
         self._log = job.folder / f"node-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=5", "--monitor-interval=0.1", *launch]
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        # torchrun would reuse one store for all rounds, with what the last one left in it: docs/how-to/nodes.md.
+        # torchrun would reuse one store for all rounds, with the last round's keys in it: docs/how-to/nodes.md.
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -144,8 +135,8 @@ class Node:
             )
 
     def ranks(self) -> list[int]:
-        """The process ids of its ranks; empty while none runs."""
-        found = []
+        """Return the process ids of the running ranks."""
+        pids = []
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdigit():
@@ -153,16 +144,17 @@ class Node:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) == self.process.pid and state != "Z":
                     if SCRIPT.name.encode() in (entry / "cmdline").read_bytes():
-                        found.append(int(entry.name))
+                        pids.append(int(entry.name))
             except (FileNotFoundError, ProcessLookupError):
                 continue
-        return sorted(found)
+        return sorted(pids)
 
     def kill(self) -> None:
-        """All of it at once. torchrun's ranks have sessions of their own, so a signal to the group misses them."""
+        """Kill the agent and its ranks at once."""
         if self.process.poll() is not None:
             return
-        self.process.send_signal(signal.SIGSTOP)  # it starts nothing between the look and the kill
+        # Each by its id, because torchrun's ranks have sessions of their own; the stopped agent starts no others.
+        self.process.send_signal(signal.SIGSTOP)
         doomed = self.ranks()
         self.process.kill()
         for rank in doomed:
@@ -170,7 +162,7 @@ class Node:
         self.process.wait()
 
     def wait(self, patience: float = PATIENCE) -> int | None:
-        """Its exit code; None if it has none after ``patience`` seconds."""
+        """Return the agent's exit code; None if it has none after ``patience`` seconds."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -187,7 +179,7 @@ class Node:
 
 
 class Store:
-    """The rendezvous's store in a process of its own, on a node that does not go away."""
+    """The rendezvous's store in a process of its own, which no fault kills."""
 
     def __init__(self, port: int) -> None:
         serve = (
@@ -222,24 +214,15 @@ def one_node(job: Job) -> Node:
 
 
 def of_two(job: Job, address: str, port: int, nodes: str, *, host: bool | None = None) -> Node:
-    """One of two nodes of a rank each; ranks follow the order of the addresses.
-
-    Args:
-        nodes: 2, or 1:2.
-        host: whether it hosts the rendezvous's store; None is torchrun's own choice, the first node to come.
-    """
+    """Start one of two nodes of a rank each, ``nodes`` is "2" or "1:2"; ranks follow the order of the addresses."""
+    # Without ``host`` torchrun lets the first node host the rendezvous's store.
     settings = QUICKLY if host is None else f"{QUICKLY},is_host={int(host)}"
     store = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", f"--rdzv-conf={settings}")
     return Node(job, f"--nnodes={nodes}", "--nproc-per-node=1", *store, f"--local-addr={address}")
 
 
 def ended(code: int | None, job: Job, reference: Job, worlds: tuple[int, ...] = (2,)) -> str:
-    """In words, what became of a run.
-
-    Args:
-        code: torchrun's.
-        worlds: sizes of the world it went through; only with one must its numbers be those of ``reference``.
-    """
+    """Return the outcome of a run in words; ``code`` is torchrun's, ``worlds`` are its world's sizes over time."""
     if code != 0:
         return "hangs" if code is None else f"ends with {code}"
     if job.newest() != job.steps:
@@ -248,11 +231,12 @@ def ended(code: int | None, job: Job, reference: Job, worlds: tuple[int, ...] = 
         return f"ends with a world of {job.world()}"
     if len(set(worlds)) > 1:
         return "goes on with " + ", then ".join(map(str, worlds[1:]))
+    # Only with a world of one size must numbers be the reference's.
     return "goes on with other numbers" if differences(job, reference) else "goes on, bit for bit"
 
 
 def kill_a_rank(job: Job, reference: Job, dice: random.Random, moment: str) -> str:
-    """SIGKILL for one of two ranks or both, while they are ``starting``, ``training`` or ``saving``."""
+    """Kill one of two ranks or both, while they are ``starting``, ``training`` or ``saving``."""
     with one_node(job) as node:
         until(lambda: len(node.ranks()) == 2)
         if moment == "starting":
@@ -273,7 +257,7 @@ def kill_a_rank(job: Job, reference: Job, dice: random.Random, moment: str) -> s
 
 
 def kill_a_node(job: Job, reference: Job, dice: random.Random, back: bool) -> str:
-    """The second of two nodes is gone in the middle of training, and another in its place, or not."""
+    """Kill the second of two nodes in the middle of training, and with ``back`` start another in its place."""
     port = free_port()
     with of_two(job, "127.0.0.1", port, "2" if back else "1:2", host=True) as first:
         with of_two(job, "127.0.0.2", port, "2" if back else "1:2", host=False) as second:
@@ -288,11 +272,8 @@ def kill_a_node(job: Job, reference: Job, dice: random.Random, back: bool) -> st
 
 
 def kill_a_node_for_a_while(job: Job, reference: Job, dice: random.Random) -> str:
-    """One of two nodes is gone, the other goes on alone, and the first comes back; reference is not looked at.
-
-    The run has no end in sight: one that ends before the node is back would say nothing.
-    """
-    job, port = replace(job, steps=100_000), free_port()
+    """Kill one of two nodes, let the other train alone, and start the first again; numbers are not compared."""
+    job, port = replace(job, steps=100_000), free_port()  # so that the run does not end before the node is back
     with of_two(job, "127.0.0.1", port, "1:2", host=True):
         with of_two(job, "127.0.0.2", port, "1:2", host=False) as second:
             if not until(lambda: job.world() == 2):
@@ -306,7 +287,7 @@ def kill_a_node_for_a_while(job: Job, reference: Job, dice: random.Random) -> st
 
 
 def kill_the_first_node(job: Job, reference: Job, dice: random.Random) -> str:
-    """Rank 0's node is gone and comes back; the rendezvous's store lives elsewhere."""
+    """Kill rank 0's node and start it again; the rendezvous's store is elsewhere."""
     port = free_port()
     with Store(port), of_two(job, "127.0.0.2", port, "2", host=False) as second:
         with of_two(job, "127.0.0.1", port, "2", host=False) as first:
@@ -319,7 +300,7 @@ def kill_the_first_node(job: Job, reference: Job, dice: random.Random) -> str:
 
 
 def kill_the_host(job: Job, reference: Job, dice: random.Random) -> str:
-    """The node that hosts the store is gone: the other's torchrun ends, and whatever started both starts both again."""
+    """Kill the node that hosts the store, wait for the other's torchrun to end, and start both again."""
     port = free_port()
     with of_two(job, "127.0.0.1", port, "2", host=True) as first:
         with of_two(job, "127.0.0.2", port, "2", host=False) as second:
@@ -336,7 +317,7 @@ def kill_the_host(job: Job, reference: Job, dice: random.Random) -> str:
 
 Trial = Callable[[Job, Job, random.Random], str]
 
-#: what happens, how often it is tried, of that quickly, and how
+#: (fault, attempts, attempts of --quick, trial)
 FAULTS: tuple[tuple[str, int, int, Trial], ...] = (
     ("a rank or both, while starting", 3, 0, lambda *a: kill_a_rank(*a, moment="starting")),
     ("a rank or both, while training", 4, 0, lambda *a: kill_a_rank(*a, moment="training")),
@@ -350,25 +331,25 @@ FAULTS: tuple[tuple[str, int, int, Trial], ...] = (
 
 
 def good(outcome: str) -> bool:
-    """Whether this is how a trial should end."""
+    """Tell whether a trial may end so."""
     return outcome.startswith("goes on") and "other numbers" not in outcome
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each fault; the seed draws victims and moments, the machine has its part in what a moment meets."""
+    """Yield a row for each fault; the seed draws victims and moments, but a machine's speed decides what they hit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reference = Job(folder / "never killed")
         with one_node(reference) as node:
             assert node.wait() == 0, node.printed()
         for number, (fault, often, quickly, trial) in enumerate(FAULTS):
-            tried = request.runs or (quickly if request.quick else often)
-            if not tried or not request.wants(fault):
+            attempts = request.runs or (quickly if request.quick else often)
+            if not attempts or not request.wants(fault):
                 continue
             dice = random.Random(f"{request.seed} {fault}")
             row = Row("elastic", fault, again("elastic", request, fault))
-            for attempt in range(tried):
-                began = time.monotonic()
+            for attempt in range(attempts):
+                start = time.monotonic()
                 outcome = trial(Job(folder / f"{number}-{attempt}"), reference, dice)
-                row.count(outcome, wrong=not good(outcome), seconds=round(time.monotonic() - began, 1))
+                row.count(outcome, wrong=not good(outcome), seconds=round(time.monotonic() - start, 1))
             yield row

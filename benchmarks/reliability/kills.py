@@ -1,9 +1,9 @@
-"""SIGKILL at random moments of a training that saves every step; started again, it must go on as if never killed.
+"""SIGKILL at random moments of a training that saves every step; restarted, it must go on as if never killed.
 
 The model has dropout, the data come from a shuffling loader that resumes within an epoch, the rates from a LambdaLR.
 Each training is killed several times, at moments drawn uniformly from the length of a run never killed. Weights,
-momenta, moments, rates, losses and random numbers are compared with that run's, bit for bit, after every step. Where
-state is in a file, nothing of it is left in its folder, and the bits are those of a run whose state is in memory.
+momenta, moments, rates, losses and random numbers are compared with that run's, bit for bit, after every step. State in
+a file must leave nothing in its folder, and give the bits of state in memory.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["campaign"]
 
 STEPS = 12
 TIMEOUT = 5.0
-#: until a survivor must have ended: while a group is made, Gloo takes the time-out five times
+#: seconds until a survivor must have ended: while a group is made, Gloo waits for five time-outs
 PATIENCE = 40.0
 KILLS, QUICK_KILLS = 200, 12
-#: of one training, so that it comes to an end
+#: kills of one training, so that it ends
 AT_MOST = 6
 PHASES = ("started", "made", "loading", "forward", "backward", "step", "saving", "finished")
 
 
 class Net(nn.Module):
-    """Uneven shards, an empty one, and dropout."""
+    """A model with uneven shards, an empty one, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Loader:
-    """Shuffled batches of a rank's part of a data set, epoch after epoch; goes on in the middle of one."""
+    """A loader of shuffled batches of a rank's part of a data set, which resumes within an epoch."""
 
     def __init__(self, rank: int, world: int, sequences: int = 40, batch: int = 4) -> None:
         data = torch.randint(0, 16, (sequences, 6), generator=torch.Generator().manual_seed(1))
@@ -87,7 +87,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a training runs."""
+    """The setting of a training."""
 
     world: int
     stage: int
@@ -105,27 +105,21 @@ class Setting:
 
 @dataclass
 class Course:
-    """What a run never killed went through.
+    """The course of a run never killed."""
 
-    Args:
-        digests: by rank and step, of all that the rank holds after so many steps.
-        seconds: from its start to its end.
-        training: from its start to its first step.
-    """
-
-    digests: list[dict[int, str]] = field(default_factory=list)
-    seconds: float = 0.0
-    training: float = 0.0
+    digests: list[dict[int, str]] = field(default_factory=list)  # of each rank, by number of steps
+    seconds: float = 0.0  # from start to end
+    training: float = 0.0  # seconds from start to first step
 
 
 def digest(model: nn.Module, optimizer: compile_muon.MuonZero, losses: list[float]) -> str:
-    """Of the bits of what this rank holds: weights, state, rates, losses, random numbers."""
-    found: dict[str, Any] = dict(model.state_dict())
+    """Hash the bits that this rank holds: weights, state, rates, losses, random numbers."""
+    tensors: dict[str, Any] = dict(model.state_dict())
     for group in optimizer.param_groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            found |= {f"{name}/{slot}": value for slot, value in optimizer.state[param].items()}
+            tensors |= {f"{name}/{slot}": value for slot, value in optimizer.state[param].items()}
     total = hashlib.sha256(repr((losses, [group["lr"] for group in optimizer.param_groups])).encode())
-    for name, value in sorted(found.items()):
+    for name, value in sorted(tensors.items()):
         local = (value.to_local() if isinstance(value, DTensor) else value).detach().contiguous()
         total.update(f"{name} {tuple(local.shape)} {local.dtype}".encode())
         total.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -137,13 +131,9 @@ def train(
     setting: Setting, rank: int, folder: Path | None, meeting: Path, board: Board, course: dict[int, str] | None,
     files: Path,
 ) -> dict[int, str]:  # fmt: skip
-    """A rank, from its first to its last line. Gives the digest after every step that it made.
+    """Run a rank from start to end; return the digest after every step, which has to be that of ``course``.
 
-    Args:
-        folder: of the checkpoints; None for a run that saves none.
-        meeting: a file for the ranks to find each other by.
-        course: the digests that are to be met.
-        files: where state is, if it is to be in a file.
+    ``folder`` takes checkpoints, None saves none; ``files`` takes offloaded state.
     """
     step = 0
 
@@ -163,9 +153,9 @@ def train(
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if setting.compiled else model
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.9**done)
     loader = Loader(rank, setting.world)
-    torch.manual_seed(4 + rank)  # dropout of a rank's own
+    torch.manual_seed(4 + rank)  # each rank has its own dropout
     losses: list[float] = []
-    found: dict[int, str] = {}
+    digests: dict[int, str] = {}
     checkpointer = None
     enter("made")
     if folder is not None:
@@ -175,8 +165,8 @@ def train(
         if extra is not None:
             step, losses = extra["done"], extra["losses"]
     while True:
-        found[step] = digest(model, optimizer, losses)
-        if course is not None and found[step] != course[step]:
+        digests[step] = digest(model, optimizer, losses)
+        if course is not None and digests[step] != course[step]:
             raise AssertionError(f"rank {rank}: not what a run never killed was after step {step}")
         if step == STEPS:
             break
@@ -200,7 +190,7 @@ def train(
     enter("finished")
     if setting.world > 1:
         dist.barrier()
-    return found
+    return digests
 
 
 class Incarnation:
@@ -220,7 +210,7 @@ class Incarnation:
 
 
 def never_killed(setting: Setting, place: Path) -> Course:
-    """The course of a training, with checkpoints in a folder of its own (they take their time), and no kill."""
+    """Return the course of a training without a kill; it saves checkpoints, too, for their time."""
     run = Incarnation(setting, place / "never", place, None)
     training = 0.0
     while not watch(run.ranks, time.monotonic() + 0.005):
@@ -236,15 +226,15 @@ def never_killed(setting: Setting, place: Path) -> Course:
 
 
 def killed_until_done(setting: Setting, course: Course, dice: random.Random, place: Path, row: Row, left: int) -> int:
-    """One training, killed at most ``left`` times; gives how often it was."""
+    """Run one training to its end, killed at most ``left`` times; return the number of kills."""
     folder, kills = place / "checkpoints", 0
-    landed = row.details.setdefault("killed in", {})
-    ended = row.details.setdefault("survivors ended with", {})
+    phases = row.details.setdefault("killed in", {})
+    errors = row.details.setdefault("survivors ended with", {})
     while True:
         run = Incarnation(setting, folder, place, course)
         moment = None
         if kills < min(left, AT_MOST):
-            # A start takes longer than a step here, and means less.
+            # Few kills before the first step: a start takes longer than a step here, but tests less.
             early = dice.random() < 0.15
             moment = run.began + (
                 dice.uniform(0, course.training) if early else dice.uniform(course.training, course.seconds)
@@ -254,9 +244,9 @@ def killed_until_done(setting: Setting, course: Course, dice: random.Random, pla
             late = join(run.ranks, PATIENCE)
             finish = [child.code for child in run.ranks]
             if any(finish) or late:
-                said = "; ".join(child.error[1] for child in run.ranks if child.error)
+                messages = "; ".join(child.error[1] for child in run.ranks if child.error)
                 row.note("did not come to its end", wrong=True)
-                row.details.setdefault("wrong", []).append(f"{finish} {said}")
+                row.details.setdefault("wrong", []).append(f"{finish} {messages}")
             else:
                 row.note("trainings ended bit for bit as never killed")
             return kills
@@ -266,7 +256,7 @@ def killed_until_done(setting: Setting, course: Course, dice: random.Random, pla
         at = time.monotonic()
         phase = PHASES[run.board.read(doomed[0])[1]]
         where = f"{phase}, while writing behind it" if writing and phase in ("forward", "backward", "step") else phase
-        landed[where] = landed.get(where, 0) + 1
+        phases[where] = phases.get(where, 0) + 1
         kills += 1
         late = join(run.ranks, PATIENCE)
         seconds = max(child.ended for child in run.ranks) - at
@@ -279,14 +269,14 @@ def killed_until_done(setting: Setting, course: Course, dice: random.Random, pla
             child = run.ranks[rank]
             outcome, wrong = _judged(child, late, PHASES[run.board.read(rank)[1]])
             kind = "nothing" if child.error is None else child.error[0][0]
-            ended[kind] = ended.get(kind, 0) + 1
+            errors[kind] = errors.get(kind, 0) + 1
             if wrong:
                 row.details.setdefault("wrong", []).append(f"{outcome}: {child.code} {child.error}")
         row.count(outcome, wrong=wrong, seconds=seconds)
 
 
 def _judged(child: Child, late: list[Child], phase: str) -> tuple[str, bool]:
-    """What became of a survivor, and whether it should not have."""
+    """Return the outcome of a survivor, and whether it is wrong."""
     if child in late:
         return "the survivor hung", True
     if child.code == 0:
@@ -295,45 +285,45 @@ def _judged(child: Child, late: list[Child], phase: str) -> tuple[str, bool]:
         return f"the survivor was aborted ({child.code})", True
     if "AssertionError" in child.error[0]:
         return "the survivor had loaded something else", True
-    # In training it is PyTorch's own error of a lost connection; in a checkpoint it must be ours.
+    # In training PyTorch raises its error of a lost connection; in a checkpoint the error must be a CheckpointError.
     if phase in ("loading", "saving") and "CheckpointError" not in child.error[0]:
         return f"the survivor ended in a save with {child.error[0][0]}", True
     return "the survivor ended by itself", False
 
 
 def settings(quick: bool) -> list[Setting]:
-    """One rank or two, all stages, saving in front or behind; most eager, which is faster, some compiled."""
-    found = [Setting(2, stage, False, behind) for stage in range(4) for behind in (False, True)]
-    found += [Setting(1, 0, False, behind) for behind in (False, True)]
-    found += [Setting(2, 3, True, True), Setting(2, 1, True, False)]
-    found += [Setting(2, 3, True, True, True), Setting(2, 2, False, False, True), Setting(1, 0, False, True, True)]
-    return [found[1], found[6], found[9], found[13]] if quick else found
+    """List settings: one rank or two, all stages, both ways to save; most are eager, which is faster."""
+    everything = [Setting(2, stage, False, asynchronous) for stage in range(4) for asynchronous in (False, True)]
+    everything += [Setting(1, 0, False, asynchronous) for asynchronous in (False, True)]
+    everything += [Setting(2, 3, True, True), Setting(2, 1, True, False)]
+    everything += [Setting(2, 3, True, True, True), Setting(2, 2, False, False, True), Setting(1, 0, False, True, True)]
+    return [everything[1], everything[6], everything[9], everything[13]] if quick else everything
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each setting."""
+    """Yield a row for each setting."""
     chosen = [setting for setting in settings(request.quick) if request.wants(setting.name)]
     total = request.runs or (QUICK_KILLS if request.quick else KILLS)
     courses: dict[tuple[int, int, bool], Course] = {}
     for index, setting in enumerate(chosen):
         row = Row("kills", setting.name, again("kills", request, setting.name))
-        wanted = total * (index + 1) // len(chosen) - total * index // len(chosen)
+        kill_count = total * (index + 1) // len(chosen) - total * index // len(chosen)
         with tempfile.TemporaryDirectory() as place:
-            own = never_killed(setting, Path(place))
-        # Saving in front or behind, and where state is, decide nothing but the time.
+            unkilled = never_killed(setting, Path(place))
+        # The way to save and the place of the state change times only, so digests are those of any such course.
         key = setting.world, setting.stage, setting.compiled
         if setting.offload and key not in courses:
             with tempfile.TemporaryDirectory() as place:
                 courses[key] = never_killed(replace(setting, offload=False), Path(place))
-        course = courses.setdefault(key, own)
-        if own.digests != course.digests:
+        course = courses.setdefault(key, unkilled)
+        if unkilled.digests != course.digests:
             row.note("trained otherwise than with other saves, or with state in memory", wrong=True)
-        own.digests = course.digests
+        unkilled.digests = course.digests
         training = kills = 0
-        while kills < wanted:
+        while kills < kill_count:
             dice = random.Random(f"{request.seed} {setting.name} {training}")
             training += 1
             with tempfile.TemporaryDirectory() as place:
-                kills += killed_until_done(setting, own, dice, Path(place), row, wanted - kills)
-        row.details |= {"trainings": training, "seconds of a run never killed": round(own.seconds, 2)}
+                kills += killed_until_done(setting, unkilled, dice, Path(place), row, kill_count - kills)
+        row.details |= {"trainings": training, "seconds of a run never killed": round(unkilled.seconds, 2)}
         yield row

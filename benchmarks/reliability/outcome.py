@@ -1,4 +1,4 @@
-"""What a campaign reports: a row for each fault, which can be repeated from the command line."""
+"""A campaign's report: a row for each fault, with the command line that repeats it."""
 
 from __future__ import annotations
 
@@ -12,75 +12,50 @@ __all__ = ["Request", "Row", "again"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks of a campaign.
+    """The command line's options of a campaign; None for the campaign's own value."""
 
-    Args:
-        seed: of everything that is drawn.
-        quick: a part of it, in well under a minute.
-        runs: how often faults are put in; None for the campaign's own number.
-        only: faults whose name holds this; empty for all.
-        stages: ZeRO stages; None for the campaign's own.
-        world: number of ranks; None for the campaign's own.
-        jobs: how many runs at a time, where most of a run is waiting.
-        arguments: of ``MuonZero`` on every rank, beside the campaign's own.
-    """
-
-    seed: int = 0
-    quick: bool = False
-    runs: int | None = None
-    only: str = ""
-    stages: tuple[int, ...] | None = None
-    world: int | None = None
-    jobs: int = 3
-    arguments: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of all random draws
+    quick: bool = False  # a part of the campaign, in well under a minute
+    runs: int | None = None  # number of injected faults
+    only: str = ""  # faults whose name contains this; empty for all
+    stages: tuple[int, ...] | None = None  # ZeRO stages
+    world: int | None = None  # number of ranks
+    jobs: int = 3  # runs at a time, where most of a run is waiting
+    arguments: dict[str, Any] = field(default_factory=dict)  # of MuonZero on every rank, beside the campaign's own
 
     def wants(self, name: str) -> bool:
-        """Whether a fault of this name was asked for."""
+        """Tell whether the request includes a fault of this name."""
         return self.only in name
 
 
 @dataclass
 class Row:
-    """One fault.
-
-    Args:
-        campaign, fault: which one.
-        tried: how often.
-        outcomes: what happened, how often.
-        wrong: how many of them should not have happened.
-        longest_s: seconds until the last rank had ended, from the fault on; None where nothing is waited for.
-        again: the command that repeats it.
-        details: whatever else is known, JSON.
-    """
+    """The outcomes of one fault."""
 
     campaign: str
     fault: str
-    again: str
-    tried: int = 0
-    outcomes: dict[str, int] = field(default_factory=dict)
-    wrong: int = 0
-    longest_s: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    again: str  # command that repeats it
+    tried: int = 0  # number of attempts
+    outcomes: dict[str, int] = field(default_factory=dict)  # outcome -> number of times
+    wrong: int = 0  # outcomes that should not have happened
+    longest_s: float | None = None  # seconds from the fault until the last rank had ended; None if nothing is awaited
+    details: dict[str, Any] = field(default_factory=dict)  # further facts, JSON
 
     def count(self, outcome: str, *, wrong: bool = False, seconds: float | None = None) -> None:
-        """One more attempt ended with ``outcome``."""
+        """Count an attempt that ended with ``outcome``."""
         self.tried += 1
         self.note(outcome, wrong=wrong)
         if seconds is not None:
             self.longest_s = max(seconds, self.longest_s or 0.0)
 
     def note(self, outcome: str, *, wrong: bool = False) -> None:
-        """``outcome`` happened as well, in an attempt that is counted."""
+        """Note a further ``outcome`` of an attempt that is counted."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.wrong += wrong
 
 
 def again(campaign: str, request: Request, only: str = "", *, sized: bool = False) -> str:
-    """The command line that repeats ``only`` of a campaign.
-
-    Args:
-        sized: whether how many runs were asked for decides what is drawn for each.
-    """
+    """Return the command line that repeats ``only`` of a campaign; ``sized``: draws depend on the number of runs."""
     words = ["python", "benchmarks/faults.py", campaign]
     words += ["--only", only] if only else []
     words += ["--arguments", json.dumps(request.arguments)] if request.arguments else []

@@ -1,7 +1,7 @@
 """Ranks as forks of one process that has imported everything and started no thread: each costs milliseconds.
 
-A rank ends as a program of its own would: threads that are no daemons are waited for. What it returned or raised comes
-back through a pipe; where it is, through memory that all share.
+A rank ends as a program of its own would: it waits for threads that are no daemons. Its result or exception comes back
+through a pipe; its progress is in shared memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import torch.distributed as dist
 __all__ = ["Board", "Child", "join", "rendezvous", "start", "store_host", "warm", "watch"]
 
 _TICK = 0.002
-_TEXT = 4000  # characters of an error that are kept: all of an answer must fit into a pipe
+_TEXT = 4000  # characters of an error that are sent: an answer must fit into a pipe
 _PR_SET_PDEATHSIG = 1
 
 
 class Board:
-    """Where each rank is: a number for the step, one for the phase, and since when; shared by forks made after it."""
+    """The progress of each rank (step, phase and the time it began), in memory shared by later forks."""
 
     _SLOT = struct.Struct("ddd")
 
@@ -45,37 +45,29 @@ class Board:
         self._memory = mmap.mmap(-1, self._SLOT.size * ranks)
 
     def write(self, rank: int, step: int, phase: int) -> None:
-        """This ``rank`` enters ``phase`` of ``step`` now."""
+        """Note that ``rank`` enters ``phase`` of ``step`` now."""
         self._SLOT.pack_into(self._memory, self._SLOT.size * rank, step, phase, time.monotonic())
 
     def read(self, rank: int) -> tuple[int, int, float]:
-        """Step, phase and the time on the monotonic clock."""
+        """Return a rank's step, phase, and the monotonic time since when."""
         step, phase, since = self._SLOT.unpack_from(self._memory, self._SLOT.size * rank)
         return int(step), int(phase), since
 
 
 @dataclass
 class Child:
-    """A fork.
-
-    Args:
-        pid: of the process.
-        answer: what its function returned.
-        error: the names of the exception's classes, most special first, and its text.
-        code: exit code, negative for a signal; None while it runs.
-        ended: when that was seen, on the monotonic clock.
-    """
+    """A fork of this process."""
 
     pid: int
     _pipe: int
-    answer: Any = None
-    error: tuple[list[str], str] | None = None
-    code: int | None = None
-    ended: float = 0.0
+    answer: Any = None  # result of its function
+    error: tuple[list[str], str] | None = None  # names of the exception's classes, most special first, and its text
+    code: int | None = None  # exit code, negative for a signal; None while it runs
+    ended: float = 0.0  # monotonic time at which its end was seen
     killed: bool = field(default=False)
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Tell whether the child has ended."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -84,7 +76,7 @@ class Child:
         return self.code is not None
 
     def cpu_seconds(self) -> float:
-        """What all its threads have used; 0 once it has ended."""
+        """Return the CPU seconds of all its threads; 0 once it has ended."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -93,68 +85,63 @@ class Child:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, if it still runs."""
         if self.code is None:
             self.killed |= number == signal.SIGKILL
             os.kill(self.pid, number)
 
     def _hear(self) -> None:
         with open(self._pipe, "rb") as pipe:
-            # A process that it started may still hold the other end: what is there now is all.
+            # Without waiting for the end of the pipe, which a process started by the child may still hold open.
             data = pipe.read() if select.select([pipe], [], [], 0)[0] else b""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             self.answer, self.error = pickle.loads(data)
 
 
 def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> Child:
-    """Run ``function(*args)`` in a fork of this process, which must have one thread only.
-
-    Args:
-        log: where it writes what it prints, and where each thread is when it gets SIGUSR1.
-    """
+    """Run ``function(*args)`` in a fork of this process, which must have one thread only; output goes to ``log``."""
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"{threads} threads: only a process of one can fork ranks")
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     if pid := os.fork():
-        os.close(theirs)
-        return Child(pid, ours)
+        os.close(write_end)
+        return Child(pid, read_end)
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that was asked for
+        if os.getppid() != parent:  # the parent ended before prctl
             os._exit(1)
-        os.close(ours)
-        printed = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.close(read_end)
+        output = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for handle in (1, 2):
-            os.dup2(printed, handle)
+            os.dup2(output, handle)
         faulthandler.enable(2)
-        faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, 2, all_threads=True)  # writes the stack of each thread
         warnings.simplefilter("ignore")
         try:
-            said: Any = (function(*args), None)
+            answer: Any = (function(*args), None)
             code = 0
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
-            said = (None, (names, str(error)[:_TEXT]))
-        # As the interpreter ends threads: pools are told, and all are waited for. The rest of its exit frees nothing
-        # that would matter, and may hang in destructors.
+            answer = (None, (names, str(error)[:_TEXT]))
+        # Private: ends threads as the interpreter does at exit, which notifies pools and waits for all. The rest of an
+        # exit frees nothing that matters, and may hang in destructors.
         threading._shutdown()  # type: ignore[attr-defined]
-        os.write(theirs, pickle.dumps(said))
+        os.write(write_end, pickle.dumps(answer))
     finally:
         os._exit(code)
 
 
 def join(children: Sequence[Child], patience: float) -> list[Child]:
-    """Wait until all have ended; those that have not within ``patience`` seconds are killed, and returned."""
+    """Wait until all children have ended; kill and return those that have not within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while not all([child.poll() for child in children]) and time.monotonic() < deadline:
         time.sleep(_TICK)
     late = [child for child in children if not child.poll()]
     for child in late:
-        child.kill(signal.SIGUSR1)  # the log says where it was
+        child.kill(signal.SIGUSR1)  # writes its stacks to the log
     if late:
         time.sleep(0.2)
     for child in late:
@@ -165,7 +152,7 @@ def join(children: Sequence[Child], patience: float) -> list[Child]:
 
 
 def watch(children: Sequence[Child], until: float) -> bool:
-    """Wait until all have ended, which is True, or the monotonic clock says ``until``."""
+    """Wait until all children have ended or the monotonic clock reaches ``until``; tell whether all have ended."""
     while time.monotonic() < until:
         if all([child.poll() for child in children]):
             return True
@@ -174,7 +161,7 @@ def watch(children: Sequence[Child], until: float) -> bool:
 
 
 def rendezvous(store: dist.Store, rank: int, world: int, timeout: float, interface: str = "lo") -> None:
-    """Make the default process group, over Gloo."""
+    """Initialize the default process group over Gloo."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
@@ -182,26 +169,26 @@ def rendezvous(store: dist.Store, rank: int, world: int, timeout: float, interfa
 
 @contextmanager
 def store_host(address: str = "127.0.0.1") -> Iterator[int]:
-    """A process that keeps the ranks' store, as torchrun's agent does: it survives any rank. Gives the port."""
-    told, tell = os.pipe()
+    """Host the ranks' store in a process that survives any rank, as torchrun's agent does; yield the port."""
+    port_reader, port_writer = os.pipe()
 
     def serve() -> None:
         store = dist.TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        os.write(tell, str(store.port).encode())
+        os.write(port_writer, str(store.port).encode())
         signal.pause()
 
     host = start(serve)
-    os.close(tell)
+    os.close(port_writer)
     try:
-        yield int(os.read(told, 16))
+        yield int(os.read(port_reader, 16))
     finally:
-        os.close(told)
+        os.close(port_reader)
         host.kill()
         join([host], 5.0)
 
 
 def warm() -> None:
-    """Import what ranks import late, by a training step of each kind, before they are forked. Leaves no thread."""
+    """Run a training step of each kind before forking, for imports that happen late. Leaves no thread."""
     import compile_muon
 
     torch.set_num_threads(1)
@@ -213,5 +200,5 @@ def warm() -> None:
         optimizer.step()
     torch._dynamo.reset()
     if (tqdm := sys.modules.get("tqdm")) is not None and tqdm.tqdm.monitor is not None:
-        tqdm.tqdm.monitor.exit()  # a thread that watches progress bars, of which there are none
+        tqdm.tqdm.monitor.exit()  # a thread that watches progress bars
         tqdm.tqdm.monitor = None

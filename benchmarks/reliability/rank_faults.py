@@ -1,7 +1,8 @@
-"""What one rank of several may do that the others do not: the faults of ``ranks``, each a small function with a name.
+"""The faults of ``ranks``, in which one rank does something else than the others: each a small function with a name.
 
-A function is called on the faulty rank alone, where its decorator says: before the step, instead of the forward and
-backward of a micro-batch, instead of ``optimizer.step()`` or ``zero_grad()``, or while model and optimizer are made.
+A function is called on the faulty rank alone, at the place of its decorator: before the step, instead of the forward
+and backward of a micro-batch, instead of ``optimizer.step()`` or ``zero_grad()``, or while model and optimizer are
+made.
 """
 
 from __future__ import annotations
@@ -25,40 +26,28 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS", "Fault"]
 
-#: seconds a rank stays away that comes back: well under the time-out
+#: seconds that a rank stays away before it comes back: well under the time-out
 AWAY = 2.0
-#: the parameter that is edited, by one entry of the last row that the rank holds
+#: the parameter that faults edit, in one entry of the last row that the rank holds
 EDITED = "blocks.1.up.weight"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault of one rank."""
 
-    Args:
-        name: on the command line and in the report.
-        place: "between" steps, "batch", "update", "zero_grad", or "settings", "model", "mode" when all is made.
-        act: takes the training and does it; at "settings" it gives arguments of the optimizer, at "model" the model's.
-        lost: whether the faulty rank is no survivor, who would have to say what happened.
-        legitimate: whether training must go on as if nothing were.
-        everywhere: arguments of the optimizer on all ranks, which the fault needs.
-        twin: the same in one process that trains on all batches, at the same place; takes the training and the faulty
-            rank. None where one process would not do it.
-        twin_from: the lowest stage at which ``twin`` is what was meant.
-        link: whether the rank needs a network of its own.
-        quick: among the few that stand for all.
-    """
-
-    name: str
-    place: str
-    act: Callable[[Any], Any]
-    lost: bool = False
-    legitimate: bool = False
-    everywhere: dict[str, Any] = field(default_factory=dict)
+    name: str  # on the command line and in the report
+    place: str  # "between" steps, "batch", "update", "zero_grad"; or "settings", "model", "mode" when all is made
+    act: Callable[[Any], Any]  # of the training; returns arguments of the optimizer at "settings", of Net at "model"
+    lost: bool = False  # the faulty rank is no survivor, and need not report an error
+    legitimate: bool = False  # training must go on as if nothing had happened
+    everywhere: dict[str, Any] = field(default_factory=dict)  # arguments of the optimizer on all ranks
+    # The same edit in one process that trains on all batches, of its training and the faulty rank; None if the process
+    # is to train without the fault.
     twin: Callable[[Any, int], None] | None = None
-    twin_from: int = 0
-    link: bool = False
-    quick: bool = False
+    twin_from: int = 0  # lowest stage at which ``twin`` is the same edit
+    link: bool = False  # the rank needs a network of its own
+    quick: bool = False  # among the few of --quick
 
 
 FAULTS: dict[str, Fault] = {}
@@ -82,12 +71,12 @@ def kill(_: object = None) -> None:
 
 
 def in_forward(t: Training, act: Callable[[], None]) -> None:
-    """Between two blocks of the next forward."""
+    """Call ``act`` between two blocks of the next forward."""
     t.model.between = lambda index, x: act() if index == 2 else None
 
 
 def in_backward(t: Training, act: Callable[[], None]) -> None:
-    """Between two blocks of the next backward."""
+    """Call ``act`` between two blocks of the next backward."""
 
     def hook(index: int, x: Tensor) -> None:
         if index == 2:
@@ -97,7 +86,7 @@ def in_backward(t: Training, act: Callable[[], None]) -> None:
 
 
 def within_step(t: Training, act: Callable[[], None]) -> None:
-    """Half way through the calls of Python functions that a step makes."""
+    """Call ``act`` after half of the calls of Python functions in a step."""
     calls: list[int] = [0, 0]
 
     def profiled(limit: float) -> None:
@@ -185,7 +174,7 @@ def cut(t: Training) -> None:
 
 @fault("nothing", legitimate=True)
 def nothing(t: Training) -> None:
-    """The instrument itself: where this is not right, the machine is too busy for the time-out."""
+    """Do nothing: if this row is not "right", the machine is too busy for the time-out."""
 
 
 @fault("stopped and continued in time", legitimate=True)
@@ -390,7 +379,7 @@ def shard(tensor: Tensor) -> Tensor:
 
 
 def last_row(t: Training, faulty: int) -> int:
-    """Of the whole matrix, what is the last row of the shard of the ``faulty`` rank."""
+    """Return the row of the whole matrix that is the last one of the faulty rank's shard."""
     rows = t.parameter(EDITED).shape[0]
     return min((faulty + 1) * -(-rows // t.ranks), rows) - 1
 
@@ -447,7 +436,7 @@ def gradient_missing(t: Training) -> None:
     t.optimizer.step()
 
 
-# What only ``check_replicas`` can see: at stages 0 to 2, and at 3 there is nothing to compare.
+# Only ``check_replicas`` can notice these edits, at stages 0 to 2; at stage 3 there are no copies to compare.
 for _name in ("a weight edited through .data", "a weight edited in place", "a momentum edited", "a gradient edited"):
     _compared = f"{_name}, copies compared"
     FAULTS[_compared] = replace(FAULTS[_name], name=_compared, everywhere={"check_replicas": 1})

@@ -1,12 +1,12 @@
-"""One rank of two or three does something else in its fourth step: what do all of them end with?
+"""One rank of two or three does something else in its fourth step. Outcomes:
 
     right       training went on, and every rank's parameters are those of one process that trains on all batches
     named       every survivor ended in time with an error that names the faulty rank, and the step if there was one
-    unnamed     ... with an error that does not
-    refused     the same, of something that training should have borne
-    WRONG       it ran on with other parameters
+    unnamed     the same, but some survivor's error does not name them
+    refused     an error, although training should have tolerated the fault
+    WRONG       training went on with other parameters
     hung        a survivor still waited 5 s after the time-out
-    aborted     a survivor was ended by a signal: Gloo's own thread meets a message of another length
+    aborted     a survivor was ended by a signal: Gloo's own thread received a message of another length
     aborted, named      the same, and every other rank ended as in "named"
 
 "late" beside an error: some survivor was in a later step by then.
@@ -47,17 +47,17 @@ __all__ = ["FAULT_STEP", "Training", "campaign"]
 
 STEPS, FAULT_STEP, FAULTY = 6, 3, 1
 TIMEOUT = 5.0
-#: seconds beyond the time-out after which a rank that neither ended nor went on hangs
+#: seconds beyond the time-out after which a rank without an end or progress counts as hung
 GRACE = 5.0
-#: for all of a run, with everything compiled on a busy machine
+#: seconds for a whole run, with everything compiled on a busy machine
 PATIENCE = 90.0
-#: how often a run is tried anew that was over before its fault happened
+#: retries of a run that was over before its fault happened
 AGAIN = 2
-#: relative Frobenius: other orders of summation reach 1e-6, the least of the faults 1e-4
+#: relative Frobenius error: other orders of summation reach 1e-6, the least of the faults 1e-4
 TOLERANCE = 1e-5
 RUNNING, COMPLETED = 0, 1
 _KEPT = 400  # characters of a message in the record
-#: places of faults that are there before the first step
+#: places of faults that act before the first step
 AT_START = ("settings", "model", "mode")
 WIDTH = 10
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -75,12 +75,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four equal blocks, and plain Python between them where faults are put.
-
-    Args:
-        inner: width of a block.
-        last: name of the last layer.
-    """
+    """A model of four equal blocks of width ``inner``, with Python between them where faults act."""
 
     def __init__(self, inner: int = 14, last: str = "head") -> None:
         super().__init__()
@@ -92,7 +87,7 @@ class Net(nn.Module):
         self.between: Callable[[int, Tensor], None] | None = None
 
     def frames(self) -> list[nn.Module]:
-        """What is compiled, each by itself."""
+        """Return the modules that are compiled, each by itself."""
         return [self.embedding, *self.blocks, getattr(self, self.last)]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -106,19 +101,13 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """The settings of one run."""
 
-    Args:
-        fault: its name.
-        mode: "frames" compiles each block by itself, "eager" none.
-        arguments: of the optimizer, on every rank.
-    """
-
-    fault: str
+    fault: str  # name of the fault
     stage: int
     world: int
-    mode: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    mode: str  # "frames" compiles each block by itself, "eager" none
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the optimizer, on every rank
 
     @property
     def name(self) -> str:
@@ -126,7 +115,7 @@ class Case:
 
 
 class Training:
-    """A rank's training, or with ``alone`` that of one process on the batches of all ranks."""
+    """A rank's training; with ``alone`` that of one process on the batches of all ranks."""
 
     def __init__(self, case: Case, rank: int, interface: str = "lo", *, alone: bool = False) -> None:
         self.case, self.rank, self.ranks, self.stage = case, rank, case.world, case.stage
@@ -143,7 +132,7 @@ class Training:
         )  # fmt: skip
         settings |= case.arguments | (self.fault.everywhere if self.fault else {})
         if settings["stage"] == 3:
-            settings.pop("check_replicas", None)  # there are none
+            settings.pop("check_replicas", None)  # stage 3 has no copies to compare
         self.micros = settings.get("gradient_accumulation_steps", 1)
         different = self._made_differently("model")
         self.model = Net(**different)
@@ -160,14 +149,14 @@ class Training:
         return dict(self.model.named_parameters())[name]
 
     def tokens(self, micro: int, rank: int, *, longer: bool) -> Tensor:
-        dice = torch.Generator().manual_seed(10_000 * self.step + 100 * micro + rank)
-        return torch.randint(0, 16, (4, 9 if longer else 5), generator=dice)
+        generator = torch.Generator().manual_seed(10_000 * self.step + 100 * micro + rank)
+        return torch.randint(0, 16, (4, 9 if longer else 5), generator=generator)
 
     def _loss(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / self.micros
 
     def forward(self, micro: int) -> Tensor:
-        """The loss of a micro-batch; of all ranks, if this is the only process."""
+        """Return the loss of a micro-batch; with ``alone`` the mean loss over all ranks' batches."""
         if not self.alone:
             return self._loss(self.tokens(micro, self.rank, longer=self.longer))
         longer = self.step == FAULT_STEP and self.case.fault == "a longer batch"
@@ -183,11 +172,7 @@ class Training:
         sys.setprofile(None)
 
     def run_step(self, happened: Callable[[], None]) -> None:
-        """One step of the loop, with the fault if this is its rank and step.
-
-        Args:
-            happened: called right before the fault is put in.
-        """
+        """Run a step of the loop, with the fault if this is its rank and step; call ``happened`` right before it."""
         fault, place = self.fault, None
         if fault is not None and self.step == FAULT_STEP:
             twin = self.alone and fault.twin is not None and self.stage >= fault.twin_from
@@ -220,19 +205,19 @@ class Training:
         self.step += 1
 
     def held(self) -> dict[str, Tensor]:
-        """This rank's parameters, and the whole copies of stages 1 and 2 under their names with a colon."""
-        found = {}
+        """Return this rank's parameters, and resident weights under their names with a colon in front."""
+        tensors = {}
         for sharded in self.optimizer.engine.params:
             param = sharded.param.detach()
-            found[sharded.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
+            tensors[sharded.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
             if sharded.resident is not None:
                 sharded.await_refresh()
-                found[f":{sharded.name}"] = sharded.resident.detach().clone()
-        return found
+                tensors[f":{sharded.name}"] = sharded.resident.detach().clone()
+        return tensors
 
 
 def train(case: Case, rank: int, port: int, board: Board, place: Path, address: str, interface: str) -> None:
-    """A rank."""
+    """Train one rank to its last step, and save its tensors in ``place``."""
 
     def happened() -> None:
         board.write(case.world, FAULT_STEP, RUNNING)
@@ -249,14 +234,14 @@ def train(case: Case, rank: int, port: int, board: Board, place: Path, address: 
         training.run_step(happened)
     torch.save(training.held(), place / f"rank-{rank}.pt")
     board.write(rank, STEPS, COMPLETED)
-    # A rank that left now would be the others' error.
+    # Stay, because a rank that leaves would cause errors in the others.
     until = time.monotonic() + TIMEOUT + GRACE + 5.0
     while time.monotonic() < until:
         time.sleep(0.02)
 
 
 def worst_error(case: Case, place: Path) -> float:
-    """The largest relative error of a parameter of any rank, beside one process that trained on all batches."""
+    """Return the largest relative error of any rank's parameter to those of one process that trained on all batches."""
     twin = Training(replace(case, mode="eager"), 0, alone=True)
     while twin.step < STEPS:
         twin.run_step(lambda: None)
@@ -264,20 +249,20 @@ def worst_error(case: Case, place: Path) -> float:
         torch.load(place / f"rank-{rank}.pt") for rank in range(case.world) if (place / f"rank-{rank}.pt").exists()
     ]
     worst = 0.0
-    for name, wanted in twin.model.named_parameters():
-        whole = [held[name] for held in ranks]
-        if whole[0].shape != wanted.shape:
-            whole = [torch.cat(whole)]  # of shards, which are in the order of ranks
-        for found in (*whole, *(held[f":{name}"] for held in ranks if f":{name}" in held)):
-            if found.shape != wanted.shape:
+    for name, expected in twin.model.named_parameters():
+        weights = [tensors[name] for tensors in ranks]
+        if weights[0].shape != expected.shape:
+            weights = [torch.cat(weights)]  # shards are in the order of ranks
+        for weight in (*weights, *(tensors[f":{name}"] for tensors in ranks if f":{name}" in tensors)):
+            if weight.shape != expected.shape:
                 return float("inf")
-            error = float((found.float() - wanted.detach()).norm() / wanted.detach().norm())
+            error = float((weight.float() - expected.detach()).norm() / expected.detach().norm())
             worst = max(worst, error) if error == error else float("inf")
     return worst
 
 
 def run(case: Case, place: Path) -> dict[str, Any]:
-    """One run, in a process that forks the ranks, watches them and says what became of it."""
+    """Run one case in a process that forks and watches the ranks; return the outcome."""
     place.mkdir(parents=True, exist_ok=True)
     fault = FAULTS.get(case.fault)
     board = Board(case.world + 1)
@@ -306,22 +291,23 @@ def run(case: Case, place: Path) -> dict[str, Any]:
 
 
 def _supervised(case: Case, fault: Fault | None, board: Board, children: list[Child], place: Path) -> dict[str, Any]:
+    """Watch the ranks until all survivors are over or hang; end them, and return the record of the run."""
     survivors = [rank for rank in range(case.world) if not (fault and fault.lost and rank == FAULTY)]
-    began = time.monotonic()
+    begin = time.monotonic()
 
     def over(rank: int) -> bool:
         return children[rank].poll() or board.read(rank)[1] == COMPLETED
 
-    # A rank that computes (it may have to compile anew, on a busy machine) does not hang.
-    computed = {rank: 0.0 for rank in survivors}
-    active = 0.0
+    # A rank that uses CPU time does not hang: it may be compiling anew, on a busy machine.
+    cpu_seconds = {rank: 0.0 for rank in survivors}
+    active = 0.0  # last time at which a survivor computed
     while not all([over(rank) for rank in survivors]):
         for rank in survivors:
-            if (used := children[rank].cpu_seconds()) > computed[rank] + 0.5:
-                computed[rank], active = used, time.monotonic()
+            if (seconds := children[rank].cpu_seconds()) > cpu_seconds[rank] + 0.5:
+                cpu_seconds[rank], active = seconds, time.monotonic()
         happened = board.read(case.world)[2]
         since = max([happened, active, *(board.read(rank)[2] for rank in survivors)])
-        if time.monotonic() > min(since + TIMEOUT + GRACE if happened else math.inf, began + PATIENCE):
+        if time.monotonic() > min(since + TIMEOUT + GRACE if happened else math.inf, begin + PATIENCE):
             break
         time.sleep(0.005)
     hung = [rank for rank in survivors if not over(rank)]
@@ -349,54 +335,54 @@ def _supervised(case: Case, fault: Fault | None, board: Board, children: list[Ch
             {"rank": rank, "survivor": rank in survivors, "ended": ended, "step": step, "error": kind,
              "message": message, "seconds": round(since - happened, 2)}
         )  # fmt: skip
-    # Where compiling on a busy machine takes longer than the time-out, a run may be over before.
-    found: dict[str, Any] = {"ranks": ranks, "parameters differ by": None, "happened": bool(happened)}
+    # A run may end before its fault happens, if compiling on a busy machine takes longer than the time-out.
+    result: dict[str, Any] = {"ranks": ranks, "parameters differ by": None, "happened": bool(happened)}
     if all(ranks[rank]["ended"] == "completed" for rank in survivors):
-        found["parameters differ by"] = worst_error(case, place)
-    found |= classified(fault, [r for r in ranks if r["survivor"]], found["parameters differ by"])
+        result["parameters differ by"] = worst_error(case, place)
+    result |= classified(fault, [r for r in ranks if r["survivor"]], result["parameters differ by"])
     for record in ranks:
         record["message"] = record["message"][:_KEPT]
-    return found
+    return result
 
 
 def _last_words(log: Path) -> str:
-    """What C++ says of an exception that nothing caught."""
+    """Return the line that C++ prints for an uncaught exception."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return next((line.strip() for line in reversed(lines) if "what():" in line), "")
 
 
 def names_rank(message: str) -> bool:
-    """Whether a message names the faulty rank: "rank 1", "ranks 0, 1", "ranks [1]"."""
+    """Tell whether a message names the faulty rank: "rank 1", "ranks 0, 1", "ranks [1]"."""
     lists = re.findall(r"\branks? \[?((?:\d+(?:, | and |,)?)+)", message)
     return any(str(FAULTY) in re.findall(r"\d+", numbers) for numbers in lists)
 
 
 def names_step(message: str, *, late: bool) -> bool:
-    """Whether a message names the step of the fault, counted from 0 or 1; one more if a rank was ``late``."""
-    named = {int(number) for number in re.findall(r"\bstep (\d+)\b", message)}
-    return not named.isdisjoint(range(FAULT_STEP, FAULT_STEP + 2 + late))
+    """Tell whether a message names the fault's step, counted from 0 or 1; or the next one if a rank was ``late``."""
+    steps = {int(number) for number in re.findall(r"\bstep (\d+)\b", message)}
+    return not steps.isdisjoint(range(FAULT_STEP, FAULT_STEP + 2 + late))
 
 
 def classified(fault: Fault | None, survivors: list[dict[str, Any]], error: float | None) -> dict[str, Any]:
-    """The outcome, as the top of this file says, and whether it should not have been."""
-    ways = {rank["ended"] for rank in survivors}
-    borne = fault is None or fault.legitimate
-    if "hung" in ways:
+    """Return the outcome, one of those in the module's docstring, and whether it is bad."""
+    ends = {rank["ended"] for rank in survivors}
+    legitimate = fault is None or fault.legitimate
+    if "hung" in ends:
         return {"outcome": "hung", "bad": True}
     at_start = fault is not None and fault.place in AT_START
     raised = [rank["message"] for rank in survivors if rank["ended"] == "raised"]
     late = any(rank["step"] > (0 if at_start else FAULT_STEP) for rank in survivors)
     named = all(names_rank(message) and (at_start or names_step(message, late=late)) for message in raised)
-    if any(way.startswith("ended with") for way in ways):
-        told = named and bool(raised) and ways <= {"raised", "ended with -6"}
-        return {"outcome": "aborted, named" if told else "aborted", "bad": not told}
+    if any(end.startswith("ended with") for end in ends):
+        others_named = named and bool(raised) and ends <= {"raised", "ended with -6"}
+        return {"outcome": "aborted, named" if others_named else "aborted", "bad": not others_named}
     if error is not None:
         right = error <= TOLERANCE
         return {"outcome": "right" if right else "WRONG", "bad": not right}
-    if "completed" in ways:
-        # Those that ended well did so without the others.
+    if "completed" in ends:
+        # Some survivors finished, without those that raised.
         return {"outcome": "WRONG", "bad": True}
-    if borne:
+    if legitimate:
         return {"outcome": "refused", "bad": True}
     return {"outcome": ("named" if named else "unnamed") + (", late" if late else ""), "bad": not named}
 
@@ -405,7 +391,7 @@ def classified(fault: Fault | None, survivors: list[dict[str, Any]], error: floa
 
 
 def cannot_isolate() -> str:
-    """Why no rank can have a network of its own here; empty if it can."""
+    """Return why no rank can have a network of its own here; empty if it can."""
     if shutil.which("ip") is None:
         return "there is no ip command"
 
@@ -429,7 +415,7 @@ def _unshare(flags: int) -> None:
 
 
 def isolate() -> None:
-    """Give this process, and its forks, users and a network of their own."""
+    """Give this process and its forks user and network namespaces of their own."""
     user, group = os.getuid(), os.getgid()
     _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     Path("/proc/self/setgroups").write_text("deny")
@@ -439,7 +425,7 @@ def isolate() -> None:
 
 
 def _behind_a_link(go: int, then: Callable[[int], None]) -> None:
-    """A rank with a network of its own; waits for the port of the store."""
+    """Run a rank with a network of its own, once the port of the store arrives on ``go``."""
     _unshare(_CLONE_NEWNET)
     _ip("link set lo up")
     port = int(os.read(go, 16))
@@ -449,7 +435,7 @@ def _behind_a_link(go: int, then: Callable[[int], None]) -> None:
 
 
 def join_networks(pid: int) -> None:
-    """A cable between our network and that of ``pid``, once it has one."""
+    """Link this process's network with that of ``pid``, once it has one."""
     ours = os.stat("/proc/self/ns/net").st_ino
     until = time.monotonic() + 10.0
     while os.stat(f"/proc/{pid}/ns/net").st_ino == ours and time.monotonic() < until:
@@ -463,35 +449,35 @@ def join_networks(pid: int) -> None:
 
 
 def cases(request: Request) -> list[Case]:
-    """All faults at all stages, compiled on two ranks; at stage 3 on three, too, and eagerly."""
-    wanted = [name for name in FAULTS if (FAULTS[name].quick or not request.quick) and request.wants(name)]
+    """List all faults at all stages, compiled on two ranks; at stage 3 also on three ranks, and eagerly."""
+    faults = [name for name in FAULTS if (FAULTS[name].quick or not request.quick) and request.wants(name)]
     if request.quick or request.stages or request.world:
         ways = [(stage, request.world or 2, "frames") for stage in request.stages or (3,)]
     else:
         ways = [*((stage, 2, "frames") for stage in range(4)), (3, 3, "frames"), (3, 2, "eager")]
-    return [Case(name, *way, request.arguments) for way in ways for name in wanted]
+    return [Case(name, *way, request.arguments) for way in ways for name in faults]
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each fault, over all stages, worlds and modes; the runs are in its details."""
+    """Yield a row for each fault, over all stages, worlds and modes, with the runs in its details."""
     chosen = cases(request)
-    random.Random(request.seed).shuffle(chosen)  # those that wait and those that compute, mixed
+    random.Random(request.seed).shuffle(chosen)  # so that runs that wait are beside runs that compute
     alone = cannot_isolate() if any(FAULTS[case.fault].link for case in chosen) else ""
     rows: dict[str, Row] = {}
     for case in chosen:
         rows.setdefault(case.fault, Row("ranks", case.fault, again("ranks", request, case.fault)))
     with tempfile.TemporaryDirectory() as place:
-        for case, found in _side_by_side(chosen, Path(place), request.jobs, alone):
+        for case, result in _side_by_side(chosen, Path(place), request.jobs, alone):
             row = rows[case.fault]
-            if "skipped" in found:
-                row.details["skipped"] = found["skipped"]
+            if "skipped" in result:
+                row.details["skipped"] = result["skipped"]
                 continue
-            if not found.pop("happened"):
-                found["outcome"], found["bad"] = "over before the fault", True
-            seconds = [rank["seconds"] for rank in found["ranks"] if rank["survivor"]]
-            row.count(found["outcome"], wrong=found["bad"], seconds=max(seconds))
-            how = {"stage": case.stage, "world": case.world, "mode": case.mode}
-            row.details.setdefault("runs", []).append(how | found)
+            if not result.pop("happened"):
+                result["outcome"], result["bad"] = "over before the fault", True
+            seconds = [rank["seconds"] for rank in result["ranks"] if rank["survivor"]]
+            row.count(result["outcome"], wrong=result["bad"], seconds=max(seconds))
+            settings = {"stage": case.stage, "world": case.world, "mode": case.mode}
+            row.details.setdefault("runs", []).append(settings | result)
     for fault in FAULTS:
         if fault in rows:
             rows[fault].details.get("runs", []).sort(key=lambda r: (r["mode"] == "eager", r["world"], r["stage"]))
@@ -499,26 +485,26 @@ def campaign(request: Request) -> Iterator[Row]:
 
 
 def _side_by_side(chosen: list[Case], place: Path, jobs: int, alone: str) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Run them, ``jobs`` at a time; again where a run is over before its fault happened, :data:`AGAIN` times."""
+    """Run the cases, ``jobs`` at a time; retry a run that is over before its fault, :data:`AGAIN` times."""
     waiting = [(case, AGAIN) for case in reversed(chosen)]
     running: list[tuple[Case, int, Child]] = []
-    started = 0
+    runs_started = 0
     while waiting or running:
         while waiting and len(running) < jobs:
-            case, left = waiting.pop()
-            if alone and FAULTS[case.fault].link:
+            case, retries = waiting.pop()
+            if alone and FAULTS[case.fault].link:  # ``alone``: why no rank can have a network of its own
                 yield case, {"skipped": alone}
                 continue
-            started += 1
-            child = start(run, case, place / str(started), log=place / f"{started}.log")
-            running.append((case, left, child))
-        for case, left, child in list(running):
+            runs_started += 1
+            child = start(run, case, place / str(runs_started), log=place / f"{runs_started}.log")
+            running.append((case, retries, child))
+        for case, retries, child in list(running):
             if child.poll():
-                running.remove((case, left, child))
+                running.remove((case, retries, child))
                 if child.code != 0:
                     raise RuntimeError(f"{case.name}: the run itself failed: {child.code} {child.error}")
-                if not child.answer["happened"] and left:
-                    waiting.append((case, left - 1))
+                if not child.answer["happened"] and retries:
+                    waiting.append((case, retries - 1))
                 else:
                     yield case, child.answer
         time.sleep(0.01)

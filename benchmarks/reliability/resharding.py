@@ -1,8 +1,8 @@
-"""What one world saved at one ZeRO stage, every other world loads at every stage: all 256 pairs, bit for bit.
+"""Resharding: every world and ZeRO stage loads the checkpoints of every other, all 256 pairs, bit for bit.
 
-Compared on every rank: whole parameters, momenta, moments and step counts, the shards as they lie on the rank, the
-resident copies of stages 1 and 2, hyperparameters, the scheduler. The model has shards of uneven size and empty ones, a
-scalar, a tie, a frozen parameter and one in bfloat16.
+Every rank compares whole parameters, momenta, moments and step counts, its shards, the resident weights of stages 1 and
+2, hyperparameters, and the scheduler. The model has uneven and empty shards, a scalar, a tied weight, a frozen
+parameter and one in bfloat16.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A model in training, on as many ranks as there are."""
+    """A model in training, on all ranks of the world."""
 
     def __init__(self, stage: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -65,12 +65,12 @@ class Training:
         self.scheduler.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, buffers and state, as this rank has them."""
-        found: dict[str, Tensor] = dict(self.model.state_dict())
+        """Return this rank's parameters, buffers and state by name."""
+        tensors: dict[str, Tensor] = dict(self.model.state_dict())
         for group in self.optimizer.param_groups:
             for name, param in zip(group["param_names"], group["params"], strict=True):
-                found |= {f"{name}/{slot}": value for slot, value in self.optimizer.state[param].items()}
-        return found
+                tensors |= {f"{name}/{slot}": value for slot, value in self.optimizer.state[param].items()}
+        return tensors
 
     def settings(self) -> dict[str, Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -87,7 +87,7 @@ def _begin(meeting: Path, rank: int, world: int) -> None:
 
 
 def save(place: Path, rank: int, world: int, stages: tuple[int, ...], seed: int) -> None:
-    """Save at each stage, beside a file of what was saved."""
+    """Save a checkpoint at each stage, and beside it a file of the whole tensors and settings."""
     _begin(place / f"save-{world}", rank, world)
     for stage in stages:
         run = Training(stage, seed + 10 * world + stage)
@@ -106,9 +106,9 @@ def save(place: Path, rank: int, world: int, stages: tuple[int, ...], seed: int)
 def load(
     place: Path, rank: int, world: int, stage: int, sources: list[tuple[int, int]], seed: int
 ) -> dict[tuple[int, int], str]:
-    """Load what each of ``sources`` saved; what is not as it was, by source."""
+    """Load the checkpoint of each of ``sources``, (world, stage); return the names of what differs, by source."""
     _begin(place / f"load-{world}-{stage}", rank, world)
-    found = {}
+    differences = {}
     for source in sources:
         run = Training(stage, seed + 77)
         run.step()
@@ -122,13 +122,13 @@ def load(
         for sharded in run.optimizer.engine.params:
             if sharded.resident is not None and not torch.equal(sharded.resident, tensors[sharded.name]):
                 wrong.append(f"the resident copy of {sharded.name}")
-        run.step()  # and it trains on
-        found[source] = ", ".join(wrong)
-    return found
+        run.step()  # a loaded run must train on
+        differences[source] = ", ".join(wrong)
+    return differences
 
 
 def _same(now: Tensor, saved: Tensor, rank: int, world: int) -> bool:
-    """Whether the whole is, and what lies on this rank."""
+    """Tell whether the whole tensor and this rank's shard are equal to the saved ones."""
     if now.dtype != saved.dtype or not torch.equal(whole(now), saved):
         return False
     if not isinstance(now, DTensor) or not now.placements[0].is_shard():
@@ -138,7 +138,7 @@ def _same(now: Tensor, saved: Tensor, rank: int, world: int) -> bool:
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each world and stage that saves."""
+    """Yield a row for each world and stage that saves."""
     worlds = (1, 2, 3) if request.quick else WORLDS
     stages = (0, 3) if request.quick else STAGES
     name = "saved by {} at stage {}"
@@ -166,7 +166,7 @@ def campaign(request: Request) -> Iterator[Row]:
 
 
 def _all(world: int, function: Any, place: Path, *arguments: Any) -> list[Any]:
-    """``function(place, rank, world, *arguments)`` on every rank."""
+    """Run ``function(place, rank, world, *arguments)`` on every rank, and return the answers."""
     log = place / f"{function.__name__}-{world}.log"
     ranks = [start(function, place, rank, world, *arguments, log=log) for rank in range(world)]
     join(ranks, PATIENCE)

@@ -1,9 +1,9 @@
-"""Thousands of compiled steps with a checkpoint every 50, written behind training: nothing may grow.
+"""Thousands of compiled steps with a checkpoint every 50, written asynchronously: nothing may grow.
 
-Sampled on each rank where nothing is being written: resident memory, threads of Python and of the operating system,
-open files, objects that the garbage collector knows. After a warm-up, threads, files and checkpoints on the disk must
-stay exactly as many; objects may differ by :data:`OBJECTS`, and resident memory may rise by :data:`SLOPE` per step: a
-tensor and its Python object, kept from every step, are more, and two objects each.
+Each rank samples, while no checkpoint is written, resident memory, threads of Python and of the operating system, open
+files, and objects that the garbage collector knows. After a warm-up, the numbers of threads, files and checkpoints on
+the disk must be constant; objects may differ by :data:`OBJECTS`, and resident memory may rise by :data:`SLOPE` per
+step. A leak of one tensor a step exceeds both: its memory exceeds the slope, and it has two objects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["campaign"]
 
 STEPS, WARM_UP, EVERY = 2500, 500, 50
 QUICK_STEPS, QUICK_WARM_UP, QUICK_EVERY = 400, 200, 10
-#: KiB per step, the least-squares line over all samples after the warm-up; of a short run, whose heap still settles
+#: KiB per step, of the least-squares line over all samples after the warm-up; a short run's heap still settles
 SLOPE, QUICK_SLOPE = 0.5, 4.0
 OBJECTS = 50
 LENGTHS = (5, 9, 7)
@@ -54,7 +54,8 @@ class Net(nn.Module):
 
 
 def open_files() -> int:
-    """How many are open for longer than a moment: a FileStore opens its own for each place that a rank publishes."""
+    """Count the files that stay open."""
+    # The fewest of several counts: a FileStore opens a file for each status that a rank publishes.
     fewest = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         time.sleep(0.01)
@@ -78,6 +79,7 @@ def sample(step: int, folder: Path) -> Sample:
 
 
 def train(place: Path, rank: int, world: int, stage: int, codegen: str, steps: int, every: int) -> list[Sample]:
+    """Train a rank with a checkpoint every ``every`` steps; return its samples, taken between checkpoints."""
     rendezvous(dist.FileStore(str(place / "meeting"), world), rank, world, TIMEOUT)
     torch.manual_seed(0)
     model = Net()
@@ -87,9 +89,9 @@ def train(place: Path, rank: int, world: int, stage: int, codegen: str, steps: i
     folder = place / "checkpoints"
     checkpointer = Checkpointer(folder, keep_last=2, asynchronous=True)
     samples: list[Sample] = []
-    dice = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     for step in range(1, steps + 1):
-        tokens = torch.randint(0, 16, (4, LENGTHS[step % len(LENGTHS)]), generator=dice)
+        tokens = torch.randint(0, 16, (4, LENGTHS[step % len(LENGTHS)]), generator=generator)
         F.cross_entropy(run(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,7 +108,7 @@ def train(place: Path, rank: int, world: int, stage: int, codegen: str, steps: i
 
 
 def slope(samples: list[Sample], what: str) -> float:
-    """Least squares, per step."""
+    """Return the least-squares slope of a figure, per step."""
     steps, values = [s["step"] for s in samples], [s[what] for s in samples]
     middle, mean = sum(steps) / len(steps), sum(values) / len(values)
     spread = sum((step - middle) ** 2 for step in steps)
@@ -114,22 +116,22 @@ def slope(samples: list[Sample], what: str) -> float:
 
 
 def grown(samples: list[Sample], limit: float = SLOPE) -> list[str]:
-    """What is not flat; ``limit`` for resident memory, in KiB per step."""
-    found = []
+    """List the figures that are not flat; ``limit`` is that of resident memory, in KiB per step."""
+    problems = []
     for what in ("Python threads", "OS threads", "open files", "checkpoints"):
-        seen = sorted({s[what] for s in samples})
-        if len(seen) > 1:
-            found.append(f"{what}: {seen[0]} to {seen[-1]}")
+        values = sorted({s[what] for s in samples})
+        if len(values) > 1:
+            problems.append(f"{what}: {values[0]} to {values[-1]}")
     objects = [s["objects"] for s in samples]
     if max(objects) - min(objects) > OBJECTS:
-        found.append(f"objects: {min(objects)} to {max(objects)}")
+        problems.append(f"objects: {min(objects)} to {max(objects)}")
     if (rise := slope(samples, "resident KiB")) > limit:
-        found.append(f"resident memory: {rise:.2f} KiB per step")
-    return found
+        problems.append(f"resident memory: {rise:.2f} KiB per step")
+    return problems
 
 
 def campaign(request: Request) -> Iterator[Row]:
-    """A row for each setting."""
+    """Yield a row for each setting."""
     steps, warm_up, every = (QUICK_STEPS, QUICK_WARM_UP, QUICK_EVERY) if request.quick else (STEPS, WARM_UP, EVERY)
     if request.runs:
         steps, warm_up = max(request.runs, 10 * every), max(request.runs, 10 * every) // 5
@@ -139,13 +141,13 @@ def campaign(request: Request) -> Iterator[Row]:
         if not request.wants(title):
             continue
         row = Row("soak", title, again("soak", request, f"stage {stage}, {codegen}", sized=True))
-        began = time.monotonic()
+        start_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world, stage, codegen, steps, every)
             log = Path(folder, "log")
             ranks = [start(train, Path(folder), rank, *arguments, log=log) for rank in range(world)]
             join(ranks, PATIENCE)
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start_s
             for rank, child in enumerate(ranks):
                 _note(row, rank, child, warm_up, QUICK_SLOPE if request.quick else SLOPE)
         row.tried = steps

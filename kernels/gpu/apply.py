@@ -1,11 +1,11 @@
 """The writes of a Muon step to a list of parameters, one pass over memory; the twin of ``muon_apply`` in plain aten.
 
     p ← (1 − lr · weight_decay) p − lr · scale · u
-    m ← m + weight (g − m)                            where momenta are given
+    m ← m + weight (g − m)                            with momenta
 
-Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
-tensors share a launch, by one compiled kernel for those whose memory is aligned and one for the others. Nothing is
-written where ``found_inf`` is 1, which the host need not know.
+Per element the kernel reads p and u and writes p, and reads m and g and writes m. Arithmetic in float32, one rounding.
+Up to ``MOST`` tensors share a launch; there is one compiled kernel for tensors whose memory is aligned and one for the
+others. The device reads ``found_inf``, and writes nothing where it is 1; the host never waits for it.
 """
 
 from collections.abc import Sequence
@@ -49,11 +49,14 @@ def apply_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``ps`` to ``gs`` are :func:`launch.addresses` of elements of the types ``P`` to ``G``; ``elements``, of each, are
-    :func:`launch.coded`."""
+    """Write one block of one of COUNT tensors: ``ps`` to ``gs`` are addresses of elements of the types ``P`` to ``G``.
+
+    Addresses, and ``elements``, each tensor's size, are :func:`launch.coded`.
+    """
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
+    # LR_ON_DEVICE: how many numbers lr points to; 3 are the rate, the decay and the momenta's weight.
     if LR_ON_DEVICE:
         rate = tl.load(lr).to(tl.float32)
     else:
@@ -62,7 +65,7 @@ def apply_kernel(
         weight_decay = tl.load(lr + 1).to(tl.float32)
         weight = tl.load(lr + 2).to(tl.float32)
     program = tl.program_id(0).to(tl.int64)
-    # Which tensor this program is of: only this is done COUNT times over. What fills up to COUNT has no element.
+    # Find the tensor that this program writes: only this is repeated COUNT times. Slots filled up have no elements.
     first = program * 0
     count = first
     scale = scales[0]
@@ -110,15 +113,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernel covers what belongs to a parameter: one dense layout for all, on one device, no float64."""
+    """Tell whether the kernel covers a parameter's tensors: one dense layout for all, on one device, no float64."""
     p, *others = tensors
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
-    alike = all(x.stride() == p.stride() and x.device == p.device for x in others)
-    return dense and alike and all(x.dtype in _DTYPES for x in tensors)
+    same_layout = all(x.stride() == p.stride() and x.device == p.device for x in others)
+    return dense and same_layout and all(x.dtype in _DTYPES for x in tensors)
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Whether 16 bytes of each of these, of one shape, may be read at once, to the end."""
+    """Tell whether all of each tensor, all of one shape, may be read 16 bytes at a time."""
     return tensors[0].numel() % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
@@ -132,31 +135,20 @@ def apply_updates(
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
 ) -> list[int]:
-    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, and momenta moved where they are given.
+    """Write the parameters, and momenta if there are ``averages``; arguments as for ``kernels.muon_apply``.
 
-    Those of one device and dtypes share launches.
-
-    Args:
-        params: changed.
-        updates: one for each.
-        lr: a number or a one-element tensor.
-        weight_decay: multiplies the unscaled lr. A one-element tensor of the dtype and device of lr and of the
-            averages' weight, or a number.
-        scales: one for each.
-        averages: of the parameters.
-        found_inf: one fp32 element on the device; 1 for nothing to be written.
-    Returns:
-        Numbers of the parameters with which something belongs that :func:`takes` does not take; they are left alone.
+    Return the indices of the parameters with a tensor that :func:`takes` refuses; these parameters are unchanged.
+    Parameters of one device and dtypes share launches.
     """
     lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
     groups: dict[object, list[int]] = {}
-    left = []
-    for i, belonging in enumerate(zip(*lists, strict=True)):
-        if takes(*belonging):
-            alike = (belonging[0].device, *(x.dtype for x in belonging), is_wide(*belonging))
-            groups.setdefault(alike, []).append(i)
+    unchanged = []
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        if takes(*tensors):
+            kernel_key = (tensors[0].device, *(x.dtype for x in tensors), is_wide(*tensors))
+            groups.setdefault(kernel_key, []).append(i)
         else:
-            left.append(i)
+            unchanged.append(i)
     if groups and isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
         weight = weight_decay if averages is None else averages.weight
         lr = torch.stack([torch.as_tensor(x).reshape(()) for x in (lr, weight_decay, weight)])
@@ -172,10 +164,11 @@ def apply_updates(
                 averages=None if averages is None else averages.of(chunk),
                 found_inf=found_inf,
             ).run()
-    taken = [i for group in groups.values() for i in group]
-    written = [params[i] for i in taken] + ([] if averages is None else [averages.momenta[i] for i in taken])
-    torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
-    return left
+    launched = [i for group in groups.values() for i in group]
+    written = [params[i] for i in launched] + ([] if averages is None else [averages.momenta[i] for i in launched])
+    # In-place operations of aten do this by themselves: autograd then refuses a backward that needs the old values.
+    torch.autograd.graph.increment_version(written)
+    return unchanged
 
 
 def launch(
@@ -188,14 +181,13 @@ def launch(
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
 ) -> Launch:
-    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`. One kernel serves any number.
+    """Make the launch for at most ``MOST`` parameters; one compiled kernel serves any number.
 
-    Args:
-        lr: on the device alone, or with the decay and the averages' weight behind it, which then are not read.
+    ``lr`` may be a tensor of three, with the decay and the averages' weight, whose own arguments are not read then.
     """
     on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]
-    moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
+    moved = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
     tensors = (params, updates, moved.momenta, moved.grads)
     pointers = [addresses(each, MOST) for each in tensors]
     numbers = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)

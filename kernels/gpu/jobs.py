@@ -1,10 +1,10 @@
 """Compilation of kernels ahead of their launch, by processes that need no GPU, into Triton's cache.
 
-A :class:`Job` is a launch without its tensors: of those Triton's compiler knows the dtype, and whether they begin at a
-multiple of 16 bytes. Each job has a file beside Triton's cache. Whoever compiles it holds a lock on the file and writes
-into it when done, so ranks that share a file system compile each kernel once, and a run whose predecessor did has
-nothing left to do. The lock goes with the process that holds it, and where a file system has none each compiles for
-itself: nobody waits for anybody who does not work.
+A :class:`Job` is a launch without its tensors: Triton's compiler needs only their dtype, and whether they begin at a
+multiple of 16 bytes. Each job has a file beside Triton's cache. The compiling process holds a lock on the file and
+writes into it when done, so ranks that share a file system compile each kernel once, and a later run compiles nothing.
+The lock ends with its process; on a file system without locks each process compiles for itself. So no process waits for
+a dead one.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ __all__ = ["Job", "NoDevice", "Pointer", "compile_job", "jobs_of"]
 
 @dataclass(frozen=True)
 class Pointer:
-    """What Triton's compiler asks of a tensor."""
+    """A stand-in for a tensor, with the attributes that Triton's compiler reads."""
 
     dtype: torch.dtype
-    address: int
+    address: int  # modulo 16
 
     def data_ptr(self) -> int:
         return self.address
@@ -40,23 +40,15 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile.
+    """A kernel to compile."""
 
-    Args:
-        target: architecture.
-        cache: Triton's folder.
-        module, name: of the kernel.
-        arguments, constants: of a launch, pointers in the place of tensors.
-        key: of all that decides what is compiled.
-    """
-
-    target: GPUTarget
-    cache: Path
-    module: str
-    name: str
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    key: str
+    target: GPUTarget  # architecture
+    cache: Path  # Triton's cache folder
+    module: str  # where the kernel is defined
+    name: str  # of the kernel
+    arguments: tuple[Any, ...]  # of a launch, with a Pointer in the place of each tensor
+    constants: dict[str, Any]  # of a launch
+    key: str  # digest of all that the compiled code depends on
 
     @property
     def file(self) -> Path:
@@ -64,25 +56,19 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether somebody has compiled it."""
+        """True once a process has compiled the kernel."""
         with contextlib.suppress(OSError):
             return self.file.stat().st_size > 0
         return False
 
 
 def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[Job]:
-    """One for each kernel that these launches need and nobody has compiled yet.
-
-    Args:
-        launches: with tensors on any device, "meta" among them.
-        target: that they are for.
-        cache: the folder where Triton looks when they are launched.
-    """
+    """Return a job for each kernel that these launches need and ``cache``, Triton's folder, does not have yet."""
     jobs: dict[str, Job] = {}
     for launch in launches:
         kernel, arguments = launch.kernel, _without_tensors(launch.arguments)
-        decides = (triton.__version__, kernel.cache_key, target, _known(arguments), sorted(launch.constants.items()))
-        key = hashlib.sha256(repr(decides).encode()).hexdigest()[:24]
+        inputs = (triton.__version__, kernel.cache_key, target, _known(arguments), sorted(launch.constants.items()))
+        key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]
         if key not in jobs:
             name = kernel.fn.__name__
             jobs[key] = Job(target, cache, kernel.fn.__module__, name, arguments, launch.constants, key)
@@ -90,15 +76,15 @@ def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[
 
 
 def compile_job(job: Job) -> None:
-    """In a process of its own kind: what it has compiled is in the cache, by it or by another one."""
+    """Compile a job's kernel into Triton's cache, unless another process has done so; for worker processes only."""
     kernel = getattr(import_module(job.module), job.name)
     driver: Any = triton.runtime.driver
-    before = driver._active  # without a property: asking for it would look for a GPU
+    before = driver._active  # private, because the public property ``active`` would look for a GPU
     with _locked(job.file) as file, triton.knobs.cache.scope():
-        if file.tell():
+        if file.tell():  # another process compiled the kernel while this one waited for the lock
             return
         triton.knobs.cache.dir = str(job.cache)
-        driver.set_active(NoDevice(job.target))
+        driver.set_active(NoDevice(job.target))  # nothing can be launched until the old driver is back
         try:
             kernel.warmup(*job.arguments, grid=(1,), **job.constants)
         finally:
@@ -129,7 +115,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """What Triton compiles for, of an argument."""
+    """Reduce an argument to the properties that Triton specializes a kernel for."""
     if isinstance(value, tuple):
         return tuple(map(_known, value))
     if isinstance(value, Pointer):
@@ -142,7 +128,7 @@ def _known(value: Any) -> Any:
 
 
 class NoDevice(DriverBase):
-    """Tells Triton what to compile for, and can launch nothing."""
+    """A Triton driver that names the target to compile for, and launches nothing."""
 
     def __init__(self, target: GPUTarget):
         super().__init__()
@@ -156,7 +142,7 @@ class NoDevice(DriverBase):
         return self.target
 
     def get_current_device(self) -> int:
-        return int(self.target.arch)  # Triton keeps what it compiled by device
+        return int(self.target.arch)  # Triton caches compiled kernels by device number
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -1,7 +1,7 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU.
 
-Inside :func:`noting` launches are noted and not run. With tensors on the device "meta" that tells what a function would
-launch on a GPU, without memory or time of it.
+Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells what a
+function would launch on a GPU, without using a GPU.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ __all__ = ["Launch", "addresses", "coded", "decoded", "element_type", "filled", 
 
 T = TypeVar("T")
 
-#: the address of a tensor without memory, empty or on "meta": Triton compiles other kernels for numbers of 32 bits
+#: the address of a tensor without memory, empty or on "meta": too large for 32 bits, as real addresses are, because
+#: Triton compiles other kernels for numbers of 32 bits
 _ELSEWHERE = 1 << 40
 
 _noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
@@ -27,7 +28,7 @@ _noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("not
 
 @contextlib.contextmanager
 def noting(device: torch.device) -> Iterator[list["Launch"]]:
-    """Launches of this block, which do not run; tensors on "meta" are taken for those of ``device``."""
+    """Record the launches of a ``with`` block in place of running them; "meta" tensors stand for ones of ``device``."""
     launches: list[Launch] = []
     token = _noted.set((device, launches))
     try:
@@ -37,65 +38,52 @@ def noting(device: torch.device) -> Iterator[list["Launch"]]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """``device``; inside :func:`noting` the one that "meta" is taken for."""
+    """Return ``device``, or for "meta" inside :func:`noting` the device that it stands for."""
     noted = _noted.get()
     return noted[0] if noted is not None and device.type == "meta" else device
 
 
 def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
-    """``values``, and the first one again up to ``count``; of numbers what :func:`coded` makes of 0.
-
-    Triton compiles a kernel for each number of values in a tuple: so one serves all.
-    """
-    rest: Any = coded(0) if isinstance(values[0], int) else values[0]
-    return (*values, *[rest] * (count - len(values)))
+    """Fill ``values`` up to ``count`` with the first one, or if they are ints with :func:`coded` zeros."""
+    # Triton compiles a kernel for each length of a tuple: tuples of one length share one.
+    padding: Any = coded(0) if isinstance(values[0], int) else values[0]
+    return (*values, *[padding] * (count - len(values)))
 
 
 def coded(number: int) -> int:
-    """``2 number + 3``, odd and not 1: Triton compiles for each pattern of ones and of multiples of 16 in a tuple."""
+    """``2 number + 3``, never 1 nor a multiple of 16: Triton compiles a kernel for each pattern of these in a tuple."""
     return 2 * number + 3
 
 
 def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """:func:`coded` addresses of tensors, the first one again up to ``count``, for :func:`decoded`.
-
-    Of tensors in a tuple Triton compiles for each pattern of those that begin at a multiple of 16 bytes.
-    """
-    own = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
-    return (*own, *own[:1] * (count - len(own)))
+    """Return the :func:`coded` addresses of tensors, filled up to ``count`` with the first one."""
+    # Integers, because Triton compiles a kernel for each pattern of 16-byte alignment among tensors in a tuple.
+    coded_addresses = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
+    return (*coded_addresses, *coded_addresses[:1] * (count - len(coded_addresses)))
 
 
 @triton.jit
 def decoded(address):
-    """What :func:`addresses` has coded. The cast to a pointer stands where it is read: here Triton would forget of how
-    many bytes the pointer is said to be a multiple."""
+    """Return the address that :func:`addresses` coded, as an integer."""
+    # The caller casts to a pointer: a cast here would lose the caller's tl.multiple_of.
     return (address >> 1) - 1
 
 
 def element_type(x: Tensor) -> tl.dtype:
-    """Of a tensor, for the pointer that its address is cast to."""
+    """Return Triton's dtype of a tensor's elements, for the pointer type of its address."""
     return getattr(tl, str(x.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``.
+    """``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``."""
 
-    Args:
-        kernel: a Triton kernel.
-        programs: how many.
-        on: a tensor of the device.
-        arguments: of the kernel, at run time.
-        constants: its constexprs and Triton's num_warps and num_stages.
-        scratch: the kernel makes tensor descriptors, for which Triton asks for memory at every launch.
-    """
-
-    kernel: Any
+    kernel: Any  # a Triton kernel
     programs: int
     on: Tensor
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any] = field(default_factory=dict)
-    scratch: bool = False
+    arguments: tuple[Any, ...]  # at run time
+    constants: dict[str, Any] = field(default_factory=dict)  # constexprs, and Triton's num_warps and num_stages
+    scratch: bool = False  # the kernel makes tensor descriptors, for which Triton asks for memory at every launch
 
     def run(self) -> None:
         if not self.programs:
@@ -105,7 +93,8 @@ class Launch:
             return
         with torch.cuda.device_of(self.on):  # Triton launches on the current device, whatever its arguments are on
             if self.scratch:
-                copy_context().run(self._start_with_scratch)  # Triton's allocator is a context variable: ours ends here
+                # Triton's allocator is a context variable: in a copied context the user's stays as it is.
+                copy_context().run(self._start_with_scratch)
             else:
                 self._start()
 
@@ -118,5 +107,5 @@ class Launch:
         self._start()
 
     def compile(self) -> Any:
-        """The compiled kernel that ``run`` would start, for the target of Triton's active driver."""
+        """Compile the kernel that ``run`` would start, for the target of Triton's active driver."""
         return self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)

@@ -2,7 +2,7 @@
 
     X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
 
-No entry's square overflows or vanishes: sums of squares are kept over the largest entry seen, as in
+No entry's square overflows or vanishes: squares are summed relative to the largest entry so far, as in
 ``reference.normalize``, so entries from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one
 (largest, sum) pair a program, the second combines them in a fixed order: no atomics, the same bits every time.
 """
@@ -18,8 +18,8 @@ from .operands import empty_matrices
 
 __all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
 
-ROWS, COLS = 32, 128  # a tile; wide in the direction most inputs are contiguous in, tall enough for the other
-MOST_PARTIALS = 256  # per matrix, so that every program of the second pass can combine them all
+ROWS, COLS = 32, 128  # a tile: wide where most inputs are contiguous, tall enough for inputs with contiguous columns
+MOST_PARTIALS = 256  # a matrix, so that every program of the second pass can combine all of them
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -60,7 +60,7 @@ def partial_norms_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """partials [b, 2, programs]: the largest |entry| of a program's tiles, and their sum of squares over its square."""
+    """Write to ``partials``, [b, 2, programs], the largest |entry| of a program's tiles and Σ (entry / largest)²."""
     program = tl.program_id(0)
     matrix = program // programs
     first = program % programs
@@ -99,17 +99,18 @@ def divide_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    """Combine all pairs of a matrix into its norm, and write one tile divided by it."""
     across = tl.cdiv(cols, COLS)
     tiles = tl.cdiv(rows, ROWS) * across
     program = tl.program_id(0)
     matrix = program // tiles
     i = tl.arange(0, PARTIALS)
     start = partials + matrix.to(tl.int64) * 2 * programs + i
-    each = tl.load(start, mask=i < programs, other=TINY)
+    largest_of_programs = tl.load(start, mask=i < programs, other=TINY)
     sums = tl.load(start + programs, mask=i < programs, other=0.0)
-    largest = tl.max(each, axis=0)
-    shrink = each / largest
-    # The sum is NaN where any entry is NaN or infinite, and has to stay it: else such a matrix would pass for one.
+    largest = tl.max(largest_of_programs, axis=0)
+    shrink = largest_of_programs / largest
+    # The sum is NaN if any entry is NaN or infinite. The maximum must propagate it, or the matrix would seem finite.
     least = tl.maximum(eps / largest, TINY)
     norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), least, propagate_nan=tl.PropagateNan.ALL)
     r, c, inside, x_tile = _load(
@@ -122,7 +123,7 @@ def divide_kernel(
 
 
 def partial_norms(x: Tensor, partials: Tensor) -> Launch:
-    """partials ← its pairs; x [b, m, n] of any strides, partials [b, 2, programs] in float32, contiguous."""
+    """Make the first pass: ``x`` [b, m, n] of any strides, ``partials`` [b, 2, programs] float32, contiguous."""
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, rows, cols, *x.stride(), programs)
@@ -130,7 +131,7 @@ def partial_norms(x: Tensor, partials: Tensor) -> Launch:
 
 
 def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: float) -> Launch:
-    """out ← x / (safety · max(‖x‖, eps)) of each matrix; out has unit last stride."""
+    """Make the second pass, out ← x / (safety · max(‖x‖, eps)) of each matrix; ``out`` has unit last stride."""
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
@@ -141,26 +142,18 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
 def normalize(
     x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None, norms: Tensor | None = None
 ) -> Tensor:
-    """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
+    """Return X / (safety · max(‖X‖, eps)) as ``reference.normalize`` does, NaN and zeros included.
 
-    Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole matrix into NaN. No host
-    synchronization.
-
-    Args:
-        x: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified.
-        dtype: of the result.
-        eps: smallest norm.
-        safety: multiplies the norm.
-        out: takes the result; of x's shape and ``dtype`` with unit last stride, no memory shared with x.
-        norms: [b, 1, n] in float32, of n parts that each matrix is made of, whose norm is the matrix's; else x is read.
-    Returns:
-        ``out``, or a new tensor like it.
+    ``x``: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; of x's shape
+    in ``dtype`` with unit last stride, no memory shared with x; None for a new tensor. ``norms``: [b, 1, n] in float32,
+    the norms of n parts (rows, say) of each matrix, which save the first pass from reading x.
     """
     matrices, rows, cols = x.shape
     programs = min(_tiles(rows, cols), MOST_PARTIALS)
     partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
     if out is None:
         out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
+    # A matrix and the vector of its parts' norms have the same Frobenius norm.
     partial_norms(x if norms is None else norms, partials).run()
     divide(x, partials, out, eps=eps, safety=safety).run()
     return out

@@ -1,4 +1,4 @@
-"""What the matrix-product kernels share: operands by pointers or tensor descriptors (TMA), and the tile order."""
+"""Shared parts of the matrix-product kernels: operands by pointers or tensor descriptors (TMA), and the tile order."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def load_tile(
     DESCRIPTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """[ROWS, COLS] of matrix ``matrix`` from (row, col) on, zero outside [rows, cols]."""
+    """Load [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside [rows, cols]."""
     if DESCRIPTORS:
         tile = source.load([matrix, row, col]).reshape(ROWS, COLS)
     else:
@@ -54,7 +54,7 @@ def load_tile(
 
 @triton.jit
 def shifted(value, row, col, gamma, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] of a matrix from (row, col) on, with ``gamma`` added to its diagonal."""
+    """Add ``gamma`` to the matrix's diagonal in ``value``, its [ROWS, COLS] from (row, col) on."""
     i = row + tl.arange(0, ROWS)[:, None]
     j = col + tl.arange(0, COLS)[None, :]
     return tl.where(i == j, value + gamma, value)
@@ -62,7 +62,7 @@ def shifted(value, row, col, gamma, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def store_pieces(out, value, matrix, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
-    """[ROWS, COLS] through a descriptor of [1, ROWS, WIDE], piece after piece through the same shared memory."""
+    """Store [ROWS, COLS] by a descriptor of [1, ROWS, WIDE], piece after piece through the same shared memory."""
     if COLS <= WIDE:
         out.store([matrix, row, col], value.reshape(1, ROWS, COLS))
     else:
@@ -86,21 +86,19 @@ def store_square(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """A square of a symmetric result and its mirror image; one on the diagonal once, nothing above it.
-
-    Rows are written up to ``width`` entries, which is ``size``, or with their padding the stride. WIDE: columns that a
-    descriptor takes at a time.
-    """
+    """Store a square of a symmetric result and its mirror image; one on the diagonal once, one above it never."""
+    # width: entries of a row that are written: size, or the row's stride to write the padding too. WIDE: columns that a
+    # descriptor stores at a time.
     if DESCRIPTORS:
-        # A descriptor drops rows from the last one on. A store that begins before the first is an illegal instruction,
-        # and a branch would keep Triton 3.7.1 from flattening the loop that this ends: its pass fails.
+        # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before
+        # the first row is an illegal instruction, and a branch keeps Triton 3.7.1 from flattening the loop around it.
         store_pieces(out, value, matrix, tl.where(col <= row, row, size), col, SIDE, SIDE, WIDE)
         store_pieces(out, value.T, matrix, tl.where(col < row, col, size), row, SIDE, SIDE, WIDE)
     else:
         i = tl.arange(0, SIDE)[:, None]
         j = tl.arange(0, SIDE)[None, :]
-        # Within a square 32 bits are enough, and half the registers. No mask here differs from entry to entry along a
-        # row: that would make every store two bytes wide.
+        # Offsets within a square fit 32 bits, which take half the registers. No mask differs from entry to entry along
+        # a row: that would make every store two bytes wide.
         start = out + matrix.to(tl.int64) * matrix_stride
         if col < row:
             mirrored = start + col.to(tl.int64) * row_stride + row
@@ -126,7 +124,7 @@ def store_triangle(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """A tile of a symmetric result by :func:`store_square`."""
+    """Store a tile of a symmetric result, a square or two side by side, by :func:`store_square`."""
     if COLS == ROWS:
         store_square(out, value, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
     else:
@@ -138,7 +136,7 @@ def store_triangle(
 
 @triton.jit
 def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
-    """(matrix, first row, first column) of this program: column by column within groups of GROUP tile rows."""
+    """Locate this program's tile, (matrix, first row, first column): column by column in groups of GROUP tile rows."""
     down = tl.cdiv(rows, ROWS)
     across = tl.cdiv(cols, COLS)
     matrix = tl.program_id(0) // (down * across)
@@ -152,11 +150,9 @@ def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.const
 
 
 def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
-    """The compile-time arguments of the kernels for one shape; those for lists have no GROUP.
-
-    WIDEN is for Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become
-    float32 once loaded. It changes no product: two bfloat16 or float16 numbers multiply exactly in float32.
-    """
+    """Return the compile-time arguments of the kernels for one shape; grouped kernels have no GROUP."""
+    # WIDEN is for Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become
+    # float32 once loaded. No product changes: two bfloat16 or float16 numbers multiply exactly in float32.
     return {
         "PLUS": plus,
         "ROWS": tile.rows,
@@ -172,16 +168,14 @@ def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
 
 
 def empty_matrices(matrices: int, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialized [matrices, rows, cols], rows a multiple of 16 elements apart.
-
-    Tensor descriptors need 16 bytes; 16 elements are what Triton compiles wide loads for.
-    """
+    """Allocate uninitialized [matrices, rows, cols], rows a multiple of 16 elements apart."""
+    # Tensor descriptors need multiples of 16 bytes, and Triton compiles wide loads for multiples of 16 elements.
     pitch = ceildiv(cols, 16) * 16
     return torch.empty(matrices, rows, pitch, dtype=dtype, device=like.device)[:, :, :cols]
 
 
 def operand(x: Tensor, tile: Tile, rows: int, cols: int) -> Any:
-    """What a kernel takes for x, [b, m, n] with unit last stride: itself, or its descriptor for [rows, cols] tiles."""
+    """Make a kernel's argument of x, [b, m, n] with unit last stride: x, or a descriptor of its [rows, cols] tiles."""
     if not tile.descriptors:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])

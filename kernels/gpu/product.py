@@ -1,8 +1,8 @@
-"""The general product of the two: a symmetric k × k matrix times one that is not.
+"""The general product: a k × k matrix times one whose product is not symmetric.
 
     C = L R + β P      L [b, k, k], R, P, C [b, k, l]
 
-which is aX + BX with β = a, QX, and aQ + ZQ. Accumulated in float32, rounded once. C may have any strides, so that the
+which computes aX + BX with β = a, QX, and aQ + ZQ. Sums in float32, rounded once. C may have any strides, so that the
 last product of an iteration writes a tall matrix in place.
 """
 
@@ -75,15 +75,10 @@ def product_kernel(
 def product(
     left: Tensor, right: Tensor, out: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
 ) -> Launch:
-    """out ← left right + β plus.
+    """Make the launch of out ← left right + β plus.
 
-    Args:
-        left: [b, k, k] with unit last stride.
-        right: [b, k, l] with unit last stride.
-        out: [b, k, l], any strides; shares no memory with the others.
-        tile: of the result.
-        plus: [b, k, l] with unit last stride, or None.
-        beta: multiplies ``plus``.
+    ``left`` [b, k, k], ``right`` and ``plus`` [b, k, l] have unit last stride; ``out`` [b, k, l] has any strides, and
+    shares no memory with the others.
     """
     matrices, rows, cols = right.shape
     programs = matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols)

@@ -3,11 +3,11 @@
     C = α X Xᵀ            X [b, k, d], C [b, k, k]
     C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
-where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Accumulated in float32, rounded once.
-Squares below the diagonal are computed, of P too, and written twice. A square on the diagonal is written as it comes
-out, symmetric to rounding: mirroring it in registers as well would double the instructions behind the loop. So R Z and
-Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z, which
-is the order that iterations.py warns of: twice the error where the squares are half of the matrix.
+where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Sums in float32, rounded once. Squares
+below the diagonal are computed, with the squares of P below it, and written twice. A square on the diagonal is written
+as computed, symmetric up to rounding: mirroring it in registers would double the instructions behind the loop. So R Z
+and Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z,
+the order that iterations.py warns of: twice the error where the squares are half of the matrix.
 """
 
 import triton
@@ -100,27 +100,20 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """out ← α left right + β plus + γ I, or with α left leftᵀ where ``right`` is None.
+    """Make the launch of out ← α left right + β plus + γ I, or with α left leftᵀ where ``right`` is None; α is not 0.
 
-    Args:
-        left: [b, k, d] with unit last stride.
-        right: [b, k, k] likewise; then d = k.
-        out: [b, k, k] with unit last stride; shares no memory with the others.
-        tile: of the result.
-        alpha: not 0.
-        plus: [b, k, k] with unit last stride, or None.
-        beta: multiplies ``plus``.
-        gamma: added to the diagonal, before the result is rounded.
+    ``left`` is [b, k, d], with d = k if there is a ``right``; the others are [b, k, k]. All have unit last stride;
+    ``out`` shares no memory with the others. γ is added before the result is rounded.
     """
     matrices, size, depth = left.shape
     programs = matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols)
     if right is None:
-        other, second = left, operand(left, tile, tile.cols, tile.depth)
+        factor, second = left, operand(left, tile, tile.cols, tile.depth)
     else:
-        other, second = right, operand(right, tile, tile.depth, tile.cols)
+        factor, second = right, operand(right, tile, tile.depth, tile.cols)
     summand = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
     operands = operand(left, tile, tile.rows, tile.depth), second, summand, operand(out, tile, tile.rows, tile.rows)
-    strides = [stride for x in (left, other, left if plus is None else plus, out) for stride in x.stride()[:2]]
+    strides = [stride for x in (left, factor, left if plus is None else plus, out) for stride in x.stride()[:2]]
     arguments = (*operands, size, depth, *strides, alpha, beta / alpha, gamma)
     settings = constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0}
     return Launch(symmetric_kernel, programs, out, arguments, settings)

@@ -1,8 +1,7 @@
 """Tile shapes of the matrix-product kernels, from ``tiles.json``, and the choice among them by ``model.seconds``.
 
-The file holds, for each architecture, what is assumed of the device, where that comes from, and for each kernel tiles
-from the largest to the smallest. A large tile reads less memory per operation but leaves multiprocessors idle when
-there are few of them.
+For each architecture the file has the model's numbers, their source, and for each kernel tiles from the largest to the
+smallest. A large tile reads less memory per operation, but few tiles leave multiprocessors idle.
 """
 
 import json
@@ -21,39 +20,29 @@ __all__ = ["INTERPRETER", "Table", "architecture", "choose", "load_tables", "ser
 #: (matrices, k, l)
 Shape = tuple[int, int, int]
 
-_MANY = 64  # matrices of one shape leave no multiprocessor idle
+_MANY = 64  # so many matrices of one shape leave no multiprocessor idle
 _FILE = Path(__file__).with_name("tiles.json")
 
 
 @dataclass(frozen=True)
 class Table:
-    """The tiles of one architecture, and what is known of it.
+    """The tiles and the model's numbers of one architecture."""
 
-    Args:
-        source: what the numbers were taken on, when and how.
-        measured: whether tiles were timed on such a device; where they were not, "auto" leaves products to cuBLAS.
-        device: what the model assumes.
-        symmetric, product: tiles of either kernel, from the largest to the smallest.
-        cublas: tiles of a product in cuBLAS, as far as the model needs them.
-    """
-
-    source: str
-    measured: bool
+    source: str  # device, date and method of the measurements
+    measured: bool  # tiles were timed on such a device; if not, "auto" leaves products to cuBLAS
     device: Device
-    symmetric: tuple[Tile, ...]
-    product: tuple[Tile, ...]
-    cublas: tuple[Tile, ...]
+    symmetric: tuple[Tile, ...]  # of the symmetric product's kernel, from the largest to the smallest
+    product: tuple[Tile, ...]  # of the general product's kernel, likewise
+    cublas: tuple[Tile, ...]  # of a product in cuBLAS, as far as the model needs them
 
     def taken(self, backend: str) -> bool:
-        """Whether products of this backend, "auto" or "triton", are Triton's at all."""
+        """Tell whether this backend, "auto" or "triton", ever takes Triton's products."""
         return backend == "triton" or self.measured
 
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
-        """Whether Triton is expected to take no longer than cuBLAS for a step of these matrices, of the standard form.
-
-        Triton makes ``XXᵀ``, ``bA + cA²`` and ``aX + BX`` of all of them in a launch each; on cuBLAS each shape has
-        three launches of its own, and squares are computed whole.
-        """
+        """Tell whether a step of the standard form should take Triton no longer than cuBLAS for these matrices."""
+        # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
+        # both triangles of a symmetric product.
         triton = sum(
             self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
             for results, triangle, summand in _products_of(shapes)
@@ -75,14 +64,11 @@ class Table:
 
 @lru_cache(maxsize=1024)
 def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
-    """For each shape of a list, whether its matrices are expected to be done sooner by Triton than by cuBLAS; for none
-    where that is an estimate.
-
-    Shapes of which a large batch would be are taken together, for they share launches, and each by itself where that
-    does not pay.
-    """
+    """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures."""
     if not (table.measured and table.cublas):
         return tuple(table.measured for _ in shapes)
+    # Shapes whose large batches would be faster are compared together, for they share launches. If together they are
+    # not faster, each shape is compared by itself.
     worthwhile = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
     if together and table.pays(together, processors):
@@ -91,14 +77,14 @@ def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bo
 
 
 def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], bool, bool]]:
-    """The three products of a standard step, whether a triangle of each is enough, and whether it has a summand."""
+    """List the three products of a standard step: (results, whether one triangle is enough, whether with a summand)."""
     yield tuple((b, rows, rows, cols) for b, rows, cols in shapes), True, False
     yield tuple((b, rows, rows, rows) for b, rows, _ in shapes), True, True
     yield tuple((b, rows, cols, rows) for b, rows, cols in shapes), False, True
 
 
 _SMALL = Tile(rows=32, cols=32, depth=32, group=2, stages=1, warps=4, descriptors=True)
-# With TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels, for whoever debugs them.
+# For debugging: with TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels.
 INTERPRETER = Table("Triton's interpreter", True, Device(), symmetric=(_SMALL,), product=(_SMALL,), cublas=())
 
 _KERNELS = ("symmetric", "product", "cublas")
@@ -106,7 +92,7 @@ _KERNELS = ("symmetric", "product", "cublas")
 
 @cache
 def load_tables(path: Path = _FILE) -> Mapping[str, Table]:
-    """Tables by architecture, "sm_80" for one."""
+    """Load the tables by architecture, for example "sm_80"."""
     entries: Mapping[str, dict[str, Any]] = json.loads(path.read_text())
     return {
         name: Table(
@@ -121,10 +107,8 @@ def load_tables(path: Path = _FILE) -> Mapping[str, Table]:
 
 @cache
 def architecture(device: torch.device) -> str | None:
-    """The table for a CUDA device; None where there is none.
-
-    Code for 8.0 would run on 8.6 and 8.9 too, but they have 100 KiB of shared memory where 8.0 has 164.
-    """
+    """Name the table for a CUDA device, or None if there is none."""
+    # No table of 8.0 for 8.6 and 8.9: its code would run there, but they have 100 KiB of shared memory, not 164.
     major, minor = torch.cuda.get_device_capability(device)
     name = f"sm_{major}{minor}"
     return name if name in load_tables() else None
@@ -140,5 +124,5 @@ def choose(
     triangle: bool,
     summand: bool = True,
 ) -> Tile:
-    """The tile that is expected to be done first; of equals the first in the table. Arguments: ``model.seconds``."""
+    """Return the tile with the least ``model.seconds``; of equals the first in the table."""
     return min(tiles, key=lambda tile: seconds(tile, device, results, processors, triangle=triangle, summand=summand))

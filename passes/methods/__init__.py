@@ -37,16 +37,12 @@ METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, DION2,
 
 
 def method_names(kind: type[Method] = Method) -> list[str]:
-    """Of all methods, or of those of one kind."""
+    """Return the names of all methods, or of those of one kind."""
     return [method.name for method in METHODS if isinstance(method, kind)]
 
 
 def method_of(name: str) -> Method:
-    """The method of this name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the method of this name, or raise KeyError."""
     for method in METHODS:
         if method.name == name:
             return method
@@ -54,21 +50,17 @@ def method_of(name: str) -> Method:
 
 
 def rates_of_methods() -> dict[str, Rate]:
-    """The rates that users may set, by name."""
+    """Return the rates that users may set, by name."""
     return {rate.name: rate for method in METHODS for rate in method.rates if rate is not STEP}
 
 
 def state_labels() -> tuple[str, ...]:
-    """What errors call the states that methods keep, each once."""
+    """Return the labels of all states that methods keep, each once."""
     return tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
 
 
 def matrix_method(name: str) -> MatrixMethod:
-    """The method for matrices of this name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the method for matrices of this name, or raise KeyError."""
     method = method_of(name)
     if not isinstance(method, MatrixMethod):
         raise KeyError(name)

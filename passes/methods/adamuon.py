@@ -1,10 +1,10 @@
-"""AdaMuon: the direction divided by a running root of its square, element by element, and put to one RMS.
+"""AdaMuon: the direction divided by a running root of its square, element by element, then scaled to a constant RMS.
 
     O = NewtonSchulz(sign(M)),  V <- b V + (1 - b) O^2,  P = O / (sqrt(V) + eps),  D = P sqrt(min(m, n)) / (|P| + eps)
 
-The paper's third version. With the scale of AdamW's RMS, its own, an update has the RMS ``0.2 lr``. The first version,
-which the authors' code has, takes no sign, and divides V by ``1 - b^t``, which the last line undoes. Megatron's
-optimizer of this name leaves that line out, and is another one.
+The paper's third version. With its scale by shape, that of AdamW's RMS, an update has the RMS ``0.2 lr``. The first
+version, which is the authors' code, takes no sign, and divides V by ``1 - b^t``, which cancels in D. Megatron's
+optimizer of this name lacks the last formula, and is another method.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
     update = averaged(grad, momentum, beta, nesterov, out_dtype)
-    # The sign of NaN is 0 and that of inf is 1: what is not finite must show in the direction.
+    # sign(NaN) is 0 and sign(inf) is 1, but the checks must find a gradient that is not finite in the direction.
     return torch.where(update.isfinite(), update.sign(), math.nan)
 
 

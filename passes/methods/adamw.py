@@ -1,4 +1,4 @@
-"""AdamW: torch's, on the shards."""
+"""AdamW: torch's functional implementation, on the shards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _step(
     *,
     fused: bool | None = None,
 ) -> None:
-    """On CUDA torch's fused kernel, which rounds once where ``foreach`` rounds after every operation."""
+    # The fused kernel rounds once where ``foreach`` rounds after every operation.
     fused = True if params[0].is_cuda else fused
     lr = group["lr"]
     if fused and isinstance(lr, Tensor):
-        lr = lr.float()  # its kernel reads no other
+        lr = lr.float()  # the fused kernel reads no other dtype
     adamw(
         params,
         grads,

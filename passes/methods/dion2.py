@@ -1,10 +1,10 @@
-"""Dion2: the rows, or columns, with most momentum are orthogonalized; what was not chosen stays in the momentum.
+"""Dion2: orthogonalizes the rows, or columns, with most momentum; the others stay in the momentum.
 
     M <- M + G,   I: the ``fraction`` of the shorter side with the largest L1 norms in M,
     D_I = NewtonSchulz(M_I), 0 elsewhere,   M_I <- momentum M_I
 
-As in the authors' code (github.com/microsoft/dion) with the choice made of whole matrices, so that the steps do not
-depend on the number of ranks. Newton-Schulz takes a ``fraction`` of Muon's time.
+As in the authors' code (github.com/microsoft/dion), but chosen from whole matrices, so that steps do not depend on the
+number of ranks. Newton-Schulz takes a ``fraction`` of Muon's time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ def _before(
 
 
 def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Tensor]:
-    # The shorter side lies along the rows.
-    lying = [x if x.shape[-2] <= x.shape[-1] else x.mT for x in matrices]
-    places = [_chosen(x, own.phase) for x, own in zip(lying, seen, strict=True)]
-    made = newton_schulz([x.take_along_dim(at, -2).contiguous() for x, at in zip(lying, places, strict=True)])
-    found = [
-        torch.zeros_like(x, dtype=own.dtype).scatter(-2, at.expand_as(own), own)
-        for x, own, at in zip(lying, made, places, strict=True)
+    # Transposed where tall: the rows are chosen along the shorter side.
+    wide = [x if x.shape[-2] <= x.shape[-1] else x.mT for x in matrices]
+    rows = [_chosen(x, part.phase) for x, part in zip(wide, seen, strict=True)]
+    orthogonal = newton_schulz([x.take_along_dim(at, -2).contiguous() for x, at in zip(wide, rows, strict=True)])
+    directions = [
+        torch.zeros_like(x, dtype=part.dtype).scatter(-2, at.expand_as(part), part)
+        for x, part, at in zip(wide, orthogonal, rows, strict=True)
     ]
-    return [d if d.shape == x.shape else d.mT for d, x in zip(found, matrices, strict=True)]
+    return [d if d.shape == x.shape else d.mT for d, x in zip(directions, matrices, strict=True)]
 
 
 def _chosen(x: Tensor, fraction: float) -> Tensor:
+    """Return the indices, [..., count, 1] in ascending order, of the rows with the largest L1 norms."""
     count = max(1, math.ceil(fraction * x.shape[-2]))
     return x.float().abs().sum(-1).topk(count, dim=-1).indices.sort(-1).values.unsqueeze(-1)
 
@@ -50,7 +51,7 @@ def _advance(
 ) -> None:
     torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
     for momentum, direction in zip(momenta, directions, strict=True):
-        # Of a row that was chosen no entry is zero, but where the momentum has only zeros, too.
+        # Directions are zero outside the chosen rows, and inside only where the momentum is zero, too.
         wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
         momentum.copy_(torch.where(direction != 0, wide * rates["momentum"], wide))
 

@@ -1,7 +1,7 @@
-"""Muon over a sum of gradients in place of their average: ``M <- beta M + G``, as Moonlight and Kimi have it.
+"""Heavy ball: Muon over a decayed sum of gradients, ``M <- beta M + G``, as in Moonlight and Kimi, not their average.
 
-Newton-Schulz divides by the norm, so with a constant ``beta`` and from zeros on it is Muon; where a schedule changes
-``beta``, the sum weighs old gradients otherwise than the average.
+Newton-Schulz divides by the norm, so with a constant ``beta``, from a momentum of zeros, steps are Muon's. Where a
+schedule changes ``beta``, the sum weighs old gradients differently from the average.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lion: the sign of an average of gradients; one state, half of AdamW's.
+"""Lion: steps by the sign of an average of gradients; one state a parameter, where AdamW has two.
 
 c = b1 M + (1 - b1) G,   W <- (1 - lr weight_decay) W - lr sign(c),   M <- b2 M + (1 - b2) G
 """

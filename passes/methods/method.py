@@ -1,7 +1,8 @@
-"""What a method is: a record, in a file of its own, of what a step does to a parameter.
+"""The types of a method: a record, in a file of its own, of an optimizer's update rule.
 
-The engine knows no method. It makes the states that a record names, has graphs run ``before`` and ``whole``, and in a
-step loops over ``after``, facts and ``finish``; docs/how-to/methods.md writes one from the beginning.
+The engine knows no method by name. It makes the states that a record names, has graphs run ``before`` and ``whole``,
+and in a step calls ``after``, sums facts over pieces, and calls ``finish``; docs/how-to/methods.md writes one from the
+beginning.
 """
 
 from __future__ import annotations
@@ -38,32 +39,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rate:
-    """A number that parameter groups hold, and that may change between steps.
+    """A hyperparameter that parameter groups hold, and that may change between steps."""
 
-    Args:
-        name: in the group.
-        default: a number, a pair of numbers, or a flag; what type it has a user's value must have.
-        below: numbers are at least 0 and less than this.
-        positive: 0 is none.
-        most: numbers are at most this.
-        whole: numbers are integers.
-        meaning: of one that not all methods have, for the table of them.
-    """
-
-    name: str
-    default: Any
-    below: float = math.inf
-    positive: bool = False
-    most: float = math.inf
-    whole: bool = False
-    meaning: str = ""
+    name: str  # key in the group
+    default: Any  # a number, a pair of numbers, or a flag; a user's value must have the same type
+    below: float = math.inf  # numbers are at least 0 and less than this
+    positive: bool = False  # 0 is not allowed
+    most: float = math.inf  # numbers are at most this
+    whole: bool = False  # numbers are integers
+    meaning: str = ""  # description in the table of those rates that not all methods have
 
 
 LR = Rate("lr", None)
 MOMENTUM = Rate("momentum", None, below=1.0)
-#: counted by the engine: a group holds how many steps it has taken; methods see the number of the one under way, from 1
+#: counted by the engine: a group holds the number of its past steps, methods see the number of the current one, from 1
 STEP = Rate("step", 0, whole=True)
-#: what decays, and whether only where update and weight agree in sign (arXiv 2510.12402)
+#: decoupled weight decay, and whether it is cautious: only where update and weight agree in sign (arXiv 2510.12402)
 DECAY = (
     Rate("weight_decay", None),
     Rate(
@@ -72,20 +63,20 @@ DECAY = (
 )
 
 
-#: kinds of states that are at the owner of a matrix -> their shape, as names of its sides
+#: values of State.each for states at the owner of a matrix -> their shape, in names of the matrix's sides
 _SIDES = {"rows×rows": ("rows", "rows"), "cols×cols": ("cols", "cols"), "rows×cols": ("rows", "cols")}
 _EACH = ("element", "row", "parameter", *_SIDES)
 
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a method keeps of a parameter beside its momentum: zeros ahead of the first step.
+    """An optimizer state that a method keeps of a parameter beside its momentum, zeros ahead of the first step.
 
     ============= ======================= ====================================== ==========================
-    each          numbers of a matrix     where they are                         who writes them
+    each          numbers of a matrix     placement                              written by
     ============= ======================= ====================================== ==========================
-    "element"     rows x cols             cut as the parameter is                :attr:`MatrixMethod.after`
-    "row"         rows                    cut as the parameter is                ``after``
+    "element"     rows x cols             sharded like the parameter             :attr:`MatrixMethod.after`
+    "row"         rows                    sharded like the parameter             ``after``
     "parameter"   1, of element methods   on every rank                          :attr:`ElementMethod.step`
     "rows×rows"   rows x rows             at the owner of the matrix, whole      :attr:`MatrixMethod.whole`
     "cols×cols"   cols x cols             at the owner of the matrix, whole      ``whole``
@@ -93,22 +84,13 @@ class State:
     ============= ======================= ====================================== ==========================
 
     The first two are in the dtype of the master weights, "parameter" in fp32, the others in fp32 (fp64 where the master
-    weights are). Methods that work element by element have states of each "element" and "parameter".
-
-    Args:
-        name: in the optimizer's state.
-        label: as errors call it.
-        each: what it has a number for.
-        most: of a state at an owner, the longest side of which there is one; it is ``0 x 0`` of a longer one. None for
-            any.
-    Raises:
-        ValueError: ``each`` is none of these.
+    weights are). Element methods have states of "element" and "parameter" only.
     """
 
-    name: str
-    label: str
-    each: str = "element"
-    most: int | None = None
+    name: str  # in the optimizer's state
+    label: str  # in error messages
+    each: str = "element"  # the unit that has one number, as in the table
+    most: int | None = None  # a square state at an owner is 0 x 0 if its side is longer than this; None for no limit
 
     def __post_init__(self) -> None:
         if self.each not in _EACH:
@@ -116,36 +98,29 @@ class State:
 
     @property
     def at_owner(self) -> bool:
-        """Whether it is at the owner of a matrix."""
+        """True if the state is at the owner of a matrix."""
         return self.each in _SIDES
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Of a state at the owner of a ``rows x cols`` matrix."""
+        """Return the state's shape at the owner of a ``rows x cols`` matrix."""
         first, second = ({"rows": rows, "cols": cols}[side] for side in _SIDES[self.each])
         return (0, 0) if first == second and self.most is not None and first > self.most else (first, second)
 
 
 @dataclass(frozen=True)
 class Method:
-    """What all methods have.
+    """The part of a record that matrix methods and element methods have in common."""
 
-    Args:
-        name: as users write it.
-        source: of the formula.
-        rates: what its groups hold, in their order. A default of None is that of the configuration.
-        states: beside the momentum.
-        constants: rates that must be numbers, of those that CUDA graphs have on the device: learning rate, decay and
-            momentum. A graph holds them, and other values are another graph.
-    """
-
-    name: str
-    source: str
-    rates: tuple[Rate, ...]
-    states: tuple[State, ...] = ()
+    name: str  # as users write it
+    source: str  # paper or code that the formula comes from
+    rates: tuple[Rate, ...]  # keys of the method's groups, in their order; a default of None is the configuration's
+    states: tuple[State, ...] = ()  # beside the momentum
+    # A CUDA graph reads learning rate, decay and momentum from the device. Those named here stay Python numbers: the
+    # graph holds their values, and other values need another graph.
     constants: tuple[str, ...] = field(default=(), kw_only=True)
 
     def has(self, rate: str) -> bool:
-        """Whether its groups hold a rate of this name."""
+        """Tell whether the method's groups hold a rate of this name."""
         return rate in self._names
 
     @functools.cached_property
@@ -155,92 +130,64 @@ class Method:
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of ``n`` equal matrices, in fp32 (fp64 where the master weights are).
+    """A piece: this rank's part of ``n`` matrices of one shape, in fp32 (fp64 where the master weights are).
 
-    Args:
-        direction: ``[n, r, c]``, of what :attr:`MatrixMethod.whole` made: r whole rows, or what a tensor-parallel rank
-            has of their columns.
-        weight: the same of the master weights, before the step.
-        grad: the gradient, the same, in its own dtype.
-        states: for ``after``, by name, before the step: ``[n, r, c]`` of each element, ``[n, r, 1]`` of each row.
-        sums: ``[n, r, k]``, what :attr:`MatrixMethod.row_sums` gives, over whole rows; in ``project``, of
-            ``project_sums``.
-        projected: in ``after``, ``[n, r, k]``: what :attr:`MatrixMethod.project_sums` gave, over whole rows.
-        scale: of the learning rate, by the shape of a matrix.
-        rates: of the group; ``step`` is a tensor, 0-dim fp32. Learning rate, decay and momentum are 0-dim fp64 tensors
-            on the device where a CUDA graph holds the step, else numbers.
-        rows, cols: of a whole matrix.
+    The part is r whole rows of each matrix, or with tensor parallelism this rank's columns of these rows.
     """
 
-    direction: Tensor
-    weight: Tensor
-    grad: Tensor
+    direction: Tensor  # [n, r, c], of the results of MatrixMethod.whole
+    weight: Tensor  # [n, r, c] of the master weights, before the step
+    grad: Tensor  # [n, r, c] of the gradient, in the gradient's dtype
+    # In ``after``, by name, before the step: [n, r, c] of a state of each "element", [n, r, 1] of each "row".
     states: Mapping[str, Tensor]
-    sums: Tensor | None
+    sums: Tensor | None  # [n, r, k]: MatrixMethod.row_sums over whole rows; in ``project`` those of ``project_sums``
+    # Of the group; ``step`` is a 0-dim fp32 tensor. Learning rate, decay and momentum are 0-dim fp64 tensors on the
+    # device where a CUDA graph holds the step, else numbers.
     rates: Mapping[str, Any]
-    rows: int
-    cols: int
-    projected: Tensor | None = None
-    scale: float = 1.0
+    rows: int  # of a whole matrix
+    cols: int  # of a whole matrix
+    projected: Tensor | None = None  # in ``after``, [n, r, k]: MatrixMethod.project_sums over whole rows
+    scale: float = 1.0  # of the learning rate, by the shape of a matrix
 
 
 @dataclass(frozen=True)
 class After:
-    """What :attr:`MatrixMethod.after` makes of a piece.
+    """The result of :attr:`MatrixMethod.after` for a piece."""
 
-    Args:
-        direction: to move the weight along, like the piece's.
-        states: by name, the new ones; what is not named stays.
-        facts: ``[n, k]``, sums over the elements of the piece: the engine adds up those of all pieces of a matrix.
-        keep: ``[n, r, 1]``, what rows of the weight are multiplied by instead of ``keep``; None for that.
-    """
-
-    direction: Tensor
-    states: Mapping[str, Tensor] = field(default_factory=dict)
-    facts: Tensor | None = None
-    keep: Tensor | None = None
+    direction: Tensor  # like the piece's: the weight moves along it
+    states: Mapping[str, Tensor] = field(default_factory=dict)  # new states by name; the others stay
+    facts: Tensor | None = None  # [n, k], sums over the piece's elements; the engine adds up all pieces of a matrix
+    keep: Tensor | None = None  # [n, r, 1]: factor of each row of the weight in place of the step's ``keep``
 
 
 def multiply(tensors: Sequence[Tensor], factor: Any) -> None:
-    """Multiply tensors, in place, by a number or a 0-dim tensor that says the same: with the same bits.
-
-    A half is multiplied in fp32, since 0.9998 in half precision is 1.
-    """
+    """Multiply tensors in place by a number, or by a 0-dim tensor of the same value with the same bits."""
     half = [x for x in tensors if x.dtype.itemsize < 4]
-    rest = [x for x in tensors if x.dtype.itemsize >= 4]
+    wide = [x for x in tensors if x.dtype.itemsize >= 4]
     for x in half:
-        x.copy_(x.float() * factor)
-    if rest:
-        torch._foreach_mul_(rest, factor)
+        x.copy_(x.float() * factor)  # in half precision a factor of 0.9998 is 1
+    if wide:
+        torch._foreach_mul_(wide, factor)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What :attr:`MatrixMethod.whole` sees beside a matrix, or a stack of them.
+    """The inputs of :attr:`MatrixMethod.whole` beside a matrix, or a stack of matrices."""
 
-    Args:
-        rates: of the group, by name, each 0-dim fp32 on the device: all but the learning rate and decay, which the
-            commit applies. ``step`` is the number of the step under way, from 1.
-        states: at the owner, by name, ``[a, b]``, or ``[batch, a, b]`` of a stack, before the step.
-        phase: what :attr:`MatrixMethod.phase` says of the step.
-    """
-
+    # Of the group, by name, each 0-dim fp32 on the device: all but learning rate and decay, which the commit applies.
+    # ``step`` is the number of the current step, from 1.
     rates: Mapping[str, Tensor]
+    # At the owner, by name, before the step: [a, b], or [batch, a, b] of a stack.
     states: Mapping[str, Tensor] = field(default_factory=dict)
-    phase: Any = None
+    phase: Any = None  # of the step: the result of MatrixMethod.phase
 
 
 @dataclass(frozen=True)
 class Made:
-    """What :attr:`MatrixMethod.whole` makes of a matrix, or of a stack.
+    """The result of :attr:`MatrixMethod.whole` for a matrix, or for a stack."""
 
-    Args:
-        direction: like the matrix, in any dtype.
-        states: at the owner, by name, the new ones; what is not named stays.
-    """
-
-    direction: Tensor
-    states: Mapping[str, Tensor] = field(default_factory=dict)
+    direction: Tensor  # of the matrix's shape, in any dtype
+    states: Mapping[str, Tensor] = field(default_factory=dict)  # new states at the owner, by name; the others stay
 
 
 Before = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], bool, torch.dtype], Tensor]
@@ -250,47 +197,48 @@ NewtonSchulz = Callable[[list[Tensor]], list[Tensor]]
 def averaged(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    """The moving average of gradients, with Nesterov's look ahead: ``torch.optim.Muon``'s."""
+    """Return the moving average of gradients, with Nesterov's look ahead if asked for, as ``torch.optim.Muon`` does."""
     update, _ = muon_momentum(grad, momentum, beta=beta, nesterov=nesterov, out_dtype=out_dtype)
     return update
 
 
 @dataclass(frozen=True)
 class MatrixMethod(Method):
-    """A method whose directions are made of whole matrices.
+    """A method that makes directions of whole matrices.
 
-    Without ``after`` a step is ``W <- keep W + move D`` with ``keep = 1 - lr weight_decay`` and ``move = -lr scale``
-    (:func:`compile_muon.model.assignment.lr_scale`), and the momentum is its moving average.
+    A step is ``W <- keep W + move D`` with ``keep = 1 - lr weight_decay`` and ``move = -lr scale``
+    (:func:`compile_muon.model.assignment.lr_scale`), which ``after`` and ``finish`` may change.
 
     Args:
-        adjust_lr: the scale where the configuration names none; None for 1 whatever it says.
-        before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
-            the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
-            is kept, and ``before`` is given an empty one.
-        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where no setting of it has an effect.
+        adjust_lr: the scale by shape where the configuration names none; None for 1 whatever the configuration says.
+        before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update`` of a shard, traced and pure; beta is
+            the group's ``momentum``. None for the moving average. A method without this rate keeps no momentum:
+            ``before`` gets an empty one, and None is the gradient itself.
+        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where its settings have no effect.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
-        project: ``piece -> [n, r, c]``, what stands for the gradient in ``before`` and in the momentum, of a piece that
-            has no rates, whose direction is the gradient, and whose states are those of rows; pure. Directions are made
-            in ``step()`` alone then. Of a weight that is a rounded copy it sees the copy, which gradients are of.
-        project_sums: ``(grad, weight) -> [n, r, k]``, sums over the columns of a piece, which ``project`` finds summed
-            over whole rows.
-        advance: ``(momenta, grads, directions, rates)``: what a step makes of the momenta, in place; None for the
-            moving average. Directions are those of ``whole``, rates as in :class:`Piece`.
+        project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
+            rates, its direction is the gradient, its states are those of rows, and its weight is the one that the
+            gradient belongs to, which may be a rounded copy. With it directions are made in ``step()`` alone.
+        project_sums: ``(grad, weight) -> [n, r, k]``, sums over a piece's columns; ``project`` gets them summed over
+            whole rows.
+        advance: ``(momenta, grads, directions, rates)``: updates the momenta in place in a step; None for the moving
+            average. Directions are those of ``whole``, rates as in :class:`Piece`.
         whole: ``(matrices, newton_schulz, seen) -> directions`` at the rank that has the matrices whole, ``[rows,
-            cols]`` or ``[batch, rows, cols]``, traced and pure; ``seen`` has a :class:`Seen` for each, and each
+            cols]`` or ``[batch, rows, cols]``, traced and pure. ``seen`` has a :class:`Seen` for each matrix, and each
             direction is a tensor or a :class:`Made`. None for Newton-Schulz alone.
-        phase: ``rates -> text or number``: which graph a step takes, of a few; asked on the host ahead of each step,
-            with plain numbers. A choice that ``rates`` of :class:`Seen` make on the device costs both branches.
-        joined: ``rates -> bool``, likewise: whether a step sees each parameter as one matrix, whatever its view.
-        launched: phases whose steps no CUDA graph holds, because ``whole`` asks a library that waits for the host; None
-            among them is that of a method without phases.
-        row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
-            over whole rows.
-        after: what a step makes of a direction, by pieces; pure.
-        facts: how many facts of a matrix ``after`` gives.
-        finish: ``(facts, keep, move, piece) -> (keep, move)``: the factors, each ``[n]``, once facts are those of whole
-            matrices, ``[n, k]`` in fp32 (None without); ``keep`` and ``move`` are those above,
-            numbers or 0-dim fp64 tensors.
+        phase: ``rates -> text or number``: chooses one of few graphs, on the host ahead of each step, by plain numbers.
+            A choice made on the device, by ``rates`` of :class:`Seen`, would cost both branches.
+        joined: ``rates -> bool``, on the host likewise: whether a step sees each parameter as one matrix, whatever its
+            view.
+        launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
+            None among them for a method without phases.
+        row_sums: ``(direction, weight) -> [n, r, k]``, sums over a piece's columns; ``after`` gets them summed over
+            whole rows.
+        after: ``piece -> After``, pure: changes a piece's direction and states in a step.
+        facts: number of facts of a matrix in the results of ``after``.
+        finish: ``(facts, keep, move, piece) -> (keep, move)``: changes the factors of whole matrices, each ``[n]`` or
+            a number. ``facts`` are ``[n, k]`` in the piece's dtype, of whole matrices, None if there are none; ``keep``
+            and ``move`` are numbers or 0-dim fp64 tensors.
     """
 
     adjust_lr: str | None = "original"
@@ -322,26 +270,26 @@ class MatrixMethod(Method):
 
     @property
     def in_step(self) -> bool:
-        """Whether directions are made by ``step()`` alone: backward has no phase and no states but the momentum."""
+        """True if ``step()`` alone makes directions: backward knows no phase, and no states but the momentum."""
         return bool(self.owned or self.phase or self.joined or self.project)
 
     @functools.cached_property
     def given(self) -> tuple[str, ...]:
-        """Rates that are given to graphs, beside the momentum."""
+        """Names of the rates that graphs take as inputs, beside the momentum."""
         if self.whole is None:
             return (STEP.name,) if self.has(STEP.name) else ()
-        own = {MOMENTUM.name, *(rate.name for rate in (LR, *DECAY))}
-        return tuple(rate.name for rate in self.rates if rate.name not in own and not isinstance(rate.default, bool))
+        common = {MOMENTUM.name, *(rate.name for rate in (LR, *DECAY))}
+        return tuple(rate.name for rate in self.rates if rate.name not in common and not isinstance(rate.default, bool))
 
     @property
     def keeps_momentum(self) -> bool:
-        """Whether there is a momentum of each parameter."""
+        """True if each parameter has a momentum."""
         return self.has(MOMENTUM.name)
 
     def update(
         self, grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
     ) -> Tensor:
-        """What is orthogonalized, of a shard: see :attr:`before`."""
+        """Compute a shard of the matrix that ``whole`` orthogonalizes: see :attr:`before`."""
         if self.before is not None:
             return self.before(grad, momentum, beta, nesterov, out_dtype)
         return averaged(grad, momentum, beta, nesterov, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
@@ -354,17 +302,14 @@ ElementStep = Callable[
 
 @dataclass(frozen=True)
 class ElementMethod(Method):
-    """A method for everything that is no matrix, element by element of a shard.
+    """A method for parameters that are not matrices, element by element of a shard."""
 
-    Args:
-        step: ``(params, grads, states, group, found_inf)`` in place: shards, states of each by name, the group's rates,
-            of which learning rate and decay are 0-dim fp64 tensors on the device where a CUDA graph holds the step.
-        on_host: the same for contiguous tensors in host memory, in one pass over them; ``found_inf`` is None, and rates
-            are no tensors. None for a method that is not computed there.
-        withholds: whether it writes nothing by itself on CUDA where ``found_inf`` (fp32, one element) is 1; else the
-            engine puts back what was there.
-    """
-
+    # (params, grads, states, group, found_inf): writes shards and the states of each, by name, in place. Of the group's
+    # rates, learning rate and decay are 0-dim fp64 tensors on the device where a CUDA graph holds the step.
     step: ElementStep = field(kw_only=True)
+    # The same for contiguous tensors in host memory, in one pass; ``found_inf`` is None, and rates are numbers. None
+    # for a method that the host does not compute.
     on_host: ElementStep | None = None
+    # On CUDA ``step`` itself writes nothing where ``found_inf`` (fp32, one element) is 1; if False the engine restores
+    # the old values.
     withholds: bool = False

@@ -1,10 +1,10 @@
-"""MuonBP: whole matrices every few steps, and between them the blocks of each, which lie on one rank.
+"""MuonBP: orthogonalizes whole matrices every few steps, and in the steps between their blocks, each on one rank.
 
     whole steps    D = scale(rows, cols) NewtonSchulz(U),              moved by lr
     block steps    D_b = scale(rows_b, cols_b) NewtonSchulz(U_b),      moved by lr block_lr_factor
 
-Blocks are those of a view (``muon_views``), and never what a rank happens to have: the steps do not depend on the
-number of ranks. Where ranks hold whole blocks a block step sends nothing. The first step is a whole one.
+Blocks are those of a view (``muon_views``), not the shards, so steps do not depend on the number of ranks. Where ranks
+hold whole blocks a block step sends nothing. The first step is a whole one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _joined(rates: Mapping[str, Any]) -> Any:
 
 
 def _finish(facts: Tensor | None, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any]:
-    # Doubles, as rates are on the device: a number and a tensor of it give the same bits.
+    # In fp64, as the rates on the device are: numbers and tensors then give the same bits.
     return keep, move * torch.where(_joined(piece.rates), 1.0, piece.rates["block_lr_factor"]).double()
 
 

@@ -1,9 +1,9 @@
-"""MuonH, or Hyperball: weights stay on the sphere of the norm they have, and a step is a share ``lr`` of it.
+"""MuonH, or Hyperball: each matrix keeps its norm, and a step moves it by the share ``lr`` of that norm.
 
     W' = W - lr D |W| / max(|D|, eps),   W <- W' |W| / max(|W'|, eps)
 
-No weight decay; the scale by the shape cancels. A weight of zeros never moves. Of a stack each matrix has its own norm.
-``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``: three facts say it all.
+No weight decay; the scale by shape cancels. A weight of zeros never moves. Each matrix of a stack has its own norm.
+``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``, so three facts of a matrix are enough.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, 
     weight, direction, both = facts.unbind(-1)
     radius = weight.sqrt()
     share = piece.rates["lr"] * radius / direction.sqrt().clamp(min=eps)
+    # Clamped, because rounding may make a square that is nearly zero negative.
     moved = (weight - 2 * share * both + share.square() * direction).clamp(min=0).sqrt()
     factor = radius / moved.clamp(min=eps)
     return factor, -share * factor

@@ -1,12 +1,12 @@
-"""Muown: a gain of each row, trained by Adam, beside its direction, trained by Muon.
+"""Muown: trains a gain of each row by Adam, and the rows' directions by Muon.
 
     W = g V / |V|,   u = W / g,   dg = <G, u>,   dV = (g / |V|) (G - dg u)      by rows
     M <- b M + (1 - b) dV,   V <- V - lr scale NewtonSchulz(M)
     g <- (1 - lr weight_decay) (g - lr Adam(dg)),   W <- g V / |V|
 
-As in NVIDIA's Emerging-Optimizers, without Nesterov's look ahead. V is not kept: it is ``u`` times its norm. A gain
-begins as the norm of its row in the first step, whatever was loaded until then, and follows what else is written to
-weights (MuonClip, a load): its size is that of the row, kept is its sign.
+As in NVIDIA's Emerging-Optimizers, without Nesterov's look ahead. V is not stored: it is ``u`` times the stored norm.
+The size of a gain is always the norm of its row of W, so it follows other writes to weights (MuonClip, a load); of the
+stored gain only the sign is read, which is positive at first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate,
 
 __all__ = ["MUOWN"]
 
-#: of a norm that is divided by
+#: smallest norm that is divided by
 _LEAST = 1e-12
 
 
@@ -29,15 +29,15 @@ def _before(
 
 
 def _gain(squares: Tensor, piece: Piece) -> Tensor:
-    """Of rows with these sums of squares."""
+    """Return the gains of rows with these sums of squares."""
     size = squares.sqrt().clamp(min=_LEAST)
     return torch.where(piece.states["gain"] < 0, -size, size)
 
 
 def _norm(gain: Tensor, piece: Piece) -> Tensor:
-    """Of a row of V, which begins as the row of W."""
-    kept = piece.states["direction_norm"].to(gain.dtype)
-    return torch.where(kept == 0, gain, kept)
+    """Return the norms of the rows of V, which begin as the rows of W."""
+    stored = piece.states["direction_norm"].to(gain.dtype)
+    return torch.where(stored == 0, gain, stored)
 
 
 def _project_sums(grad: Tensor, weight: Tensor) -> Tensor:
@@ -58,19 +58,19 @@ def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
 def _after(piece: Piece) -> After:
     assert piece.sums is not None and piece.projected is not None
     squares, along, length = piece.sums.split(1, dim=-1)
-    graded, seen = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
+    grad_along, projected_squares = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
     rates, states, gain = piece.rates, piece.states, _gain(squares, piece)
     lr, near, far = rates["lr"], rates["beta1"], rates["beta2"]
-    slope = graded / _gain(seen, piece)
-    mean = states["gain_first_moment"].to(slope.dtype).lerp(slope, 1 - near)
-    square = states["gain_second_moment"].to(slope.dtype).lerp(slope.square(), 1 - far)
+    gain_grad = grad_along / _gain(projected_squares, piece)
+    mean = states["gain_first_moment"].to(gain_grad.dtype).lerp(gain_grad, 1 - near)
+    square = states["gain_second_moment"].to(gain_grad.dtype).lerp(gain_grad.square(), 1 - far)
     unbiased = mean / (1 - near ** rates["step"])
     step = unbiased / ((square / (1 - far ** rates["step"])).sqrt() + rates["eps"])
     new = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
-    ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V is W times the one, and moves by the other
+    ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V = ratio W, and V moves by ``move`` D
     norm = (squares * ratio.square() + 2 * ratio * move * along + length * (move * move)).clamp(min=_LEAST**2).sqrt()
-    kept = {"gain": new, "direction_norm": norm, "gain_first_moment": mean, "gain_second_moment": square}
-    return After(piece.direction * (new / norm), kept, keep=ratio * new / norm)
+    new_states = {"gain": new, "direction_norm": norm, "gain_first_moment": mean, "gain_second_moment": square}
+    return After(piece.direction * (new / norm), new_states, keep=ratio * new / norm)
 
 
 MUOWN = MatrixMethod(

@@ -1,8 +1,8 @@
-"""NorMuon: each row of the direction divided by a running root of its mean square, the whole put back to its norm.
+"""NorMuon: divides each row of the direction by a running root of its mean square, and restores the direction's norm.
 
-The form of the paper and its code (rows, no correction of the bias, which the last line would undo). dion has the same
-with the Frobenius norms of a rank's own rows, so its steps depend on the number of ranks, and these do not; nanogpt,
-nanochat and Megatron take columns where a matrix is wide.
+The form of the paper and its code (rows, no bias correction, which the last division would cancel). dion takes the
+Frobenius norm of a rank's own rows, so its steps depend on the number of ranks, as these do not; nanogpt, nanochat and
+Megatron take columns where a matrix is wide.
 
     v_i <- mean_j O_ij^2,  V <- b V + (1 - b) v,  P = O / (sqrt(V) + eps),  D = P |O| / (|P| + eps)
 """

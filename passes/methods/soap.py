@@ -4,11 +4,11 @@
     M <- b1 M + (1 - b1) G,   V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
     D = Q_L [ Q_L^T M Q_R / (sqrt(V) + eps) * sqrt(1 - b2^t) / (1 - b1^t) ] Q_R^T,   W <- (1 - lr weight_decay) W - lr D
 
-The paper's algorithm 3 with what its authors' code adds: the correction of the bias, the columns of a basis in falling
-order of what they explain, and a first step that begins the bases (by eigenvectors) and moves nothing. Decay is
-AdamW's, ahead of the step, where that code has it behind. All states are at the owner of a matrix: a gradient travels
-to it and a direction back, as for Muon. A side of more than 8,192 has no basis, and of a matrix whose sides both are
-longer it is AdamW.
+The paper's algorithm 3 with three additions of its authors' code: bias correction, the columns of a basis in falling
+order of estimated eigenvalues, and a first step that makes the bases (by eigenvectors) and moves nothing. Decay is
+AdamW's, ahead of the step, where that code decays after it. All states are at the owner of a matrix: a gradient travels
+to the owner and a direction back, as for Muon. A side of more than 8,192 has no basis; with both sides longer SOAP is
+AdamW.
 """
 
 from __future__ import annotations
@@ -22,38 +22,37 @@ from .method import DECAY, LR, STEP, Made, MatrixMethod, NewtonSchulz, Rate, See
 
 __all__ = ["SOAP"]
 
-#: of :attr:`MatrixMethod.phase`: which graph a step takes
+#: values of :attr:`MatrixMethod.phase`, which choose a step's graph
 _FIRST, _KEEP, _TURN = "first", "keep", "turn"
 _LARGEST = 8192
 
 
 def _phase(rates: Mapping[str, float]) -> str:
-    done = rates["step"] - 1
-    return _FIRST if done == 0 else _TURN if done % rates["basis_every"] == 0 else _KEEP
+    steps_done = rates["step"] - 1
+    return _FIRST if steps_done == 0 else _TURN if steps_done % rates["basis_every"] == 0 else _KEEP
 
 
 def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``left^T matrix right``; a basis without numbers is none."""
+    """Return ``left^T matrix right``; an empty basis stands for the identity."""
     matrix = left.mT @ matrix if left.numel() else matrix
     return matrix @ right if right.numel() else matrix
 
 
 def _begun(gram: Tensor) -> Tensor:
-    """Eigenvectors, those of the largest eigenvalues first."""
+    """Return the eigenvectors of a preconditioner, those of the largest eigenvalues first."""
     if not gram.numel():
         return gram
-    # A library that is given NaN raises, on one rank; what is not finite must show in the checks of all.
+    # eigh raises on NaN, on the owner alone; the checks that all ranks share are to find what is not finite.
     usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    # Of torch.eye, decomposed, eager code has no kernel from 256 rows on (torch 2.13: an arange of uint16).
+    # Not torch.eye: from 256 rows on eager code has no kernel for its decomposition (torch 2.13: an arange of uint16).
     one = torch.ones_like(gram[..., 0, :]).diag_embed()
     return torch.linalg.eigh(torch.where(usable, gram, one)).eigenvectors.flip(-1)
 
 
 def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """One step of power iteration, and the second moments in the order of the new columns.
+    """Return the basis after one step of power iteration, and the second moments in the order of its columns.
 
-    Args:
-        dim: of ``moments``, that the basis is of.
+    ``dim`` is the dimension of ``moments`` that the basis belongs to.
     """
     if not gram.numel():
         return basis, moments
@@ -76,10 +75,10 @@ def _step(gradient: Tensor, seen: Seen) -> Made:
     if seen.phase == _FIRST:
         new |= {f"{side}_basis": _begun(new[side]) for side in ("left", "right")}
         return Made(gradient * 0, new)
-    done = rates["step"] - 1
+    steps_done = rates["step"] - 1
     momentum = momentum.lerp(grad, 1 - near)
     moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - far)
-    unbiased = (1 - far**done).sqrt() / (1 - near**done)
+    unbiased = (1 - far**steps_done).sqrt() / (1 - near**steps_done)
     step = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * unbiased
     direction = _seen_from(step, *(basis.mT for basis in bases))
     new["first_moment"] = momentum
@@ -90,7 +89,7 @@ def _step(gradient: Tensor, seen: Seen) -> Made:
 
 
 def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Made]:
-    return [_step(matrix, own) for matrix, own in zip(matrices, seen, strict=True)]
+    return [_step(matrix, inputs) for matrix, inputs in zip(matrices, seen, strict=True)]
 
 
 SOAP = MatrixMethod(
