@@ -50,8 +50,8 @@ class Choice:
         return f"{self.coefficients}, {self.method}, {self.dtype}"
 
 
-# The first choice of a set of coefficients is the reference of the others, jordan's that of four_steps. Gram in float32 differs from it by
-# rounding only, a few millionths: the difference of their losses is chance.
+# The first choice of a set of coefficients is the reference of the others, jordan's that of four_steps. Gram in float32
+# differs from it by rounding only, a few millionths: the difference of their losses is chance.
 CHOICES = (
     Choice("jordan", "standard", "float32"),
     Choice("jordan", "gram", "float32"),

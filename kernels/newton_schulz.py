@@ -43,7 +43,8 @@ def newton_schulz(
         steps: number of steps, or None for as many as the coefficients have.
         dtype: dtype of the products; "auto" is float16 on CUDA, float32 elsewhere.
         eps: smallest norm that x is divided by: smaller matrices stay small; 0 makes the result independent of scale.
-        backend: "aten" (cuBLAS on GPUs) or "triton"; "auto" is the one expected to be fastest on the device and at the shape.
+        backend: "aten" (cuBLAS on GPUs) or "triton"; "auto" is the one expected to be fastest on the device
+            and at the shape.
         memory_limit: bytes of work memory on a GPU, beside inputs and results; a single matrix may exceed it.
     Returns:
         A new contiguous tensor of x's shape in the compute dtype.
