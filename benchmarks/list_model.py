@@ -7,8 +7,8 @@ No GPU: times are those of kernels/gpu/model.py, whose numbers are in tiles.json
 wide as others, loops that are not flattened, and a summand wherever a is added. Normalization is left out.
 
 ``--fit`` takes lists that `lists.py` timed back to back beside a product, and prints constants of tiles.json at that
-clock: the rate is the product's in float16, the default; the time between two tiles is the rest of the lists' time, each
-at the rate of its own dtype. Two lists cannot tell flattened loops from others.
+clock: the rate is the product's in float16, the default; the time between two tiles is the rest of the lists' time,
+each at the rate of its own dtype. Two lists cannot tell flattened loops from others.
 """
 
 from __future__ import annotations
