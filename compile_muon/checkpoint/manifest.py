@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,10 +31,10 @@ __all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 VERSION = 1
 
 _FILE = re.compile(rf"({TENSORS}|{STATE})/[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_BLOCK = 1 << 20
 _LARGEST = 2**62  # of a number in a manifest: what is larger is no size
 _SHOWN = 80  # characters of a value in an error
 _COPY = "take a copy of this file that is whole, or another checkpoint"
+_CHANGED = "its contents do not have the checksum they were written with"
 
 
 @dataclass(frozen=True)
@@ -45,165 +45,6 @@ class FileFacts:
     sha256: str
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What is known of a checkpoint without opening its other files.
-
-    Args:
-        step, world, stage: of the run that saved it.
-        written: time in UTC, ISO 8601.
-        versions: of compile_muon and torch.
-        configuration: every setting; ``fingerprint`` is its SHA-256.
-        tensors: ``model/NAME`` and ``optimizer/NAME/SLOT`` to shape and dtype.
-        algorithms: parameter to "muon", "adamw" or "frozen".
-        placements: parameter to "whole" or "shard(0)", as the ranks held it.
-        aliases: further names of tied weights to the one they are stored under.
-        files: path in the folder to size and checksum.
-    """
-
-    step: int
-    world: int
-    stage: int
-    written: str
-    versions: dict[str, str]
-    configuration: dict[str, Any]
-    fingerprint: str
-    tensors: dict[str, TensorFacts]
-    algorithms: dict[str, str]
-    placements: dict[str, str]
-    aliases: dict[str, str]
-    files: dict[str, FileFacts] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ where any of it does."""
-        return _digest_of(asdict(self))[:16]
-
-    def write(self, folder: Path) -> None:
-        """Write it into ``folder``, onto the disk."""
-        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        text = json.dumps({**body, "sha256": _digest_of(body)}, indent=1, sort_keys=True)
-        write_bytes(folder / NAME, text.encode())
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint; no other file is looked at.
-
-        Raises:
-            DamagedError: it is missing, was changed, or says what cannot be; the message has the field.
-            CheckpointError: a later version of the format wrote it.
-        """
-        with open_within(folder, NAME) as file:
-            data = file.read()
-        try:
-            body = json.loads(data)
-            if not isinstance(body, dict) or body.get("format") != FORMAT:
-                raise ValueError(f"format: it is no manifest of a checkpoint, which says {FORMAT!r} there")
-            found = body.pop("sha256", None)
-            if found != _digest_of(body):
-                raise ValueError("sha256: its contents do not have the checksum they were written with")
-            version = body.pop("version", None)
-            if type(version) is not int or version < VERSION:
-                raise ValueError(f"version = {_shown(version)}: is no version of the format")
-            if version > VERSION:
-                raise CheckpointError(
-                    f"{folder}: format version = {_shown(version)}: this compile_muon knows version {VERSION}; load it "
-                    "with the one that wrote it"
-                )
-            return cls._parsed(body)
-        except (ValueError, RecursionError) as error:
-            said = "it is nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), 300)
-            raise DamagedError(f"{folder / NAME}: {said}; {_COPY}") from error
-
-    @classmethod
-    def _parsed(cls, body: dict[str, Any]) -> Manifest:
-        """What of :data:`_FIELDS` the body of a manifest has, where all is what it has to be.
-
-        Raises:
-            ValueError: something is not, by its field.
-        """
-        for name, (kind, each, what) in _FIELDS.items():
-            value: Any = body.get(name)
-            if type(value) is not kind or not (kind is dict or each(value)):
-                raise ValueError(f"{name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
-            for key, inner in value.items() if isinstance(value, dict) else ():
-                if not each(inner):
-                    raise ValueError(f"{name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
-        given = {f.name: body[f.name] for f in fields(cls)}
-        for name in given["files"]:
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"files: {_shown(name)} is not a place for a file of a checkpoint")
-        for alias, name in given["aliases"].items():
-            if f"model/{name}" not in given["tensors"]:
-                raise ValueError(f"aliases[{_shown(alias)}] = {_shown(name)}: is no tensor of the model")
-        given["files"] = {name: FileFacts(v["size"], v["sha256"]) for name, v in given["files"].items()}
-        given["tensors"] = {name: TensorFacts(tuple(v["shape"]), v["dtype"]) for name, v in given["tensors"].items()}
-        return cls(**given)
-
-    def trained(self) -> list[str]:
-        """Names of the parameters that were not frozen, under all their names."""
-        found = [name for name, algorithm in self.algorithms.items() if algorithm != "frozen"]
-        return found + [alias for alias, name in self.aliases.items() if name in found]
-
-    def reader(self, folder: Path) -> Reader:
-        """Of the tensors in the files that the manifest names; no other is opened.
-
-        Raises:
-            CheckpointError: a file is no plain one or cannot be read; rows of a tensor are nowhere, or not as the
-                manifest says.
-        """
-        found = Reader(folder, [name for name in sorted(self.files) if name.startswith(f"{TENSORS}/")])
-        found.check(self.tensors)
-        return found
-
-    def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """What is wrong with the files, those that this ``part`` of ``parts`` verifies; each file is read once."""
-        found = []
-        for name in sorted(self.files)[part::parts]:
-            try:
-                with open_within(folder, name) as file:
-                    facts = _facts_of(file)
-            except (DamagedError, OSError) as error:
-                found.append(str(error))
-                continue
-            wanted = self.files[name]
-            if facts.size != wanted.size:
-                found.append(f"{folder / name}: {facts.size:,} bytes instead of {wanted.size:,}")
-            elif facts != wanted:
-                found.append(f"{folder / name}: its contents do not have the checksum they were written with")
-        if part == 0:
-            try:
-                if strangers := sorted(self._strangers(folder)):
-                    found.append(f"{folder}: {listed(strangers)} is not part of it")
-            except OSError as error:
-                found.append(str(error))
-        return found
-
-    def _strangers(self, folder: Path) -> Iterator[str]:
-        """What was put beside the files, by its name; nothing is opened. Notes beside the manifest are no damage."""
-        for part in (TENSORS, STATE):
-            yield from {f"{part}/{name}" for name in os.listdir(folder / part)} - self.files.keys()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
-                    yield entry.name
-
-    def verify(self, folder: Path) -> None:
-        """Verify all files in this process, and that they hold all rows of all tensors.
-
-        Raises:
-            CheckpointError: listing what is damaged.
-        """
-        raise_damage(self.problems(folder))
-        self.reader(folder)
-
-
-def raise_damage(problems: Sequence[str]) -> None:
-    """Raise one error about all ``problems``, if there are any."""
-    if problems:
-        raise DamagedError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else ""))
-
-
 def describe_file(path: Path) -> FileFacts:
     """Read a plain file and say what is in it."""
     with open_plain(path) as file:
@@ -212,7 +53,7 @@ def describe_file(path: Path) -> FileFacts:
 
 def _facts_of(file: BinaryIO) -> FileFacts:
     digest, size = hashlib.sha256(), 0
-    while block := file.read(_BLOCK):
+    while block := file.read(1 << 20):
         digest.update(block)
         size += len(block)
     return FileFacts(size, digest.hexdigest())
@@ -234,8 +75,9 @@ def _text(value: object) -> bool:
 
 
 def _file(value: object) -> bool:
-    digest = value.get("sha256") if isinstance(value, dict) else None
-    return isinstance(value, dict) and _number(value.get("size")) and isinstance(digest, str) and len(digest) == 64
+    if not isinstance(value, dict) or not _text(value.get("sha256")):
+        return False
+    return _number(value.get("size")) and len(value["sha256"]) == 64
 
 
 def _tensor(value: object) -> bool:
@@ -245,21 +87,162 @@ def _tensor(value: object) -> bool:
     return known and all(map(_number, value["shape"])) and math.prod(value["shape"]) < _LARGEST
 
 
-#: of each field its kind, what it, or each value in it, has to satisfy, and what that is called
-_FIELDS: dict[str, tuple[type, Callable[[object], bool], str]] = {
-    "step": (int, _number, "number"),
-    "world": (int, lambda value: _number(value) and value != 0, "number of ranks"),
-    "stage": (int, lambda value: value in (0, 1, 2, 3), "ZeRO stage"),
-    "written": (str, _text, "text"),
-    "versions": (dict, _text, "text"),
-    "configuration": (dict, lambda value: True, "setting"),
-    "fingerprint": (str, _text, "text"),
-    "tensors": (dict, _tensor, "shape and dtype of a tensor"),
-    "algorithms": (dict, _text, "name of an algorithm"),
-    "placements": (dict, _text, "placement"),
-    "aliases": (dict, _text, "name"),
-    "files": (dict, _file, "size and SHA-256 of a file"),
-}
+def _field(kind: type, allowed: Callable[[object], bool], what: str, **default: Any) -> Any:
+    """Declare a field: its kind, what it, or each value in it, has to satisfy, and what that is called."""
+    return field(metadata={"rule": (kind, allowed, what)}, **default)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a checkpoint without opening its other files.
+
+    Args:
+        step, world, stage: of the run that saved it.
+        written: time in UTC, ISO 8601.
+        versions: of compile_muon and torch.
+        configuration: every setting; ``fingerprint`` is its SHA-256.
+        tensors: ``model/NAME`` and ``optimizer/NAME/SLOT`` to shape and dtype.
+        algorithms: parameter to "muon", "adamw" or "frozen".
+        placements: parameter to "whole" or "shard(0)", as the ranks held it.
+        aliases: further names of tied weights to the one they are stored under.
+        files: path in the folder to size and checksum.
+    """
+
+    step: int = _field(int, _number, "number")
+    world: int = _field(int, lambda value: _number(value) and value != 0, "number of ranks")
+    stage: int = _field(int, lambda value: value in (0, 1, 2, 3), "ZeRO stage")
+    written: str = _field(str, _text, "text")
+    versions: dict[str, str] = _field(dict, _text, "text")
+    configuration: dict[str, Any] = _field(dict, lambda value: True, "setting")
+    fingerprint: str = _field(str, _text, "text")
+    tensors: dict[str, TensorFacts] = _field(dict, _tensor, "shape and dtype of a tensor")
+    algorithms: dict[str, str] = _field(dict, _text, "name of an algorithm")
+    placements: dict[str, str] = _field(dict, _text, "placement")
+    aliases: dict[str, str] = _field(dict, _text, "name")
+    files: dict[str, FileFacts] = _field(dict, _file, "size and SHA-256 of a file", default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ where any of it does."""
+        return _digest_of(asdict(self))[:16]
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder``, onto the disk."""
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        text = json.dumps({**body, "sha256": _digest_of(body)}, indent=1, sort_keys=True)
+        write_bytes(folder / NAME, text.encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a checkpoint; no other file is looked at.
+
+        Raises:
+            DamagedError: the manifest is missing, was changed, or says what cannot be; the message has the field.
+            CheckpointError: a later version of the format wrote it.
+        """
+        with open_within(folder, NAME) as file:
+            data = file.read()
+        try:
+            body = json.loads(data)
+            if not isinstance(body, dict) or body.get("format") != FORMAT:
+                raise ValueError(f"format: it is no manifest of a checkpoint, which says {FORMAT!r} there")
+            if body.pop("sha256", None) != _digest_of(body):
+                raise ValueError(f"sha256: {_CHANGED}")
+            version = body.pop("version", None)
+            if type(version) is not int or version < VERSION:
+                raise ValueError(f"version = {_shown(version)}: is no version of the format")
+            if version > VERSION:
+                raise CheckpointError(
+                    f"{folder}: format version = {_shown(version)}: this compile_muon knows version {VERSION}; load it "
+                    "with the one that wrote it"
+                )
+            return cls._parsed(body)
+        except (ValueError, RecursionError) as error:
+            said = "it is nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), 300)
+            raise DamagedError(f"{folder / NAME}: {said}; {_COPY}") from error
+
+    @classmethod
+    def _parsed(cls, body: Mapping[str, Any]) -> Manifest:
+        """Check the body of a manifest, and take its fields.
+
+        Raises:
+            ValueError: one is not what it has to be, by its name.
+        """
+        for each in fields(cls):
+            (kind, allowed, what), value = each.metadata["rule"], body.get(each.name)
+            if type(value) is not kind or not (kind is dict or allowed(value)):
+                raise ValueError(f"{each.name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                if not allowed(inner):
+                    raise ValueError(f"{each.name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
+        for name in body["files"]:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"files: {_shown(name)} is not a place for a file of a checkpoint")
+        for alias, name in body["aliases"].items():
+            if f"model/{name}" not in body["tensors"]:
+                raise ValueError(f"aliases[{_shown(alias)}] = {_shown(name)}: is no tensor of the model")
+        files = {name: FileFacts(v["size"], v["sha256"]) for name, v in body["files"].items()}
+        tensors = {name: TensorFacts(tuple(v["shape"]), v["dtype"]) for name, v in body["tensors"].items()}
+        return cls(**{each.name: body[each.name] for each in fields(cls)} | {"files": files, "tensors": tensors})
+
+    def trained(self) -> list[str]:
+        """List the parameters that were not frozen, under all their names."""
+        names = [name for name, algorithm in self.algorithms.items() if algorithm != "frozen"]
+        return names + [alias for alias, name in self.aliases.items() if name in names]
+
+    def reader(self, folder: Path) -> Reader:
+        """Open the tensors in the files that the manifest names, and in no other.
+
+        Raises:
+            CheckpointError: a file is no plain one or cannot be read; rows of a tensor are nowhere, or not as the
+                manifest says.
+        """
+        reader = Reader(folder, [name for name in sorted(self.files) if name.startswith(f"{TENSORS}/")])
+        reader.check(self.tensors)
+        return reader
+
+    def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+        """List what is wrong with the files, those that this ``part`` of ``parts`` verifies; each file is read once."""
+        problems = []
+        for name in sorted(self.files)[part::parts]:
+            try:
+                with open_within(folder, name) as file:
+                    facts, wanted = _facts_of(file), self.files[name]
+            except (DamagedError, OSError) as error:
+                problems.append(str(error))
+                continue
+            if facts.size != wanted.size:
+                problems.append(f"{folder / name}: {facts.size:,} bytes instead of {wanted.size:,}")
+            elif facts != wanted:
+                problems.append(f"{folder / name}: {_CHANGED}")
+        try:
+            if part == 0 and (strangers := self._strangers(folder)):
+                problems.append(f"{folder}: {listed(strangers)} is not part of it")
+        except OSError as error:
+            problems.append(str(error))
+        return problems
+
+    def _strangers(self, folder: Path) -> list[str]:
+        """List what was put beside the files; nothing is opened. Notes beside the manifest are no damage."""
+        there = {f"{part}/{name}" for part in (TENSORS, STATE) for name in os.listdir(folder / part)}
+        with os.scandir(folder) as entries:
+            odd = {e.name for e in entries if e.is_symlink() or not (e.is_file() or e.is_dir())}
+        return sorted(there - self.files.keys() | odd)
+
+    def verify(self, folder: Path) -> None:
+        """Verify all files in this process, and that they hold all rows of all tensors.
+
+        Raises:
+            CheckpointError: listing what is damaged.
+        """
+        raise_damage(self.problems(folder))
+        self.reader(folder)
+
+
+def raise_damage(problems: Sequence[str]) -> None:
+    """Raise one error about all ``problems``, if there are any."""
+    if problems:
+        raise DamagedError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else ""))
 
 
 def _shown(value: object) -> str:

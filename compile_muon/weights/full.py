@@ -19,7 +19,7 @@ __all__ = ["full_state_dict", "gather", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.
+    """Return ``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.
 
     Returns:
         On rank 0 every parameter (master values) and persistent buffer, whole, plain, on the CPU, in memory of its own;
@@ -36,30 +36,19 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Whole tensors on rank 0, an empty dictionary elsewhere; collective.
+    """Gather whole tensors, or those of ``names``, on rank 0 and nothing elsewhere; collective over ``ranks``.
 
-    Args:
-        ranks: that have met.
-        names: of those to gather, the same on every rank; None for all.
     Raises:
         CheckpointError: rank 0 has no room; on every rank.
     """
-    wire = Wire(weights.group, weights.device)
-    wanted = {
-        name: entry
-        for name, entry in weights.entries.items()
-        if names is None or any(alias in names for alias in weights.names[name])
-    }
-    found, error = wire.whole(wanted)
-    ranks.agree(doing, error)
-    if wire.rank != 0:
+    wanted = {n: e for n, e in weights.entries.items() if names is None or any(a in names for a in weights.names[n])}
+    with ranks.together(doing):
+        whole = Wire(weights.group, weights.device).whole(wanted)
+    if ranks.rank != 0:
         return {}
-    whole: dict[str, Any] = {}
-    for key in weights.module.state_dict(keep_vars=True):  # tied names stand where they always do
-        name = key.replace("_orig_mod.", "")
-        if names is None or name in names:
-            whole[name] = weights.others[name] if name in weights.others else found[weights.aliases.get(name, name)]
-    return whole
+    found = {alias: whole[name] for name in whole for alias in weights.names[name]} | weights.others
+    order = [key.replace("_orig_mod.", "") for key in weights.module.state_dict(keep_vars=True)]
+    return {name: found[name] for name in order if names is None or name in names}
 
 
 def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *, strict: bool = True) -> None:
@@ -87,9 +76,8 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
             weights.check_live()
             if wire.rank == 0:
                 sources = _sources(weights, mapping, strict)
-        given = set(mapping)  # `in` of a Mapping may read a tensor
-        others = {n: mapping[n] for n in weights.others if n in given}
-        sources, others = ranks.first((sources, others))
+        stored = set(mapping)  # `in` of a Mapping may read a tensor
+        sources, others = ranks.first((sources, {n: mapping[n] for n in weights.others if n in stored}))
         error: Exception | None = None
         for name in (n for n in weights.entries if n in sources):
             entry, whole = weights.entries[name], None
@@ -108,41 +96,39 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
 
 
 def _checked(entry: Entry, name: str, value: Any) -> Tensor:
-    """``value`` of a mapping, in the dtype of ``entry``, if it can be the whole of that."""
+    """Cast ``value`` of a mapping to the dtype of ``entry``, once it can be the whole of that."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{name}: is a {type(value).__name__}, not a tensor")
     if isinstance(value, DTensor):
         raise CheckpointError(f"{name}: is a DTensor; give whole tensors (value.full_tensor() on every rank)")
     if tuple(value.shape) != entry.shape:
         problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
-        owner = None if entry.spec is None else entry.spec.layout.owner_of(tuple(value.shape))
-        if owner is not None:
+        if entry.spec is not None and (owner := entry.spec.layout.owner_of(tuple(value.shape))) is not None:
             problem += f"; it is what {owner} holds, saved without the others"
         raise CheckpointError(problem)
     return converted(name, value.detach(), entry.tensor.dtype)
 
 
 def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:
-    """The name in ``mapping`` of each entry.
+    """Find the name in ``mapping`` of each entry.
 
     Raises:
         CheckpointError: listing all that does not fit.
     """
     sources: dict[str, str] = {}
     problems: list[str] = []
-    known, given = set(weights.others), set(mapping)  # `in` of a Mapping may read a tensor
+    stored = set(mapping)  # `in` of a Mapping may read a tensor
     for name, entry in weights.entries.items():
-        known |= set(weights.names[name])
-        stored = next((n for n in weights.names[name] if n in given), None)
-        if stored is not None:
-            sources[name] = stored
+        if (source := next((n for n in weights.names[name] if n in stored), None)) is not None:
+            sources[name] = source
             try:
-                _checked(entry, stored, mapping[stored])
+                _checked(entry, source, mapping[source])
             except CheckpointError as error:
                 problems.append(str(error))
         elif strict:
             problems.append(f"{name}: is missing")
     if strict:
+        known = {*weights.others, *(alias for names in weights.names.values() for alias in names)}
         problems += [f"{name}: is not in the model" for name in mapping if name not in known]
     if problems:
         raise CheckpointError(listed(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from compile_muon.passes.language.spec import ParamSpec, encode_dtype
 
 __all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_params", "weights_of"]
 
-_EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
+_EXTRA_STATE = "_extra_state"  # nn.Module's name for the value of get_extra_state()
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of it."""
+        """This rank's part."""
         return local_tensor(self.tensor).detach()
 
     @property
     def spec(self) -> ParamSpec | None:
-        """How it is cut; None where every rank holds all of it."""
+        """How the tensor is cut; None where every rank holds all of it."""
         if self.sharded is None:
             return None
         spec = self.sharded.spec
@@ -70,92 +70,80 @@ class Weights:
     Args:
         module: that holds them, without torch.compile's wrapper.
         entries: by name, in the order of ``state_dict()``; tied ones by their first name.
-        aliases: further names of tied ones to the first.
-        others: what is in ``state_dict()`` and is no tensor.
+        names: all names of each entry.
+        others: values in ``state_dict()`` that are no tensors.
         sharded_params: of the parameters.
         group: the process group that shares them; None for one process.
         status: of their optimizer, for errors.
         device: of the parameters.
-        names: all names of each entry.
     """
 
     module: nn.Module
     entries: dict[str, Entry]
-    aliases: dict[str, str]
+    names: dict[str, list[str]]
     others: dict[str, Any]
     sharded_params: list[ShardedParam]
     group: dist.ProcessGroup | None
     status: RankStatus
     device: torch.device
-    names: dict[str, list[str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = {name: [name] for name in self.entries}
-        for alias, name in self.aliases.items():
-            self.names[name].append(alias)
 
     def meet(self, doing: str, *facts: object) -> Ranks:
-        """The ranks, once all have come to do the same with the same model; collective.
+        """Return the ranks, once all have come to do the same with the same model; collective.
 
         Raises:
-            CheckpointError: they do different things, hold different models, or one of them edited a gathered copy of a
-                weight, which would be lost.
+            CheckpointError: they do different things, or hold different models.
         """
         ranks = Ranks(self.group, self.device, self.status, apart=False)
         held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
         digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
-        found = ranks.compare({"function": doing, "digest": digest[:16]})
-        if "function" in found:
-            said = by_rank(found["function"])
+        different = ranks.compare({"function": doing, "digest": digest[:16]})
+        if "function" in different:
+            said = by_rank(different["function"])
             raise CheckpointError(f"ranks call different functions: {said}; call one on every rank")
-        if found:
+        if different:
             raise CheckpointError(
-                f"{doing}: ranks hold different models or give different arguments ({by_rank(found['digest'])}); give "
-                "the same on every rank"
+                f"{doing}: ranks hold different models or give different arguments ({by_rank(different['digest'])}); "
+                "give the same on every rank"
             )
         return ranks
 
     def check_live(self) -> None:
-        """Raise if there is something that cannot be loaded in place.
+        """Refuse a model into which nothing can be loaded in place.
 
         Raises:
             CheckpointError: a tensor of ``state_dict()`` is neither a parameter nor a buffer.
         """
         live = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
-        made = [name for name, entry in self.entries.items() if id(entry.tensor) not in live]
-        if made:
+        if made := [name for name, entry in self.entries.items() if id(entry.tensor) not in live]:
             raise CheckpointError(
                 f"{listed(made)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be loaded "
                 "into it"
             )
 
 
-def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """``module.state_dict()`` by the names it has without torch.compile; live, nothing is copied.
+def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]], dict[str, Any]]:
+    """Sort ``module.state_dict()``, live, by the names it has without torch.compile.
 
     Returns:
-        Each tensor by its first name, the further names of tied ones to the first, and what is no tensor.
+        Each tensor by its first name, all names by the first one, and what is no tensor.
     """
     tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     others: dict[str, Any] = {}
-    seen: dict[int, str] = {}
+    first: dict[int, str] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         name = key.replace("_orig_mod.", "")
         if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
             others[name] = value
-        elif seen.setdefault(id(value), name) != name:
-            aliases[name] = seen[id(value)]
         else:
-            tensors[name] = value
-    return tensors, aliases, others
+            tensors.setdefault(first.setdefault(id(value), name), value)
+            names.setdefault(first[id(value)], []).append(name)
+    return tensors, names, others
 
 
 def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Compare names, shapes and dtypes of buffers ahead of collectives on each; collective.
 
-    Args:
-        group: None for one process.
     Raises:
         UnsupportedModelError: a rank has others; on all of them.
     """
@@ -167,7 +155,7 @@ def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
 
 
 def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGroup | None]:
-    """All sharded parameters, each once, and the group of ranks that shares them; None for one process.
+    """Find all sharded parameters, each once, and the group of ranks that shares them; None for one process.
 
     Raises:
         UnsupportedModelError: nothing in the model is sharded, it is inside a ``full_parameters`` block, or its
@@ -179,8 +167,7 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
             "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
         )
-    whole = sorted({name for sharded in sharded_params for name in sharded.ledger.whole})
-    if whole:
+    if whole := sorted({name for sharded in sharded_params for name in sharded.ledger.whole}):
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
     groups = {sharded.group for sharded in sharded_params}
     if len(groups) > 1:
@@ -200,10 +187,10 @@ def weights_of(model: nn.Module) -> Weights:
     module = getattr(model, "_orig_mod", model)  # torch.compile(model)
     sharded_params, group = shared_params(module)
     by_id = {id(sharded.param): sharded for sharded in sharded_params}
-    tensors, aliases, others = named_state(module)
+    tensors, names, others = named_state(module)
     for name, value in tensors.items():
         if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
     entries = {name: Entry(value, by_id.get(id(value))) for name, value in tensors.items()}
-    first = sharded_params[0]
-    return Weights(module, entries, aliases, others, sharded_params, group, first.ledger.status, first.hyper.device)
+    status, device = sharded_params[0].ledger.status, sharded_params[0].hyper.device
+    return Weights(module, entries, names, others, sharded_params, group, status, device)

@@ -319,7 +319,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     extra = {"thing": {"value": object(), "dtype": torch.ones(1, dtype=torch.complex128)}.get(failing, 1)}
     step = {"step": 3, "no step": "x"}.get(failing, 2)
     full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    broken: Any = {"tensors": (tensors._Writer, "write_data"), "read back": (module, "describe_file")}
+    broken: Any = {"tensors": (tensors, "write_whole"), "read back": (module, "describe_file")}
     with mock.patch.object(*broken[failing], full_disk) if failing in broken else contextlib.nullcontext():
         message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
         if message == "no error":
@@ -439,7 +439,7 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
     run = Run(3)
     run.train(1)
     held = threading.Event()
-    write = module.write_tensors
+    write = module.write_parts
 
     def slowly(*args: Any) -> Any:
         assert held.wait(30)
@@ -447,7 +447,7 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
 
     behind, front = Checkpointer(f"{folder}/behind", asynchronous=True), Checkpointer(f"{folder}/front")
     front.save(1, run.model, run.optimizer, **run.parts(), note="x")
-    with mock.patch.object(module, "write_tensors", slowly):
+    with mock.patch.object(module, "write_parts", slowly):
         behind.save(1, run.model, run.optimizer, **run.parts(), note="x")
         run.train(2)
         during = behind.steps()
