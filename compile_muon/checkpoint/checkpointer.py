@@ -12,13 +12,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.compare import by_rank, differing, ranks_named
 from compile_muon.agreement.together import Ranks
-from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, empty_like, fit, fitting_groups
+from compile_muon.checkpoint.contents import contents_of, empty_like, fit, fitting_groups, host_copies
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
@@ -34,7 +31,7 @@ from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, DamagedError, shortened, warn_user
-from compile_muon.files.tensors import parts_to_write, read_tensors, write_parts
+from compile_muon.files.tensors import read_tensors, write_tensors
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
@@ -63,10 +60,10 @@ class Checkpointer:
         self._keep_last = check_integer("keep_last", keep_last, low=1)
         self._asynchronous = check_boolean("asynchronous", asynchronous)
         self._job: Future[None] | None = None
-        self._copies: HostCopies | None = None
+        self._copies: dict[str, Tensor] | None = {} if self._asynchronous else None
 
     def steps(self) -> list[int]:
-        """List the steps there is a checkpoint of, ascending. What is still being written is not among them."""
+        """List the steps of complete checkpoints, ascending; one that is still being written is not among them."""
         return self._folder.steps()
 
     def wait(self) -> None:
@@ -85,8 +82,6 @@ class Checkpointer:
         if error is not None:
             raise CheckpointError(f"a checkpoint was not written: {type(error).__name__}: {error}") from error
 
-    # ------------------------------------------------------------------ saving
-
     def save(
         self,
         step: int,
@@ -99,8 +94,8 @@ class Checkpointer:
     ) -> None:
         """Save everything a run needs to go on, bit for bit; collective over the optimizer's ranks.
 
-        That is weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and
-        what is given here.
+        Weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and the
+        arguments below are saved.
 
         Args:
             step: names the checkpoint; one of that step is replaced.
@@ -122,9 +117,8 @@ class Checkpointer:
             with ranks.together(doing):
                 step = check_integer("step", step, low=0)
                 contents = contents_of(model, optimizer)
-                tensors = dict(contents.tensors)
+                tensors, parts = dict(contents.tensors), {"scheduler": scheduler, "loader": loader}
                 named = {f"extra.{name}": value for name, value in extra.items()}
-                parts = {"scheduler": scheduler, "loader": loader}
                 named |= {name: part.state_dict() for name, part in parts.items() if part is not None}
                 named |= {f"module.{name}": value for name, value in contents.module_state.items()}
                 named |= {f"group.{name}": group for name, group in contents.groups.items()}
@@ -135,53 +129,66 @@ class Checkpointer:
                 for name, value in named.items():
                     values.put(name, value)
                 own.put("random", random_state())
-                if self._copies is None:
-                    self._copies = HostCopies(ranks, keep=self._asynchronous)
-                tensors = self._copies.take(tensors, contents.folders)
-                manifest = _manifest(step, ranks, contents, optimizer)
+                tensors = host_copies(tensors, contents.folders, ranks, self._copies)
+                configuration = json.loads(json.dumps(optimizer.config, default=_described))
+                manifest = Manifest(
+                    step=step,
+                    world=ranks.world,
+                    stage=optimizer.config.zero.stage,
+                    written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    versions={"compile_muon": _version(), "torch": torch.__version__},
+                    configuration=configuration,
+                    fingerprint=hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
+                    tensors=contents.facts(),
+                    algorithms=contents.algorithms,
+                    placements=contents.placements(),
+                    aliases={alias: first for first, names in contents.names.items() for alias in names[1:]},
+                )
                 facts = {key: repr(fact) for key, fact in manifest.tensors.items()}
                 digests = values.digests()
             everyone = ranks.gather((step, digests, facts))
-            ranks.agree(doing, _differs(everyone, step))
+            with ranks.together(doing):
+                if others := sorted({other for other, _, _ in everyone} - {step}):
+                    raise CheckpointError(f"step = {step}: other ranks save step {others[0]}")
+                for name, said in differing([facts for _, _, facts in everyone], absent="none").items():
+                    raise CheckpointError(
+                        f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the "
+                        "same parameters and buffers on every rank"
+                    )
             for name, digest in digests.items():
-                known = name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest
-                if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
+                # Rank 0's buffers are among the tensors, its other values stand for all ranks.
+                if name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest:
                     values.drop(name)
-            job = partial(self._write, doing, ranks, tensors, values, own, manifest)
+            work = doing, ranks, tensors, values, own, manifest
             if not self._asynchronous:
-                job()
+                self._write(*work)
                 return
             atexit.register(self.wait)
             threads = ThreadPoolExecutor(1, "compile_muon checkpoint")
-            ranks.busy = self._job = threads.submit(job)
+            ranks.busy = self._job = threads.submit(self._write, *work)
             threads.shutdown(wait=False)  # a program that ends waits all the same, and so for what it saved last
 
     def _write(
         self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
     ) -> None:
-        """Write what this rank contributes: its share of ``tensors`` (on the CPU), and its values.
+        """Write this rank's share of ``tensors`` (on the CPU), and its values; ``manifest`` has all but the files.
 
-        ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` are this rank's
-        alone. ``manifest`` has all but the files.
+        ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` this rank's alone.
         """
-        folder, step = self._folder, manifest.step
+        folder, step, token = self._folder, manifest.step, ""
         place = folder.unfinished(step)
-        token = ""
         with ranks.together(doing):
             if ranks.rank == 0:
                 token = folder.begin(step)
         token = ranks.first(token)
-        facts = {}
         with ranks.together(doing):
             if not (place / token).exists():
                 raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")
-        parts = parts_to_write(tensors, ranks)
         with ranks.together(doing):
-            files = write_parts(place / TENSORS, parts, ranks.rank)
+            files = write_tensors(place / TENSORS, tensors, ranks)
             files += values.write(place / STATE / f"rank-{ranks.rank:05}")
             files += own.write(place / STATE / f"own-{ranks.rank:05}")
-            for path in files:
-                facts[path.relative_to(place).as_posix()] = describe_file(path)
+            facts = {path.relative_to(place).as_posix(): describe_file(path) for path in files}
         everything = ranks.gather(facts)
         with ranks.together(doing):
             if ranks.rank == 0:
@@ -205,8 +212,6 @@ class Checkpointer:
                 "would take; remove it, or save into another folder"
             )
 
-    # ------------------------------------------------------------------ loading
-
     def load(
         self,
         model: nn.Module,
@@ -219,7 +224,7 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint; collective over the optimizer's ranks.
 
-        It may come from another number of ranks and another ZeRO stage. Random number generators go on where they were
+        Another number of ranks may have saved it, at another ZeRO stage. Random number generators go on where they were
         on this rank, and where the checkpoint has no such rank they are left alone, with a warning.
 
         Args:
@@ -254,14 +259,17 @@ class Checkpointer:
         parts: dict[str, Any],
         strict: bool,
     ) -> dict[str, Any]:
-        """Load what was chosen: all is read, decoded and tried out on every rank ahead of the first write."""
+        """Read, decode and try out everything on every rank ahead of the first write."""
         doing = f"{self._folder.path}/step-{manifest.step}: was not loaded"
         with ranks.together(doing):
             place = self._folder.at(manifest.step)
             contents = contents_of(model, optimizer)
             fitting, problems = fit(contents, manifest)
             sources = {key: source for key, source in fitting.items() if key in contents.tensors}
-            values = _values(place, manifest, ranks)
+            # What all ranks have, and on top of it what this rank had, where there was such a rank.
+            values, mine = Values(), [f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}"]
+            for name in dict.fromkeys(["rank-00000", *(mine if ranks.rank < manifest.world else [])]):
+                values.update(Values.read(place, f"{STATE}/{name}", manifest.files))
             for name, part in parts.items():
                 if part is not None and name not in values:
                     problems.append(f"{name}: none was saved")
@@ -273,10 +281,8 @@ class Checkpointer:
             problems += misfits
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
-            staged = {
-                source: empty_like(contents.tensors[key], ranks, contents.folders.get(key))
-                for key, source in sources.items()
-            }
+            folders = contents.folders
+            staged = {new: empty_like(contents.tensors[key], ranks, folders.get(key)) for key, new in sources.items()}
             read_tensors(manifest.reader(place), staged)
             for source in [sources[key] for key in contents.buffers if key in sources]:
                 if f"buffer.{source}" in values:
@@ -337,11 +343,9 @@ class Checkpointer:
             said = by_rank(different["step"])
             raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
-        mine: list[int] = []
         with ranks.together("nothing was loaded"):
             mine = self.steps()
-        views = ranks.gather(mine)
-        present = views[0]
+        present, *_ = views = ranks.gather(mine)
         blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:
             raise CheckpointError(
@@ -353,11 +357,9 @@ class Checkpointer:
         damage: list[str] = []
         for candidate in [step] if step is not None else reversed(present):
             try:
-                place, manifest = self._folder.path, None
                 with ranks.together("damaged checkpoint"):
                     place = self._folder.at(candidate)
                     manifest = Manifest.read(place)
-                assert manifest is not None
                 if different := ranks.compare({"manifest": manifest.digest}):
                     said = by_rank(different["manifest"])
                     raise CheckpointError(
@@ -384,9 +386,6 @@ class Checkpointer:
         return None
 
 
-# ------------------------------------------------------------------------------------------ ranks
-
-
 def _ranks_of(optimizer: MuonZero) -> Ranks:
     """Return the ranks in which all checkpointers of an optimizer meet, once no other writes; collective."""
     if optimizer.engine.meeting is None:
@@ -395,41 +394,11 @@ def _ranks_of(optimizer: MuonZero) -> Ranks:
     return optimizer.engine.meeting
 
 
-def _differs(everyone: Sequence[tuple[int, Any, dict[str, str]]], step: int) -> CheckpointError | None:
-    """Name what ranks would save otherwise, though a checkpoint has one of it: its step, or a tensor's shape."""
-    others = sorted({other for other, _, _ in everyone} - {step})
-    if others:
-        return CheckpointError(f"step = {step}: other ranks save step {others[0]}")
-    for name, said in differing([facts for _, _, facts in everyone], absent="none").items():
-        return CheckpointError(
-            f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the same "
-            "parameters and buffers on every rank"
-        )
-    return None
-
-
-# ------------------------------------------------------------------------------------------ what is saved and loaded
-
-
-def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) -> Manifest:
+def _version() -> str:
     try:
-        ours = version("compile_muon")
+        return version("compile_muon")
     except PackageNotFoundError:  # a source tree on the path
-        ours = "unknown"
-    configuration = json.loads(json.dumps(optimizer.config, default=_described))
-    return Manifest(
-        step=step,
-        world=ranks.world,
-        stage=optimizer.config.zero.stage,
-        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"compile_muon": ours, "torch": torch.__version__},
-        configuration=configuration,
-        fingerprint=hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
-        tensors=contents.facts(),
-        algorithms=contents.algorithms,
-        placements=contents.placements(),
-        aliases={alias: first for first, names in contents.names.items() for alias in names[1:]},
-    )
+        return "unknown"
 
 
 def _described(setting: Any) -> Any:
@@ -439,16 +408,6 @@ def _described(setting: Any) -> Any:
     if isinstance(setting, torch.dtype):
         return encode_dtype(setting)
     return getattr(setting, "__qualname__", type(setting).__qualname__)
-
-
-def _values(place: Path, manifest: Manifest, ranks: Ranks) -> Values:
-    """Read what all ranks have, and on top of it what this rank had, where there was such a rank."""
-    values = Values.read(place, f"{STATE}/rank-00000", manifest.files)
-    if ranks.rank < manifest.world:
-        if ranks.rank:
-            values.update(Values.read(place, f"{STATE}/rank-{ranks.rank:05}", manifest.files))
-        values.update(Values.read(place, f"{STATE}/own-{ranks.rank:05}", manifest.files))
-    return values
 
 
 def _list(problems: list[str], remedy: str) -> str:

@@ -13,9 +13,8 @@ import torch
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, printable
-from compile_muon.files.safetensors import new_tensor_file, ordered
 from compile_muon.files.tensor_folder import FILE, batches
-from compile_muon.files.tensors import read_tensors
+from compile_muon.files.tensors import new_tensor_file, ordered, read_tensors
 from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["run"]
@@ -36,8 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
         if chosen.action == "inspect":
             _inspect(Manifest.read(folder.at(steps[-1])))
         elif chosen.action == "export":
-            count, size = _write_whole(folder.at(steps[-1]), chosen.out)
-            _say(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
+            _say(_export(folder.at(steps[-1]), chosen.out))
         else:
             return _list_or_verify(folder, steps, verify=chosen.action == "verify")
         return 0
@@ -67,8 +65,7 @@ def _list_or_verify(folder: Folder, steps: list[int], *, verify: bool) -> int:
                 _say(f"step {step}: whole, {len(manifest.files)} files")
             else:
                 size = sum(file.size for file in manifest.files.values()) / 2**20
-                run = f"{manifest.written:25}  {size:10,.1f}  {manifest.world:5}  {manifest.stage:5}"
-                _say(f"{step:10}  {run}")
+                _say(f"{step:10}  {manifest.written:25}  {size:10,.1f}  {manifest.world:5}  {manifest.stage:5}")
         except CheckpointError as error:
             _say(f"step {step}: damaged: {error}" if verify else f"{step:10}  {error}")
             failed = 1
@@ -90,15 +87,11 @@ def _inspect(manifest: Manifest) -> None:
         _say(f"  {alias:{width}}  is {name}")
 
 
-def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
-    """Write the weights and buffers of ``checkpoint`` into ``out/model.safetensors``, tied ones under all their names.
+def _export(checkpoint: Path, out: Path) -> str:
+    """Write weights and buffers into ``out/model.safetensors``, tied ones under all their names, and describe the file.
 
-    Tensors are read and written some at a time, so memory does not grow with the model.
-
-    Returns:
-        How many tensors were written, and how many bytes the file has.
-    Raises:
-        CheckpointError: the checkpoint is damaged, or ``out`` has something in it.
+    The checkpoint is verified first. Tensors are read and written some at a time, so memory does not grow with the
+    model.
     """
     manifest = Manifest.read(checkpoint)
     manifest.verify(checkpoint)
@@ -119,4 +112,4 @@ def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
             for name in batch:
                 write(staged[weights[name]].reshape(-1).view(torch.uint8))
     unfinished.rename(out / FILE)
-    return len(facts), (out / FILE).stat().st_size
+    return f"{out}: {len(facts)} tensors of step {manifest.step}, {(out / FILE).stat().st_size:,} bytes"

@@ -20,39 +20,27 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import MASTER
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import memory_in_file
-from compile_muon.files.safetensors import TensorFacts
+from compile_muon.files.tensors import TensorFacts
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.weights.named_tensors import named_state
+from compile_muon.weights.named_tensors import check_live, named_state
 
-__all__ = ["Contents", "HostCopies", "contents_of", "empty_like", "fit", "fitting_groups", "groups_of", "states_of"]
+__all__ = ["Contents", "contents_of", "empty_like", "fit", "fitting_groups", "groups_of", "host_copies", "states_of"]
 
 
 @dataclass
 class Contents:
-    """Live references to all there is to save, or to load into.
+    """Live references to all there is to save, or to load into."""
 
-    Args:
-        tensors: ``model/NAME`` to a parameter or a buffer, ``optimizer/NAME/SLOT`` to state.
-        names: all names of each parameter or buffer, by the first; tied weights have several.
-        module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
-        groups: hyperparameters by the name of the group.
-        members: names of its parameters, by the name of the group.
-        algorithms: parameter to "muon", "adamw" or "frozen".
-        buffers: names of ``tensors`` that are no parameters; ranks may hold different ones.
-        folders: of ``tensors`` that are in a file, where it is.
-        elsewhere: what only other ranks hold, states of the matrices that they own.
-    """
-
-    tensors: dict[str, Tensor]
-    names: dict[str, list[str]]
-    module_state: dict[str, Any]
-    groups: dict[str, dict[str, Any]]
-    members: dict[str, list[str]]
-    algorithms: dict[str, str] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
-    folders: dict[str, Path] = field(default_factory=dict)
-    elsewhere: dict[str, TensorFacts] = field(default_factory=dict)
+    tensors: dict[str, Tensor]  # ``model/NAME`` to a parameter or a buffer, ``optimizer/NAME/SLOT`` to state
+    names: dict[str, list[str]]  # all names of each parameter or buffer, by the first; tied weights have several
+    module_state: dict[str, Any]  # what modules' ``get_extra_state()`` gave, by its key in the state dict
+    groups: dict[str, dict[str, Any]]  # hyperparameters by the name of the group
+    members: dict[str, list[str]]  # names of its parameters, by the name of the group
+    algorithms: dict[str, str] = field(default_factory=dict)  # parameter to "muon", "adamw" or "frozen"
+    buffers: list[str] = field(default_factory=list)  # keys of ``tensors``; ranks may hold different ones
+    folders: dict[str, Path] = field(default_factory=dict)  # of those of ``tensors`` that are in a file
+    elsewhere: dict[str, TensorFacts] = field(default_factory=dict)  # states of matrices that other ranks own
 
     def facts(self) -> dict[str, TensorFacts]:
         """Return shape and dtype of each whole tensor of all ranks."""
@@ -60,11 +48,7 @@ class Contents:
         return dict(sorted((held | self.elsewhere).items())) if self.elsewhere else held
 
     def check_writable(self, keys: Iterable[str]) -> None:
-        """Refuse ahead of the first write what cannot be written.
-
-        Raises:
-            CheckpointError: a buffer shares memory with itself (``expand``), or was made under inference_mode.
-        """
+        """Refuse a buffer that shares memory with itself (``expand``), or was made under inference_mode."""
         for key in keys:
             local = local_tensor(self.tensors[key])
             twice = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
@@ -91,23 +75,14 @@ def _cuts(tensor: Tensor) -> str:
 
 
 def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
-    """Gather references; nothing is copied.
-
-    Raises:
-        CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
-    """
+    """Gather references; refuse parameters that are not the model's, and state that is no tensor."""
     optimizer.engine.step.own_momenta()
     sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
     algorithm = {id(param): group["algorithm"] for group in optimizer.param_groups for param in group["params"]}
-    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors, names, module_state = named_state(model)
     contents = Contents({}, names, module_state, *groups_of(optimizer))
+    check_live(model, tensors)
     for name, value in tensors.items():
-        if id(value) not in live:
-            raise CheckpointError(
-                f"{name}: is in model.state_dict(), and is neither a parameter nor a buffer: it could not be loaded in "
-                "place; give it to save() among the extra values"
-            )
         contents.tensors[f"model/{name}"] = value.detach()
         if (sharded := sharded_params.pop(id(value), None)) is None:
             contents.buffers.append(f"model/{name}")
@@ -139,7 +114,7 @@ def states_of(optimizer: MuonZero, sharded: ShardedParam) -> Iterator[tuple[str,
     """Yield slot, tensor and None for each state of a parameter, and of a state at owners for each matrix.
 
     Of a matrix the slot ends in its number, which stands in place of None: any world then finds the states that its
-    ranks own. Those of other ranks are on the meta device.
+    ranks own. A state that another rank has is on the meta device.
     """
     at_owner = {state.name: state for state in states_kept(sharded)}
     for slot, value in optimizer.state.get(sharded.param, {}).items():
@@ -151,9 +126,6 @@ def states_of(optimizer: MuonZero, sharded: ShardedParam) -> Iterator[tuple[str,
             if 0 not in shape:
                 other = torch.empty(shape, dtype=value.dtype, device="meta")
                 yield f"{slot}.{number}", mine.get(number, other), number
-
-
-# ------------------------------------------------------------------------------------------ groups
 
 
 def groups_of(optimizer: MuonZero) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
@@ -180,39 +152,31 @@ def fitting_groups(
     return fitting, problems
 
 
-# ------------------------------------------------------------------------------------------ host memory
+@torch.no_grad()
+def host_copies(
+    tensors: Mapping[str, Tensor], folders: Mapping[str, Path], ranks: Ranks, memory: dict[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the same tensors on the CPU, once all are there; DTensors by their shards.
 
-
-class HostCopies:
-    """Copies in host memory, or in a file of what is in one, whose memory the next copy uses again.
-
-    With ``keep`` even what is on the CPU is copied, because training goes on while it is written.
+    Where training goes on meanwhile, ``memory`` is given: even what is on the CPU is copied, and ``memory`` holds the
+    copies, for the next call to use them again.
     """
-
-    def __init__(self, ranks: Ranks, *, keep: bool) -> None:
-        self._ranks = ranks
-        self._keep = keep
-        self._memory: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor], folders: Mapping[str, Path]) -> dict[str, Tensor]:
-        """Return the same tensors on the CPU, once all are there; DTensors by their shards."""
-        copies, waiting = {}, False
-        for key, tensor in tensors.items():
-            local = local_tensor(tensor).detach()
-            if self._keep or not local.is_cpu:
-                waiting |= not local.is_cpu
-                room = self._memory.get(key)
-                if room is None or room.shape != local.shape or room.dtype != local.dtype:
-                    # From pinned memory, the copy is the device's and waits for nothing.
-                    room = _new(local, folders.get(key), pin=local.is_cuda)
-                    if self._keep:
-                        self._memory[key] = room
-                local = room.copy_(local, non_blocking=True)
-            copies[key] = _on_host(tensor, local.contiguous(), self._ranks)
-        if waiting:
-            torch.accelerator.synchronize()
-        return copies
+    copies, waiting = {}, False
+    for key, tensor in tensors.items():
+        local = local_tensor(tensor).detach()
+        if memory is not None or not local.is_cpu:
+            waiting |= not local.is_cpu
+            room = None if memory is None else memory.get(key)
+            if room is None or room.shape != local.shape or room.dtype != local.dtype:
+                # From pinned memory, the copy is the device's and waits for nothing.
+                room = _new(local, folders.get(key), pin=local.is_cuda)
+            local = room.copy_(local, non_blocking=True)
+            if memory is not None:
+                memory[key] = local
+        copies[key] = _on_host(tensor, local.contiguous(), ranks)
+    if waiting:
+        torch.accelerator.synchronize()
+    return copies
 
 
 def empty_like(tensor: Tensor, ranks: Ranks, folder: Path | None) -> Tensor:
@@ -237,17 +201,9 @@ def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:
     return like_parameter(tensor, local, ranks.mesh_like(tensor.device_mesh)) if isinstance(tensor, DTensor) else local
 
 
-# ------------------------------------------------------------------------------------------ does it fit
-
-
 def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[str]]:
-    """Compare names, shapes, dtypes and algorithms.
-
-    Returns:
-        Key of each tensor here that fits to its key in the checkpoint, and what does not fit, one sentence each.
-    """
-    sources: dict[str, str] = {}
-    problems: list[str] = []
+    """Map each tensor here that fits to its key in the checkpoint, and say what does not fit, one sentence each."""
+    sources, problems = dict[str, str](), list[str]()
     ours, theirs = contents.facts(), manifest.tensors
     unused = {key.removeprefix("model/"): None for key in theirs if key.startswith("model/")}
     slots_of = defaultdict[str, list[str]](list)
@@ -265,12 +221,8 @@ def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[st
         unused.pop(stored, None)
         wanted, saved = ours[f"model/{name}"], theirs[f"model/{stored}"]
         if wanted != saved:
-            for what, other, mine in (
-                ("shape", list(saved.shape), list(wanted.shape)),
-                ("dtype", saved.dtype, wanted.dtype),
-            ):
-                if mine != other:
-                    problems.append(f"{name}: {what} is {other} in the checkpoint, {mine} in the model")
+            pairs = ("shape", list(saved.shape), list(wanted.shape)), ("dtype", saved.dtype, wanted.dtype)
+            problems += [f"{name}: {w} is {a} in the checkpoint, {b} in the model" for w, a, b in pairs if a != b]
             continue
         sources[f"model/{name}"] = f"model/{stored}"
         trained, now = manifest.algorithms.get(stored), contents.algorithms.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Mapping
@@ -18,18 +19,14 @@ def random_state() -> dict[str, Any]:
     """Read each generator of this rank: Python's, NumPy's if it was imported, torch's on the CPU and current GPU."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = _plain(numpy, numpy.random.get_state(legacy=False))
+        state["numpy"] = json.loads(json.dumps(numpy.random.get_state(legacy=False), default=_plain))
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def check_random_state(state: Any) -> None:
-    """Give ``state`` to generators that nobody uses.
-
-    Raises:
-        CheckpointError: one does not take it; by its name.
-    """
+    """Give ``state`` to generators that nobody uses; a CheckpointError names one that does not take it."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"random: a {type(state).__name__} is no state of generators")
     for name in state.keys() | {"python", "torch"}:
@@ -61,16 +58,12 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _name_of(state: Any) -> Any:
-    """Read the kind of bit generator; 0.1.0 saved that of "MT19937" as a tuple."""
+    """Read the kind of bit generator; earlier checkpoints hold the state of "MT19937" as a tuple."""
     return state["bit_generator"] if isinstance(state, Mapping) else state[0]
 
 
 def _bit_generator(numpy: Any, state: Any) -> Any:
-    """Make a bit generator of the kind that has this state.
-
-    Raises:
-        CheckpointError: NumPy has no such kind, and its generator is not of it either.
-    """
+    """Make a bit generator of the kind that has this state, which is NumPy's, or that of its generator."""
     name = _name_of(state)
     kind = getattr(numpy.random, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, numpy.random.BitGenerator)):
@@ -84,19 +77,14 @@ def _bit_generator(numpy: Any, state: Any) -> Any:
     return kind()
 
 
-def _plain(numpy: Any, value: Any) -> Any:
-    """Replace arrays and numbers of NumPy, which are no values of a checkpoint."""
-    if isinstance(value, dict):
-        return {key: _plain(numpy, inner) for key, inner in value.items()}
-    if isinstance(value, numpy.ndarray):
-        return {"dtype": value.dtype.name, "items": value.tolist()}
-    return value.item() if isinstance(value, numpy.generic) else value
+def _plain(value: Any) -> Any:
+    """Replace an array or a number of NumPy, which is no value of a checkpoint."""
+    return {"dtype": value.dtype.name, "items": value.tolist()} if value.ndim else value.item()
 
 
-def _arrays(numpy: Any, value: Any) -> Any:
+def _arrays(numpy: Any, state: Any) -> Any:
     """Reverse :func:`_plain`."""
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"dtype", "items"}:
-        return numpy.array(value["items"], dtype=value["dtype"])
-    return {key: _arrays(numpy, inner) for key, inner in value.items()}
+    return json.loads(
+        json.dumps(state),
+        object_hook=lambda x: numpy.array(x["items"], dtype=x["dtype"]) if x.keys() == {"dtype", "items"} else x,
+    )

@@ -5,12 +5,11 @@ commit. Leftovers of a crash have names ending in ``.tmp``, which are never read
 alone calls what changes anything here.
 
 Names like these are other tools' too. A folder goes or moves if it is a plain one with our manifest, or, while it is
-written, with a file that says so; everything else stays as it is, and where it is in the way, a save is refused.
+written, with a file that says so; everything else stays, and where it is in the way, a save is refused.
 
-One process writes into a folder at a time: of two runs in one folder, say a process that was taken for dead beside its
+One process writes into a folder at a time: of two runs in one, say a process that was taken for dead beside its
 restart, each would remove what the other one writes. The lock is the operating system's, so a process that ends loses
-it, however it ends. The lock is of the folder itself, and where a file system has none of folders (NFS), of a file in
-it. A file system without locks has no such protection.
+it. The lock is of the folder, or of a file in it where a file system has none of folders (NFS).
 """
 
 from __future__ import annotations
@@ -72,12 +71,8 @@ class Folder:
     def begin(self, step: int) -> str:
         """Remove what crashes left, and make an empty place for ``step``.
 
-        Returns:
-            The name of a file in it, which nothing left over from another run has. It marks the folder as ours as long
-            as there is no manifest.
-        Raises:
-            CheckpointError: something that no checkpointer wrote is in the way, and stays; or another process writes
-                into the folder.
+        Return the name of a file in it, which no leftover of another run has: a mark as long as there is no manifest.
+        Refuse where another process writes into the folder, or a stranger's thing is in the way, which stays.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._be_the_writer()
@@ -92,13 +87,11 @@ class Folder:
                     _remove(entry)
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         replaced = _beside(final, ".replaced")
-        in_the_way = [final] if os.path.lexists(final) and not _is_ours(final) else []
-        in_the_way += [path for path in (replaced, _beside(replaced, ".removed.tmp"), unfinished) if not _is_free(path)]
-        if in_the_way:
-            raise CheckpointError(
-                f"{in_the_way[0]}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move "
-                "it, or save into another folder"
-            )
+        if os.path.lexists(final):
+            _check_ours(final)
+        for path in (replaced, _beside(replaced, ".removed.tmp"), unfinished):
+            if not _is_free(path):
+                raise _in_the_way(path)
         unfinished.mkdir(exist_ok=True)
         token = f"begun-{secrets.token_hex(8)}"
         (unfinished / token).touch(exist_ok=False)
@@ -109,8 +102,7 @@ class Folder:
     def commit(self, step: int, token: str) -> None:
         """Make the checkpoint of ``step`` count, begun as ``token``; every file in it is on the disk already.
 
-        Raises:
-            CheckpointError: something that no checkpointer wrote came in the way meanwhile; it stays.
+        Something that no checkpointer wrote may have come in the way meanwhile; it stays, and is an error.
         """
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         (unfinished / token).unlink()
@@ -126,11 +118,7 @@ class Folder:
             _remove(replaced)
 
     def prune(self, keep_last: int, committed: int) -> None:
-        """Remove all but the last ``keep_last`` checkpoints of ours, and never the one just ``committed``.
-
-        Raises:
-            CheckpointError: something that no checkpointer wrote has the name under which one would go.
-        """
+        """Remove all but the last ``keep_last`` checkpoints of ours, and never the one just ``committed``."""
         for step in self.ours()[:-keep_last]:
             if step != committed:
                 _remove(self.at(step))
@@ -140,11 +128,7 @@ class Folder:
         return [step for step in self.steps() if _is_ours(self.at(step))]
 
     def _be_the_writer(self) -> None:
-        """Lock the folder from the first save until this object goes; several objects of one process are one writer.
-
-        Raises:
-            CheckpointError: another process is the writer.
-        """
+        """Lock the folder from the first save until this object goes; several objects of one process are one writer."""
         if self._lock is not None and _is_at(*self._lock):
             return
         for path, how in ((self.path, os.O_RDONLY), (self.path / LOCK, os.O_RDWR | os.O_CREAT)):
@@ -169,9 +153,6 @@ class Folder:
             self._lock = file, path
             weakref.finalize(self, _unlock, file, path, os.getpid())
             return
-
-
-# ------------------------------------------------------------------------------------------ names and folders
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -219,10 +200,14 @@ def _is_ours(path: Path) -> bool:
 
 def _check_ours(path: Path) -> None:
     if not _is_ours(path):
-        raise CheckpointError(f"{path}: is in the way, and is not what a Checkpointer wrote; move it")
+        raise _in_the_way(path)
 
 
-# ------------------------------------------------------------------------------------------ the lock
+def _in_the_way(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move it, or save into "
+        "another folder"
+    )
 
 
 def _process(number: int, since: float) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint holds, and the size and SHA-256 of every file, written when all else is on the disk.
 
 SHA-256 because a checkpoint is verified far from where it was written, too: ``sha256sum`` says the same, no two flips
-cancel, and at 0.3 to 2 GB/s per core it is seldom slower than the disk. It also covers the manifest itself. It tells
+cancel, and at 0.3 to 2 GB/s per core a sum is seldom slower than the disk. The manifest has one of itself. Sums tell
 damage, not malice: who can edit a file can edit its sum. Against malice there is nothing in the format that runs, and
 no name that leaves the folder.
 """
@@ -21,10 +21,9 @@ from typing import Any, BinaryIO
 import torch
 
 from compile_muon.checkpoint.folder import FORMAT, NAME, STATE, TENSORS
-from compile_muon.errors import CheckpointError, DamagedError, listed, shortened
+from compile_muon.errors import CheckpointError, DamagedError, listed, shortened, shown
 from compile_muon.files.disk import open_plain, open_within, write_bytes
-from compile_muon.files.safetensors import TensorFacts
-from compile_muon.files.tensors import Reader
+from compile_muon.files.tensors import Reader, TensorFacts
 
 __all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 
@@ -32,7 +31,6 @@ VERSION = 1
 
 _FILE = re.compile(rf"({TENSORS}|{STATE})/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _LARGEST = 2**62  # of a number in a manifest: what is larger is no size
-_SHOWN = 80  # characters of a value in an error
 _COPY = "take a copy of this file that is whole, or another checkpoint"
 _CHANGED = "its contents do not have the checksum they were written with"
 
@@ -63,9 +61,6 @@ def _digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------ what a manifest may say
-
-
 def _number(value: object) -> bool:
     return type(value) is int and 0 <= value < _LARGEST
 
@@ -75,16 +70,15 @@ def _text(value: object) -> bool:
 
 
 def _file(value: object) -> bool:
-    if not isinstance(value, dict) or not _text(value.get("sha256")):
-        return False
-    return _number(value.get("size")) and len(value["sha256"]) == 64
+    parts = value if isinstance(value, dict) else {}
+    return _number(parts.get("size")) and _text(parts.get("sha256")) and len(parts["sha256"]) == 64
 
 
 def _tensor(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("shape"), list) or not _text(value.get("dtype")):
-        return False
-    known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
-    return known and all(map(_number, value["shape"])) and math.prod(value["shape"]) < _LARGEST
+    parts: dict[str, Any] = value if isinstance(value, dict) else {}
+    shape, dtype = parts.get("shape"), getattr(torch, str(parts.get("dtype")), None)
+    sizes = isinstance(shape, list) and all(map(_number, shape)) and math.prod(shape) < _LARGEST
+    return sizes and _text(parts.get("dtype")) and isinstance(dtype, torch.dtype)
 
 
 def _field(kind: type, allowed: Callable[[object], bool], what: str, **default: Any) -> Any:
@@ -94,31 +88,20 @@ def _field(kind: type, allowed: Callable[[object], bool], what: str, **default: 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint without opening its other files.
-
-    Args:
-        step, world, stage: of the run that saved it.
-        written: time in UTC, ISO 8601.
-        versions: of compile_muon and torch.
-        configuration: every setting; ``fingerprint`` is its SHA-256.
-        tensors: ``model/NAME`` and ``optimizer/NAME/SLOT`` to shape and dtype.
-        algorithms: parameter to "muon", "adamw" or "frozen".
-        placements: parameter to "whole" or "shard(0)", as the ranks held it.
-        aliases: further names of tied weights to the one they are stored under.
-        files: path in the folder to size and checksum.
-    """
+    """A checkpoint's description, which is read without opening its other files."""
 
     step: int = _field(int, _number, "number")
     world: int = _field(int, lambda value: _number(value) and value != 0, "number of ranks")
     stage: int = _field(int, lambda value: value in (0, 1, 2, 3), "ZeRO stage")
-    written: str = _field(str, _text, "text")
-    versions: dict[str, str] = _field(dict, _text, "text")
+    written: str = _field(str, _text, "text")  # time in UTC, ISO 8601
+    versions: dict[str, str] = _field(dict, _text, "text")  # of compile_muon and torch
     configuration: dict[str, Any] = _field(dict, lambda value: True, "setting")
-    fingerprint: str = _field(str, _text, "text")
+    fingerprint: str = _field(str, _text, "text")  # SHA-256 of the configuration
+    # ``model/NAME`` and ``optimizer/NAME/SLOT``
     tensors: dict[str, TensorFacts] = _field(dict, _tensor, "shape and dtype of a tensor")
-    algorithms: dict[str, str] = _field(dict, _text, "name of an algorithm")
-    placements: dict[str, str] = _field(dict, _text, "placement")
-    aliases: dict[str, str] = _field(dict, _text, "name")
+    algorithms: dict[str, str] = _field(dict, _text, "name of an algorithm")  # "muon", "adamw" or "frozen"
+    placements: dict[str, str] = _field(dict, _text, "placement")  # "whole" or "shard(0)", as the ranks held it
+    aliases: dict[str, str] = _field(dict, _text, "name")  # further names of tied weights to the stored one
     files: dict[str, FileFacts] = _field(dict, _file, "size and SHA-256 of a file", default_factory=dict)
 
     @property
@@ -136,9 +119,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a checkpoint; no other file is looked at.
 
-        Raises:
-            DamagedError: the manifest is missing, was changed, or says what cannot be; the message has the field.
-            CheckpointError: a later version of the format wrote it.
+        A DamagedError names the field that was changed, or is what it cannot be. A later format is a CheckpointError.
         """
         with open_within(folder, NAME) as file:
             data = file.read()
@@ -150,10 +131,10 @@ class Manifest:
                 raise ValueError(f"sha256: {_CHANGED}")
             version = body.pop("version", None)
             if type(version) is not int or version < VERSION:
-                raise ValueError(f"version = {_shown(version)}: is no version of the format")
+                raise ValueError(f"version = {shown(version)}: is no version of the format")
             if version > VERSION:
                 raise CheckpointError(
-                    f"{folder}: format version = {_shown(version)}: this compile_muon knows version {VERSION}; load it "
+                    f"{folder}: format version = {shown(version)}: this compile_muon knows version {VERSION}; load it "
                     "with the one that wrote it"
                 )
             return cls._parsed(body)
@@ -163,24 +144,20 @@ class Manifest:
 
     @classmethod
     def _parsed(cls, body: Mapping[str, Any]) -> Manifest:
-        """Check the body of a manifest, and take its fields.
-
-        Raises:
-            ValueError: one is not what it has to be, by its name.
-        """
+        """Take the fields of a manifest's body; a ValueError names the one that is not what it has to be."""
         for each in fields(cls):
             (kind, allowed, what), value = each.metadata["rule"], body.get(each.name)
             if type(value) is not kind or not (kind is dict or allowed(value)):
-                raise ValueError(f"{each.name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
+                raise ValueError(f"{each.name} = {shown(value)}: is no {what if kind is not dict else 'object'}")
             for key, inner in value.items() if isinstance(value, dict) else ():
                 if not allowed(inner):
-                    raise ValueError(f"{each.name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
+                    raise ValueError(f"{each.name}[{shown(key)}] = {shown(inner)}: is no {what}")
         for name in body["files"]:
             if not _FILE.fullmatch(name):
-                raise ValueError(f"files: {_shown(name)} is not a place for a file of a checkpoint")
+                raise ValueError(f"files: {shown(name)} is not a place for a file of a checkpoint")
         for alias, name in body["aliases"].items():
             if f"model/{name}" not in body["tensors"]:
-                raise ValueError(f"aliases[{_shown(alias)}] = {_shown(name)}: is no tensor of the model")
+                raise ValueError(f"aliases[{shown(alias)}] = {shown(name)}: is no tensor of the model")
         files = {name: FileFacts(v["size"], v["sha256"]) for name, v in body["files"].items()}
         tensors = {name: TensorFacts(tuple(v["shape"]), v["dtype"]) for name, v in body["tensors"].items()}
         return cls(**{each.name: body[each.name] for each in fields(cls)} | {"files": files, "tensors": tensors})
@@ -191,12 +168,7 @@ class Manifest:
         return names + [alias for alias, name in self.aliases.items() if name in names]
 
     def reader(self, folder: Path) -> Reader:
-        """Open the tensors in the files that the manifest names, and in no other.
-
-        Raises:
-            CheckpointError: a file is no plain one or cannot be read; rows of a tensor are nowhere, or not as the
-                manifest says.
-        """
+        """Open the tensors in the files that the manifest names, and in no other, if all are as the manifest says."""
         reader = Reader(folder, [name for name in sorted(self.files) if name.startswith(f"{TENSORS}/")])
         reader.check(self.tensors)
         return reader
@@ -230,11 +202,7 @@ class Manifest:
         return sorted(there - self.files.keys() | odd)
 
     def verify(self, folder: Path) -> None:
-        """Verify all files in this process, and that they hold all rows of all tensors.
-
-        Raises:
-            CheckpointError: listing what is damaged.
-        """
+        """Verify all files in this process, and that they hold all rows of all tensors; one error lists the damage."""
         raise_damage(self.problems(folder))
         self.reader(folder)
 
@@ -243,7 +211,3 @@ def raise_damage(problems: Sequence[str]) -> None:
     """Raise one error about all ``problems``, if there are any."""
     if problems:
         raise DamagedError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else ""))
-
-
-def _shown(value: object) -> str:
-    return shortened(repr(value), _SHOWN)

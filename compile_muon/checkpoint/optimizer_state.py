@@ -6,25 +6,24 @@ be a folder.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.contents import fitting_groups, groups_of, states_of
 from compile_muon.engine.owner_states import matrices_here
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
 from compile_muon.optimizer import MuonZero
-from compile_muon.weights.named_tensors import Entry
-from compile_muon.weights.wire import Wire
+from compile_muon.weights.wire import Entry, Wire
 
 __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 
 
-def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[tuple[str, str], Entry]]:
+def _slots(optimizer: MuonZero, ranks: Wire) -> Iterator[tuple[tuple[str, str], Entry]]:
     """Yield parameter and slot, and tensor, the same on every rank."""
     sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
     numbers = {a.name: matrices_here(a) for a in sharded_params.values() if a.owners}
@@ -42,11 +41,6 @@ def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[tuple[str, str],
                 yield (sharded.name, slot), Entry(value, sharded if isinstance(value, DTensor) else None)
 
 
-def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
-    group, device = optimizer.engine.group, optimizer.engine.device
-    return Ranks(group, device, optimizer.engine.status, apart=False), Wire(group, device)
-
-
 def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
     """Gather momenta, moments and hyperparameters as if nothing were sharded; collective over the optimizer's ranks.
 
@@ -58,18 +52,18 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
         PeerError: a rank does not come; it takes the time-out of the process group.
     """
     with optimizer.engine.status.at("full_optimizer_state"):
-        ranks, wire = _ranks(optimizer)
+        ranks = Wire(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
         optimizer.engine.step.own_momenta()
         slots = dict(_slots(optimizer, ranks))
         with ranks.together("full_optimizer_state"):
-            whole = wire.whole(slots)
-    if wire.rank != 0:
+            whole = ranks.whole(slots)
+    if ranks.rank != 0:
         return {}
     groups, members = groups_of(optimizer)
-    state: dict[str, dict[str, Tensor]] = {}
+    state = defaultdict[str, dict[str, Tensor]](dict)
     for (name, slot), value in whole.items():
-        state.setdefault(name, {})[slot] = value
-    return {"state": state, "param_groups": [{"params": members[name], **groups[name]} for name in groups]}
+        state[name][slot] = value
+    return {"state": dict(state), "param_groups": [{"params": members[name], **groups[name]} for name in groups]}
 
 
 def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | None) -> None:
@@ -83,10 +77,10 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
     """
     doing = "optimizer state was not loaded"
     with optimizer.engine.status.at("load_full_optimizer_state"):
-        ranks, wire = _ranks(optimizer)
+        ranks = Wire(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
         trained: list[str] = []
         with ranks.together(doing):
-            if wire.rank == 0:
+            if ranks.rank == 0:
                 trained = [name for group in _groups_in(saved) for name in group["params"]]
         optimizer.unfreeze(ranks.first(trained))
     with optimizer.engine.status.at("load_full_optimizer_state"):
@@ -94,40 +88,28 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         slots = dict(_slots(optimizer, ranks))
         groups: dict[str, dict[str, Any]] = {}
         with ranks.together(doing):
-            if wire.rank == 0:
+            if ranks.rank == 0:
                 groups = _checked(optimizer, slots, saved)
                 optimizer.engine.step.check_momentum([*groups.values()])
         groups = ranks.first(groups)
-        for (name, slot), entry in slots.items():
-            wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
+        with ranks.together(doing):
+            ranks.spread(slots, lambda key: cast(Any, saved)["state"][key[0]][key[1]])
         for group in optimizer.param_groups:
             group.update(groups[group["name"]])
         optimizer.loaded()
 
 
 def _groups_in(saved: Any) -> list[Mapping[str, Any]]:
-    """Return the groups that were saved.
-
-    Raises:
-        CheckpointError: ``saved`` is something else.
-    """
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if (
-        not isinstance(groups, list)
-        or not groups
-        or not isinstance(saved.get("state"), Mapping)
-        or not all(isinstance(g, Mapping) and {"name", "params", "algorithm"} <= g.keys() for g in groups)
-    ):
+    """Return the groups that were saved; refuse what is no optimizer state."""
+    groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    known = isinstance(groups, list) and groups and isinstance(saved.get("state"), Mapping)
+    if not known or not all(isinstance(g, Mapping) and {"name", "params", "algorithm"} <= g.keys() for g in groups):
         raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
     return groups
 
 
 def _checked(optimizer: MuonZero, slots: Mapping[tuple[str, str], Entry], saved: Any) -> dict[str, dict[str, Any]]:
-    """Return the saved hyperparameters of each group of ``optimizer``.
-
-    Raises:
-        CheckpointError: listing all that does not fit.
-    """
+    """Return the saved hyperparameters of each group of ``optimizer``; one error lists all that does not fit."""
     by_name = {group["name"]: group for group in _groups_in(saved)}
     groups, members = groups_of(optimizer)
     trained = {name: group["algorithm"] for group in by_name.values() for name in group["params"]}

@@ -19,47 +19,32 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import CheckpointError, shortened
+from compile_muon.errors import CheckpointError, shown
 from compile_muon.files.disk import open_within, write_bytes
-from compile_muon.files.safetensors import is_storable, write_whole
+from compile_muon.files.tensors import is_storable, write_whole
 
 __all__ = ["Values"]
 
 _MARK = "!"
 _PLAIN = 4096  # bits of a number that stands as it is
-_SHOWN = 80  # characters of a value in an error
 
 
 @dataclass
 class Values:
-    """Named values in encoded form.
+    """Named values in encoded form."""
 
-    Args:
-        encoded: name -> JSON; a tensor is ``{"!": "tensor", "at": key}``.
-        tensors: key -> tensor on the CPU, memory of its own. A key is a name and a number, for two paths may spell
-            the same.
-    """
-
-    encoded: dict[str, Any] = field(default_factory=dict)
+    encoded: dict[str, Any] = field(default_factory=dict)  # a tensor is ``{"!": "tensor", "at": key}``
+    # On the CPU, memory of their own. A key is a name and a number, for two paths may spell the same.
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def put(self, name: str, value: object) -> None:
-        """Encode ``value`` under ``name``.
-
-        Raises:
-            CheckpointError: ``value`` holds something that is neither JSON nor a tensor of a file; the message says
-                where.
-        """
+        """Encode ``value`` under ``name``; a CheckpointError says where what is neither JSON nor a tensor is."""
         tensors: dict[str, Tensor] = {}
         self.encoded[name] = _encode(value, (name,), tensors)
         self.tensors |= tensors
 
     def get(self, name: str) -> Any:
-        """Decode the value put under ``name``, new objects each time; tensors are on the CPU.
-
-        Raises:
-            CheckpointError: what a file has there is no encoded value.
-        """
+        """Decode the value put under ``name``, new objects each time; tensors are on the CPU."""
         try:
             return self._decode(self.encoded[name])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -94,8 +79,6 @@ class Values:
             digests[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + tensors).hexdigest()
         return digests
 
-    # ------------------------------------------------------------------------------------------ files
-
     def write(self, base: Path) -> list[Path]:
         """Write ``base.json``, and ``base.safetensors`` if there are tensors; return the files."""
         files = [base.with_suffix(".json")]
@@ -107,13 +90,7 @@ class Values:
 
     @classmethod
     def read(cls, folder: Path, base: str, files: Container[str]) -> Values:
-        """Read what :meth:`write` wrote as ``base``, without an ending, in the folder of a checkpoint.
-
-        ``files`` may be opened; where ``base.safetensors`` is not among them there are no tensors.
-
-        Raises:
-            CheckpointError: the files are missing, or not what it writes; the message names them.
-        """
+        """Read what :meth:`write` wrote as ``base`` in ``folder``, of which no others than ``files`` are opened."""
         name = f"{base}.json"
         try:
             with open_within(folder, name) as file:
@@ -151,9 +128,6 @@ class Values:
         return Counter(pairs) if kind == "counter" else pairs
 
 
-# ------------------------------------------------------------------------------------------ one value
-
-
 def _keys(encoded: Any) -> list[str]:
     """List the keys of all tensors in an encoded value."""
     if isinstance(encoded, dict) and encoded.get(_MARK) == "tensor":
@@ -188,7 +162,7 @@ def _encode(value: Any, where: tuple[str, ...], tensors: dict[str, Tensor]) -> A
         return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
     what = f"{kind.__qualname__} ({value.layout}, {value.dtype})" if isinstance(value, Tensor) else kind.__qualname__
     raise CheckpointError(
-        f"{''.join(where)} = {shortened(repr(value), _SHOWN)}: a {what} is neither JSON nor a tensor that safetensors "
+        f"{''.join(where)} = {shown(value)}: a {what} is neither JSON nor a tensor that safetensors "
         "holds, and checkpoints hold nothing else; convert it, e.g. with float(), list(), full_tensor(), to_dense(), "
         "view_as_real() or torch.from_numpy()"
     )

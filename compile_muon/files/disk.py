@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -15,25 +14,13 @@ from torch import Tensor
 
 from compile_muon.errors import DamagedError
 
-__all__ = [
-    "memory_in_file",
-    "new_file",
-    "new_mode",
-    "open_plain",
-    "open_within",
-    "sync",
-    "unnamed_file",
-    "write_bytes",
-]
+__all__ = ["memory_in_file", "new_file", "open_plain", "open_within", "sync", "unnamed_file", "write_bytes"]
 
 
 def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
     """Open a plain file for reading: opening a pipe would wait, and opening a device may do anything.
 
-    Args:
-        links: follow them. Caches of weights are made of links; in a checkpoint one may lead anywhere.
-    Raises:
-        DamagedError: ``path`` is missing, or no plain file.
+    Follow ``links`` only where told: caches of weights are made of links; in a checkpoint one may lead anywhere.
     """
     try:
         # Ahead of open(), which rewinds a tape; and after it, for a file that was put there in between.
@@ -51,11 +38,7 @@ def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
 
 
 def open_within(folder: Path, name: str) -> BinaryIO:
-    """Open a plain file in plain folders inside of a plain ``folder``, no link on the way.
-
-    Raises:
-        DamagedError: something on the way is missing, or is something else.
-    """
+    """Open a plain file in plain folders inside of a plain ``folder``, no link on the way."""
     *folders, last = name.split("/")
     for part in ("", *folders):
         folder = folder / part
@@ -69,29 +52,12 @@ def open_within(folder: Path, name: str) -> BinaryIO:
 
 
 def new_file(path: Path, *, replace: bool = False) -> BinaryIO:
-    """Make a file to write, through no link; with ``replace`` in place of a plain one.
-
-    Raises:
-        FileExistsError: something is there: with ``replace``, a link, a folder, a pipe.
-    """
+    """Make a file to write, through no link; with ``replace`` in place of a plain one, and of nothing else."""
     if replace and os.path.lexists(path):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise FileExistsError(errno.EEXIST, "is in the way, and no plain file; move it", str(path))
         os.unlink(path)
     return open(path, "xb")
-
-
-def new_mode(folder: Path) -> int:
-    """Ask the kernel, by an empty file, who may read and write a new file in ``folder``.
-
-    A library makes its files for their owner alone, and os.umask() tells a value only by setting another, for all
-    threads.
-    """
-    probe = folder / f".mode-{secrets.token_hex(8)}.tmp"
-    with open(probe, "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    probe.unlink()
-    return mode
 
 
 def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
@@ -113,19 +79,9 @@ def sync(path: Path) -> None:
 
 def unnamed_file(folder: Path, nbytes: int) -> int:
     """Open a new file of that size without a name, all of it allocated; the file goes when it is closed."""
-    try:
-        file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-        file, name = tempfile.mkstemp(dir=folder)
-        os.unlink(name)
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return os.dup(file.fileno())
 
 
 def memory_in_file(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:

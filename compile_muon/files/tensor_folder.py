@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.files.disk import open_plain, sync, write_bytes
-from compile_muon.files.safetensors import TensorFacts
-from compile_muon.files.tensors import Reader
+from compile_muon.files.tensors import Reader, TensorFacts
 
 __all__ = ["FILE", "INDEX", "batches", "parse_size", "place", "reader_of", "split"]
 
@@ -27,9 +26,6 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)
 
 def parse_size(size: int | str) -> int:
     """Read Hugging Face's sizes, in powers of ten, as bytes.
-
-    Raises:
-        ConfigError: ``size`` is neither a positive number nor one with a unit.
 
     >>> parse_size("5GB")
     5000000000
@@ -93,11 +89,7 @@ def place(folder: Path, facts: Mapping[str, TensorFacts], files: Mapping[str, It
 
 
 def reader_of(folder: Path) -> Reader:
-    """Open the weights in a folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
-
-    Raises:
-        CheckpointError: no such weights are there, or a file is missing or damaged, or rows of a tensor are in none.
-    """
+    """Open the weights in a folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names."""
     if (folder / FILE).is_file():
         return Reader(folder, [FILE], links=True)  # caches are made of links
     index = folder / INDEX

@@ -1,17 +1,23 @@
-"""Tensors in safetensors files: a rank reads its parts of them, and ranks share what to write.
+"""Files of tensors (https://huggingface.co/docs/safetensors): written in pieces, read in parts, shared among ranks.
 
-Files are as torch.distributed.checkpoint's HuggingFaceStorageWriter makes them: one for each rank, the place of each
-shard in its header. torch's planners are not used. A reader for them has to turn headers into their metadata, and a
-planner boxes into their requests: 90 lines for a loop of 15 over the parts that two boxes have in common.
-A header's word is not enough: rows must be somewhere, and nowhere twice and different.
+The library writes a file from a dictionary of whole tensors, and torch's HuggingFaceStorageWriter makes a rank's file
+in memory, twice. Ranks hold parts of weights, so headers are made here: a length of 8 bytes, JSON padded with spaces to
+a multiple of 8, the data. The library alone reads headers.
+
+Files of a checkpoint are as torch's writer makes them: one for each rank, the place of each shard in its header. Its
+planners are not used: a reader for them turns headers into metadata, and boxes into requests, in 90 lines, where a loop
+over the parts that two boxes have in common takes 15. A header's word is not enough: rows must be somewhere, and
+nowhere twice and different.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +29,98 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
-from compile_muon.files.disk import open_plain, open_within
-from compile_muon.files.safetensors import TensorFacts, write_whole
-from compile_muon.passes.language.spec import encode_dtype
+from compile_muon.files.disk import new_file, open_plain, open_within
+from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 
-__all__ = ["Box", "Reader", "converted", "parts_to_write", "read_tensors", "write_parts"]
+__all__ = [
+    "Box",
+    "Reader",
+    "TensorFacts",
+    "converted",
+    "is_storable",
+    "new_tensor_file",
+    "ordered",
+    "read_tensors",
+    "write_tensors",
+    "write_whole",
+]
 
 #: torch's names in a header's metadata for the first index of each shard
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 #: the indices of a part of a tensor, a range for each dim
 Indices = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape and dtype (torch's name without ``torch.``) of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorFacts:
+        """Describe ``tensor``."""
+        return TensorFacts(tuple(tensor.shape), encode_dtype(tensor.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its data."""
+        return math.prod(self.shape) * decode_dtype(self.dtype).itemsize
+
+
+@functools.cache
+def _code(dtype: str) -> str:
+    """Look up safetensors' word for a dtype in a file of the library's."""
+    from safetensors.torch import save  # importing compile_muon stays lean
+
+    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype), device="cpu")})
+    return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Tell whether the tensor is dense, and of a dtype for which safetensors has a word."""
+    try:
+        return tensor.layout is torch.strided and _code(encode_dtype(tensor.dtype)) != ""
+    except KeyError:  # e.g. complex128
+        return False
+
+
+def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:
+    """Put wide dtypes first, as in files: every tensor then begins at a multiple of its item size."""
+    return dict(sorted(facts.items(), key=lambda item: (-decode_dtype(item[1].dtype).itemsize, item[0])))
+
+
+@contextmanager
+def new_tensor_file(
+    path: Path, facts: Mapping[str, TensorFacts], metadata: Mapping[str, str] = {}, *, replace: bool = True
+) -> Iterator[Callable[[Tensor], object]]:
+    """Open a new file that takes the bytes of its tensors (1-D uint8 on the CPU) in the order of ``facts``.
+
+    The file is on the disk when the block ends. See :func:`~compile_muon.files.disk.new_file` for ``replace``.
+    """
+    entries: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
+    end = 0
+    for name, fact in facts.items():
+        start, end = end, end + fact.nbytes
+        entries[name] = {"dtype": _code(fact.dtype), "shape": fact.shape, "data_offsets": (start, end)}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path, replace=replace) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield lambda piece: file.write(piece.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+        assert file.tell() == 8 + len(text) + end, f"{path}: has {file.tell()} bytes, not those of its header"
+
+
+def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:
+    """Write a new file of tensors on the CPU, from the memory that they are in."""
+    facts = ordered({name: TensorFacts.of(tensor) for name, tensor in tensors.items()})
+    with new_tensor_file(path, facts, metadata, replace=False) as write:
+        for name in facts:
+            write(tensors[name].detach().reshape(-1).view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -53,47 +140,35 @@ def _box_of(name: str, tensor: Tensor) -> Box:
     return Box(name, tuple(chunk.offsets), tensor._local_tensor.detach())
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Box]:
-    """Share the writing of ``tensors``: of several ranks with one part, the one with the least to write takes the part.
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Path]:
+    """Write this rank's share of ``tensors``, on the CPU, into one file, and return its path; collective.
 
-    Collective over ``ranks``.
+    Of several ranks with one part, the one with the least to write takes the part. A rank without a share has no file.
     """
     boxes = [_box_of(name, tensor) for name, tensor in tensors.items()]
     holders = defaultdict[tuple[str, tuple[int, ...], int], list[int]](list)
     for rank, parts in enumerate(ranks.gather([(box.stored, box.offsets, box.target.nbytes) for box in boxes])):
         for part in parts:
             holders[part].append(rank)
-    load, mine = [0] * ranks.world, set()
-    for part, candidates in holders.items():
+    load, mine = [0] * ranks.world, dict[str, tuple[int, ...]]()
+    for (name, offsets, size), candidates in holders.items():
         writer = min(candidates, key=load.__getitem__)
-        load[writer] += part[2] or 1
+        load[writer] += size or 1
         if writer == ranks.rank:
-            mine.add(part[:2])
-    return [box for box in boxes if (box.stored, box.offsets) in mine]
-
-
-def write_parts(folder: Path, boxes: Iterable[Box], rank: int) -> list[Path]:
-    """Write the file of a rank, from tensors on the CPU; return its path, or nothing where there are no boxes."""
-    boxes = list(boxes)
-    if not boxes:
+            mine[name] = offsets
+    if not mine:
         return []
-    path = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-    info = json.dumps({box.stored: {_OFFSETS: box.offsets} for box in boxes})
-    write_whole(path, {box.stored: box.target for box in boxes}, {_INFO: info, "DCP_VERSION": "1.0"})
+    path = folder / f"shard-{ranks.rank + 1:05}-model-00001-of-00001.safetensors"
+    info = json.dumps({name: {_OFFSETS: offsets} for name, offsets in mine.items()})
+    share = {box.stored: box.target for box in boxes if box.stored in mine}
+    write_whole(path, share, {_INFO: info, "DCP_VERSION": "1.0"})
     return [path]
 
 
 def read_tensors(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
-    """Read into ``tensors``, in place, what this rank holds of the stored tensors of these names.
-
-    Raises:
-        CheckpointError: a name is missing, or has another shape or dtype.
-    """
+    """Read into ``tensors``, in place, what this rank holds of the stored tensors of these names, shapes and dtypes."""
     reader.check({name: TensorFacts.of(tensor) for name, tensor in tensors.items()})
     reader.read(_box_of(name, tensor) for name, tensor in tensors.items())
-
-
-# ------------------------------------------------------------------------------------------ files and their headers
 
 
 @dataclass(frozen=True)
@@ -107,18 +182,11 @@ class _Piece:
 
 
 class Reader:
-    """Safetensors files in a folder, as their headers say.
+    """Safetensors files in a folder, as their headers say; ``facts`` describe each whole tensor.
 
-    Args:
-        folder: that holds them.
-        files: their names, with slashes between folders; no other file is opened.
-        links: whether to follow them.
-        places: the file of a tensor, where an index says so, for names that are in several files.
-    Attributes:
-        facts: of each whole tensor.
-    Raises:
-        CheckpointError: a file is missing, damaged or no plain one; rows of a tensor are in no file, or in two and
-            different there.
+    Only ``files`` are opened, by names with slashes between folders. ``places`` are the files of tensors where an index
+    says so, for names that are in several files. A CheckpointError names a file that is missing, damaged or no plain
+    one, and rows of a tensor that are in no file, or in two and different there.
     """
 
     def __init__(
@@ -138,11 +206,7 @@ class Reader:
                 raise CheckpointError(f"{folder}: the index names {key}, which is in none of its files, not in {place}")
 
     def check(self, expected: Mapping[str, TensorFacts]) -> None:
-        """Compare the headers with what somebody else says of these tensors.
-
-        Raises:
-            CheckpointError: listing what differs.
-        """
+        """Compare the headers with what somebody else says of these tensors; one error lists what differs."""
         problems = []
         for name, wanted in expected.items():
             stored = self.facts.get(name)
@@ -155,11 +219,7 @@ class Reader:
             raise CheckpointError(f"{self._folder}: {listed(problems)}")
 
     def read(self, boxes: Iterable[Box]) -> None:
-        """Read ``boxes``, file by file, cast to the dtypes of their targets.
-
-        Raises:
-            CheckpointError: a file is damaged, or a number is another one in that dtype.
-        """
+        """Read ``boxes``, file by file, :func:`converted` to the dtypes of their targets."""
         wanted = defaultdict[str, list[tuple[Box, _Piece, Indices]]](list)
         for box in boxes:
             indices = _indices(box.offsets, box.target.shape)
@@ -183,11 +243,13 @@ class Reader:
         path = self._folder / name
         with open_plain(path, links=True) if self._links else open_within(self._folder, name) as file:
             try:
-                stored = safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt")
+                source = f"/proc/self/fd/{file.fileno()}"
+                with safe_open(source, framework="pt") as stored, torch.device("cpu"):  # whatever the default device is
+                    yield stored
+            except CheckpointError:
+                raise
             except Exception as error:  # SafetensorError is not an OSError
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-            with stored, torch.device("cpu"):  # whatever the default device is
-                yield stored
 
     def _header(self, name: str, stored: Any) -> Iterator[tuple[str, _Piece]]:
         from safetensors.torch import _getdtype
@@ -285,15 +347,10 @@ def _without(box: Indices, cut: Indices) -> Iterator[Indices]:
                 yield (*both[:dim], rest, *box[dim + 1 :])
 
 
-# ------------------------------------------------------------------------------------------ other dtypes
-
-
 def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``value`` to another dtype, where no number becomes something else.
+    """Round ``value`` to another dtype.
 
-    Raises:
-        CheckpointError: ``value`` is complex and ``dtype`` is not; a finite number becomes inf or NaN; an integer does
-            not come back.
+    Refuse complex numbers as real ones, finite numbers as inf or NaN, and integers that do not come back.
     """
     if value.dtype == dtype:
         return value

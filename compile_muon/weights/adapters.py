@@ -7,6 +7,7 @@ that have no memory, and only those it chose are gathered.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,12 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
-from compile_muon.files.disk import new_mode, open_plain, sync
+from compile_muon.files.disk import open_plain, sync
 from compile_muon.model.full_parameters import full_parameters
 from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
+from compile_muon.weights.wire import Wire
 
 __all__ = ["has_adapters", "holds_adapters", "load_adapters", "merge_adapters", "save_adapters"]
 
@@ -82,14 +83,8 @@ def _names(weights: Weights, adapter: str) -> dict[str, str | None]:
     return {name: by_id.get(id(tensor)) for name, tensor in chosen.items()}
 
 
-def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> None:
-    """Let rank 0 run ``PeftModel.save_pretrained`` with whole tensors; collective.
-
-    Files get their names once they are on the disk: weights first, then what says how to read them.
-
-    Raises:
-        CheckpointError: the folder cannot be written; on every rank.
-    """
+def save_adapters(weights: Weights, folder: Path, ranks: Wire, doing: str) -> None:
+    """Let rank 0 run ``PeftModel.save_pretrained`` with whole tensors; collective."""
     module: Any = weights.module
     wanted: set[Any] = set()
     with ranks.together(doing):
@@ -103,23 +98,20 @@ def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> N
             staging = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp"))
             module.save_pretrained(staging, state_dict=state)
             files = sorted(filter(Path.is_file, Path(staging).rglob("*")), key=lambda path: path.suffix == ".json")
-            mode = new_mode(Path(staging))
-            for path in files:
-                os.chmod(path, mode)  # PEFT's weights are for their owner alone
-                sync(path)
-            for path in files:
+            # Files get their names once they are on the disk: weights first, then what says how to read them.
+            copies = [path.with_name(f"{path.name}.copy") for path in files]
+            for path, copied in zip(files, copies, strict=True):
+                shutil.copyfile(path, copied)  # for whom the umask says: PEFT's weights are for their owner alone
+                sync(copied)
+            for path, copied in zip(files, copies, strict=True):
                 final = folder / path.relative_to(staging)
                 final.parent.mkdir(exist_ok=True)
-                os.replace(path, final)
+                os.replace(copied, final)
                 sync(final.parent)
 
 
-def load_adapters(weights: Weights, folder: Path, ranks: Ranks, *, strict: bool) -> None:
-    """Load into each adapter of the model what ``folder`` has of it; collective.
-
-    Raises:
-        CheckpointError: names or shapes do not fit, and nothing was changed then; on every rank.
-    """
+def load_adapters(weights: Weights, folder: Path, ranks: Wire, *, strict: bool) -> None:
+    """Load into each adapter of the model what ``folder`` has of it, if all names and shapes fit; collective."""
     module: Any = weights.module
     state: dict[str, Tensor] = {}
     with ranks.together(f"{folder}: nothing was loaded"):

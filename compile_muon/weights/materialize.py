@@ -24,9 +24,9 @@ from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.files.tensor_folder import reader_of
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
+from compile_muon.weights.named_tensors import check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
-from compile_muon.weights.wire import Wire
+from compile_muon.weights.wire import Entry, Wire
 
 __all__ = ["Values"]
 
@@ -35,29 +35,17 @@ Init = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class Values:
-    """The source of a model's values.
+    """The source of a model's values."""
 
-    Args:
-        meta: whether the model is on the meta device.
-        weights: a folder, or None.
-        init: of one module's own parameters and buffers, or None.
-        dtypes: of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
-    """
-
-    meta: bool
-    weights: str | os.PathLike | None
-    init: Init | None
+    meta: bool  # whether the model is on the meta device
+    weights: str | os.PathLike | None  # a folder
+    init: Init | None  # of one module's own parameters and buffers
+    # Of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
     dtypes: Mapping[str, torch.dtype]
 
     @staticmethod
     def of(model: nn.Module, weights: str | os.PathLike | None, init: Callable[..., Any] | None) -> Values | None:
-        """Check the source; None where the model has its values.
-
-        Raises:
-            ConfigError: ``init`` of a model that has memory, or one that is not of a module.
-            CheckpointError: there are no weights in the folder.
-            UnsupportedModelError: a buffer on the meta device is in no folder, and nothing says how to make it.
-        """
+        """Check the source, by errors that name the argument or the buffer; None where the model has its values."""
         if weights is None and init is None:
             return None
         owner = getattr(init, "__self__", None)
@@ -73,9 +61,10 @@ class Values:
             reader_of(Path(os.path.abspath(weights)))
             if meta and init is None:
                 init = _hugging_face(model)
-            if init is None and (lost := _passing_buffers(model)):
+            lost = [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in _passing(m)]
+            if lost and init is None:
                 raise UnsupportedModelError(
-                    f"{listed([*lost])}: a buffer that is not persistent, so in no folder, and on the meta device; "
+                    f"{listed(lost)}: a buffer that is not persistent, so in no folder, and on the meta device; "
                     "give init=f as well, where f(module) computes it, or register it as persistent"
                 )
         return Values(meta, weights, init, {name: param.dtype for name, param in model.named_parameters()})
@@ -83,12 +72,9 @@ class Values:
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Give every parameter and buffer of the sharded ``model`` its values; collective.
 
-        Raises:
-            UnsupportedModelError: ``init`` did more than to give parameters and buffers values.
-            CheckpointError: the weights do not fit.
+        An ``init`` that does more than that is an UnsupportedModelError.
         """
-        passing = set(map(id, _passing_buffers(model).values()))
-        needing = [m for m in model.modules() if any(id(b) in passing for b in m._buffers.values())]
+        needing = [module for module in model.modules() if _passing(module)]
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -110,14 +96,10 @@ def _hugging_face(model: nn.Module) -> Init | None:
     return lambda module: owners.get(id(module), model)._init_weights(module)
 
 
-def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Find the buffers on the meta device that are not persistent."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-    }
+def _passing(module: nn.Module) -> list[str]:
+    """Name the module's own buffers on the meta device that are not persistent."""
+    names = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta and name in names]
 
 
 @torch.no_grad()
@@ -127,14 +109,15 @@ def _initialize(
     """Call ``init`` for each module, or those of ``only``, with whole tensors of it alone, in ``dtypes``."""
     # Not by the names of state_dict(), which hooks of a model may change.
     sharded_params, group = shared_params(model)
-    wire = Wire(group, device)
+    status = sharded_params[0].ledger.status
+    wire = Wire(group, device, status)
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
     order: list[nn.Module] = []
     nn.Module.apply(model, order.append)  # children first
     modules = [m for m in dict.fromkeys(order) if only is None or any(m is each for each in only)]
-    with sharded_params[0].ledger.status.at("the initialization of the model"):
+    with status.at("the initialization of the model"):
         buffers = {f"{paths[id(m)]}.{n}": b for m in modules for n, b in m._buffers.items() if b is not None}
         check_alike(buffers, group)
         for module in modules:

@@ -1,4 +1,10 @@
-"""Folders in Hugging Face's layout, from and into shards."""
+"""Folders in Hugging Face's layout, from and into shards.
+
+A library's own ``model.save_pretrained`` writes on the first rank what this one holds. :func:`save_pretrained` stands
+for those of Transformers' and PEFT's models, and needs no room for whole weights. Any other class writes more than
+weights (the constructor's arguments, a tokenizer, other modules' files): its own method runs on the first rank, with
+whole weights.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +12,38 @@ import copy
 import hashlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 from compile_muon.agreement.compare import by_rank
 from compile_muon.engine.resident import start_refresh_by_owner
-from compile_muon.errors import CheckpointError, listed
+from compile_muon.errors import CheckpointError, config_error, listed
 from compile_muon.experts.load import Block, boxes, origins_of
-from compile_muon.files.safetensors import TensorFacts, new_tensor_file, ordered
 from compile_muon.files.tensor_folder import batches, parse_size, place, reader_of, split
-from compile_muon.files.tensors import Box
+from compile_muon.files.tensors import Box, TensorFacts, new_tensor_file, ordered
+from compile_muon.model.full_parameters import full_parameters
+from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
-from compile_muon.weights.named_tensors import Entry, Weights, weights_of
-from compile_muon.weights.wire import Wire
+from compile_muon.weights.named_tensors import Weights, check_live, weights_of
+from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["load_folder", "load_pretrained", "save_pretrained", "tied_names"]
+__all__ = ["load_folder", "load_pretrained", "save_by_class", "save_pretrained", "saves_whole", "tied_names"]
 
+#: arguments of Transformers' and PEFT's that ask for nothing else than is done
+_HEEDED = {"is_main_process", "save_function", "safe_serialization", "token", "save_peft_format"}
+#: classes whose ``save_pretrained`` compile_muon's stands for
+_SAME_LAYOUT = (("transformers", "PreTrainedModel"), ("peft", "PeftModel"))
 _BATCH_BYTES = 64 << 20  # of this rank's rows read at once, or one tensor's that are more
 
 
@@ -64,18 +78,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
             files = split(facts, limit)
             if ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-        wire = Wire(weights.group, weights.device)
         try:
             for file, names in files.items():
-                own = ordered({name: facts[name] for name in names})
-                with ExitStack() as stack:
-                    write: Any = None
-                    with ranks.together(doing):
-                        if ranks.rank == 0:
-                            write = stack.enter_context(new_tensor_file(folder / f"{file}.tmp", own))
-                    with ranks.together(doing):
-                        wire.stream({n: entries[n] for n in own}, lambda name: lambda at, piece: write(piece))  # noqa: B023
-                        stack.close()
+                with ranks.together(doing):
+                    _write_file(folder / f"{file}.tmp", ordered({n: facts[n] for n in names}), entries, ranks)
             with ranks.together(doing):
                 if ranks.rank == 0:
                     _write_config(weights.module, folder)
@@ -87,15 +93,15 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
             raise
 
 
-# ------------------------------------------------------------------------------------------ Hugging Face's models
+def _write_file(path: Path, facts: Mapping[str, TensorFacts], entries: Mapping[str, Entry], ranks: Wire) -> None:
+    with ExitStack() as stack:
+        # By the stream, on rank 0: a file that cannot be opened then ends the stream on every rank.
+        opened = cache(partial(stack.enter_context, new_tensor_file(path, facts)))
+        ranks.stream({name: entries[name] for name in facts}, lambda name: opened())
 
 
 def _files_entries(weights: Weights) -> dict[str, Entry]:
-    """Choose what goes into files, by the name that ``from_pretrained`` looks for.
-
-    Raises:
-        CheckpointError: there is state that is no tensor.
-    """
+    """Choose what goes into files, by the name that ``from_pretrained`` looks for; refuse state that is no tensor."""
     if weights.others:
         raise CheckpointError(
             f"{listed(list(weights.others))}: state that is no tensor (get_extra_state()) has no place in safetensors; "
@@ -126,16 +132,51 @@ def _write_config(module: nn.Module, folder: Path) -> None:
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
     config.dtype = encode_dtype(getattr(module, "dtype", torch.float32))
-    can_generate: Any = getattr(module, "can_generate", None)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as staging:
         config.save_pretrained(staging)
-        if getattr(module, "generation_config", None) is not None and can_generate is not None and can_generate():
-            cast(Any, module).generation_config.save_pretrained(staging)
+        generation: Any = getattr(module, "generation_config", None)
+        if generation is not None and getattr(module, "can_generate", bool)():
+            generation.save_pretrained(staging)
         for path in Path(staging).iterdir():
             os.replace(path, folder / path.name)
 
 
-# ------------------------------------------------------------------------------------------ loading
+def saves_whole(model: nn.Module) -> None:
+    """Have ``save_pretrained`` of this model, and of models in it, write whole weights."""
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            # A copy of the module has one that is bound to it.
+            vars(module)["save_pretrained"] = MethodType(_save, module)
+
+
+def save_by_class(model: Any, folder: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    """Write whole weights into ``folder`` of rank 0, and what else the model's class writes; collective.
+
+    Return what the class's own method returns on the first rank, else None.
+    """
+    own = getattr(type(model), "save_pretrained", None)
+    known = [getattr(sys.modules.get(library), name, None) for library, name in _SAME_LAYOUT]
+    if own is None or own in [cls.save_pretrained for cls in known if cls is not None]:
+        if args:
+            return type(model).save_pretrained(model, folder, *args, **kwargs)
+        sizes = {"max_shard_size": size} if (size := kwargs.pop("max_shard_size", None)) is not None else {}
+        for name, value in kwargs.items():
+            if name not in _HEEDED and value not in (None, False, True if name == "save_original_format" else None):
+                problem = "is not done with a sharded model"
+                raise config_error(f"save_pretrained.{name}", value, problem, "leave it out, and do it with the folder")
+        return save_pretrained(model, folder, **sizes)
+    weights = weights_of(model)
+    with weights.status.at("save_pretrained"):
+        ranks = weights.meet("save_pretrained")
+        with full_parameters(model), ranks.together(f"{folder}: weights were not saved"):
+            return own(model, folder, *args, **kwargs) if ranks.rank == 0 else None
+
+
+def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    """Stand for ``self.save_pretrained``."""
+    if kwargs.get("state_dict") is not None or not any(map(sharded_params_of, self.modules())):
+        return type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    return save_by_class(self, save_directory, *args, **kwargs)
 
 
 def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool = True) -> None:
@@ -168,7 +209,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
         if adapters and has_adapters(weights.module) and all(ranks.gather(holds_adapters(weights.module, folder))):
             return load_adapters(weights, folder, ranks, strict=strict)
         with ranks.together(f"{folder}: nothing was loaded"):
-            weights.check_live()
+            check_live(weights.module, {name: entry.tensor for name, entry in weights.entries.items()})
             stored = reader_of(folder)
             blocks = _fit(weights, stored.facts, strict)
         digest = hashlib.sha256(repr(sorted(stored.facts.items())).encode()).hexdigest()
@@ -185,11 +226,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
 
 
 def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, list[Block]]:
-    """Find in the folder the blocks that each entry is made of.
-
-    Raises:
-        CheckpointError: listing all that does not fit.
-    """
+    """Find in the folder the blocks that each entry is made of; one error lists all that does not fit."""
     ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
     known = {alias for names in weights.names.values() for alias in names}
     origins = origins_of(weights.module, facts, known)
@@ -225,5 +262,5 @@ def _boxes(weights: Weights, blocks: Mapping[str, list[Block]], rank: int) -> It
     """Say what to read into ``rank``'s part of the entries."""
     for name, origins in blocks.items():
         entry = weights.entries[name]
-        region = [slice(0, size) for size in entry.shape] if entry.spec is None else entry.spec.layout.region(rank)
+        region = [slice(0, size) for size in entry.shape] if entry.layout is None else entry.layout.region(rank)
         yield from boxes(origins, region, entry.local)

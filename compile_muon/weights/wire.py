@@ -9,19 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.weights.named_tensors import Entry
+from compile_muon.agreement.status import RankStatus
+from compile_muon.agreement.together import Ranks
+from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.passes.language.layout import Layout
 
-__all__ = ["Wire"]
+__all__ = ["Entry", "Wire"]
 
 _PIECE = 32 << 20  # bytes
 
 K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model or an optimizer."""
+
+    tensor: Tensor  # the parameter (its shard's DTensor), buffer or state itself
+    sharded: ShardedParam | None  # None for a buffer, of which every rank has its own and rank 0's counts
+    # The only rank that has it, elsewhere ``tensor`` is on the meta device; None for one as above.
+    holder: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # of the whole tensor
+        return tuple(self.tensor.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return local_tensor(self.tensor).detach()
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the tensor is cut; None where every rank holds all of it."""
+        if self.sharded is None:
+            return None
+        layout = self.sharded.spec.layout
+        if self.shape != layout.whole:  # a state with one number a row: ranks with other columns have the same
+            columns = layout.tensor_dim is not None and self.shape[layout.tensor_dim] == 1
+            layout = replace(layout, whole=self.shape, tensor_dim=None if columns else layout.tensor_dim)
+        return layout if layout.sharded or layout.parted else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -29,66 +65,72 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-class Wire:
+class Wire(Ranks):
     """The connection of a group's first rank with the others, on ``device``; a group of None is one process."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, status: RankStatus) -> None:
+        super().__init__(group, device, status, apart=False)
         self._device = device
         self._buffer: Tensor | None = None
-        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
 
-    def goes_on(self, error: Exception | None) -> bool:
-        """Tell every rank whether rank 0 has no ``error``; collective."""
-        if self._group is None:
-            return error is None
-        flag = torch.tensor([error is None], dtype=torch.uint8, device=self._device)
-        dist.broadcast(flag, group=self._group, group_src=0)
-        return bool(flag.item())
+    def _prepared(self, entries: Mapping[K, Entry], prepare: Callable[[K], V]) -> Iterator[tuple[Entry, V | None]]:
+        """Yield each entry with what ``prepare`` makes of its key on rank 0; every rank stops where that raises."""
+        for key, entry in entries.items():
+            error, made = None, None
+            try:
+                made = prepare(key) if self.rank == 0 else None
+            except Exception as failed:
+                error = failed
+            if self.group is not None:
+                flag = torch.tensor([error is None], dtype=torch.uint8, device=self._device)
+                dist.broadcast(flag, group=self.group, group_src=0)
+                if self.rank != 0 and not flag.item():
+                    return
+            if error is not None:
+                raise error
+            yield entry, made
 
-    # ------------------------------------------------------------------------------------------ to rank 0
-
-    def stream(self, entries: Mapping[K, Entry], begin: Callable[[K], Callable[[int, Tensor], object]]) -> None:
+    def stream(self, entries: Mapping[K, Entry], begin: Callable[[K], Callable[[Tensor], object]]) -> None:
         """Give the bytes of whole tensors to rank 0, tensor by tensor and piece by piece; collective.
 
-        Args:
-            begin: called on rank 0 for each key; what it returns takes the place of a piece in the tensor, in bytes,
-                and the piece, 1-D uint8 on the CPU, whose memory is used again for the next one.
-        Raises:
-            Exception: what ``begin`` or a taker raised, on rank 0 alone. The others have left the loop then, too.
+        On rank 0 ``begin`` is called for each key, and returns a function that takes one piece after the other: 1-D
+        uint8 on the CPU, whose memory is used again for the next one. An error of either is raised on rank 0 alone,
+        once the others have left the loop, too.
         """
-        error: Exception | None = None
-        for key, entry in entries.items():
-            try:
-                take = begin(key) if self.rank == 0 else None
-            except Exception as failed:
-                error, take = failed, None
-            if not self.goes_on(error):
-                break
-            start = 0
+        failed: list[Exception] = []
+
+        def prepare(key: K) -> Callable[[Tensor], object]:
+            if failed:
+                raise failed[0]
+            return begin(key)
+
+        for entry, take in self._prepared(entries, prepare):
             for piece in self._pieces(entry):
                 try:
-                    if take is not None and error is None:
-                        take(start, piece)
-                except Exception as failed:
-                    error = failed  # the rest of this tensor is on its way
-                start += piece.numel()
-        if error is not None:
-            raise error
+                    if take is not None and not failed:
+                        take(piece)
+                except Exception as error:
+                    failed.append(error)  # the rest of this tensor is on its way
+        if failed:
+            raise failed[0]
 
     def whole(self, entries: Mapping[K, Entry]) -> dict[K, Tensor]:
         """Gather whole tensors on rank 0, on the CPU in memory of their own; an empty dictionary elsewhere.
 
-        Raises:
-            RuntimeError: rank 0 has no room; there alone.
+        Where rank 0 has no room, a RuntimeError is raised there alone.
         """
         gathered: dict[K, Tensor] = {}
 
-        def begin(key: K) -> Callable[[int, Tensor], object]:
+        def begin(key: K) -> Callable[[Tensor], object]:
             entry = entries[key]
-            flat = torch.empty(entry.tensor.nbytes, dtype=torch.uint8, device="cpu")
-            gathered[key] = flat.view(entry.tensor.dtype).view(entry.shape)
-            return lambda start, piece: flat[start : start + piece.numel()].copy_(piece)
+            rest = [torch.empty(entry.tensor.nbytes, dtype=torch.uint8, device="cpu")]
+            gathered[key] = rest[0].view(entry.tensor.dtype).view(entry.shape)
+
+            def take(piece: Tensor) -> None:
+                rest[0][: piece.numel()] = piece
+                rest[0] = rest[0][piece.numel() :]
+
+            return take
 
         self.stream(entries, begin)
         return gathered
@@ -96,8 +138,7 @@ class Wire:
     @torch.no_grad()
     def _pieces(self, entry: Entry) -> Iterator[Tensor]:
         """Yield the bytes of a whole tensor on rank 0; every rank must exhaust this."""
-        layout = None if entry.spec is None else entry.spec.layout
-        if layout is None:
+        if (layout := entry.layout) is None:
             yield from self._from(entry.holder or 0, entry, entry.tensor.nbytes)
             return
         whole = None  # where pieces are no rows of it
@@ -120,27 +161,33 @@ class Wire:
                 if source == 0:
                     yield piece.cpu()
                 elif piece.numel():
-                    dist.send(piece, group=self._group, group_dst=0)
+                    dist.send(piece, group=self.group, group_dst=0)
         elif self.rank == 0:
             if self._buffer is None:
                 self._buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self._device)
             for start in range(0, size, _PIECE):
                 piece = self._buffer[: size - start]
-                dist.recv(piece, group=self._group, group_src=source)
+                dist.recv(piece, group=self.group, group_src=source)
                 yield piece.cpu()
 
-    # ------------------------------------------------------------------------------------------ from rank 0
+    def spread(self, entries: Mapping[K, Entry], value_of: Callable[[K], Tensor]) -> None:
+        """Write whole tensors, which ``value_of`` makes on rank 0, into what each rank holds of them; collective.
+
+        What ``value_of`` raises is raised on rank 0 alone, once the others have left the loop, too.
+        """
+        for entry, whole in self._prepared(entries, value_of):
+            self.deal(entry, whole)
 
     @torch.no_grad()
     def deal(self, entry: Entry, whole: Tensor | None) -> None:
         """Write a whole tensor, which only rank 0 has, into what each rank holds of it, in that dtype; collective."""
         if whole is not None:
             whole = whole.detach().to(entry.tensor.dtype)
-        if entry.spec is None:
+        if (layout := entry.layout) is None:
             self._hand(entry, entry.holder, whole)
             return
         for target in range(self.world):
-            self._hand(entry, target, None if whole is None else whole[entry.spec.layout.region(target)])
+            self._hand(entry, target, None if whole is None else whole[layout.region(target)])
 
     def _hand(self, entry: Entry, target: int | None, part: Tensor | None) -> None:
         """Write a part, which only rank 0 has, to what ``target`` holds; None for every rank."""
@@ -148,14 +195,14 @@ class Wire:
         if not mine and part is None:
             return
         data = torch.empty(local.nbytes, dtype=torch.uint8, device=self._device) if part is None else _bytes(part)
-        for piece in data.split(_PIECE) if self._group is not None and target != 0 and data.numel() else ():
+        for piece in data.split(_PIECE) if self.group is not None and target != 0 and data.numel() else ():
             piece = piece.to(self._device)
             if target is None:
-                dist.broadcast(piece, group=self._group, group_src=0)
+                dist.broadcast(piece, group=self.group, group_src=0)
             elif part is None:
-                dist.recv(piece, group=self._group, group_src=0)
+                dist.recv(piece, group=self.group, group_src=0)
             else:
-                dist.send(piece, group=self._group, group_dst=target)
+                dist.send(piece, group=self.group, group_dst=target)
         if mine:
             # Through copy_, which counts as an edit: momenta and resident copies go by that.
             local.copy_(data.view(local.dtype).view(local.shape))

@@ -439,7 +439,7 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
     run = Run(3)
     run.train(1)
     held = threading.Event()
-    write = module.write_parts
+    write = module.write_tensors
 
     def slowly(*args: Any) -> Any:
         assert held.wait(30)
@@ -447,7 +447,7 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
 
     behind, front = Checkpointer(f"{folder}/behind", asynchronous=True), Checkpointer(f"{folder}/front")
     front.save(1, run.model, run.optimizer, **run.parts(), note="x")
-    with mock.patch.object(module, "write_parts", slowly):
+    with mock.patch.object(module, "write_tensors", slowly):
         behind.save(1, run.model, run.optimizer, **run.parts(), note="x")
         run.train(2)
         during = behind.steps()

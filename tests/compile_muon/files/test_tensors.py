@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import compile_muon
 from compile_muon import CheckpointError
-from compile_muon.files.safetensors import TensorFacts
 from compile_muon.files.tensor_folder import FILE, INDEX
-from compile_muon.files.tensors import Reader, converted, read_tensors
+from compile_muon.files.tensors import Reader, TensorFacts, converted, read_tensors
 
 WHOLE = torch.arange(32.0).reshape(8, 4)
 
