@@ -34,7 +34,7 @@ from compile_muon.offload import OffloadedStates, with_fetches
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
-from compile_muon.weights.own_saving import saves_whole
+from compile_muon.weights.pretrained import saves_whole
 
 __all__ = ["Assembled", "assemble", "warn_of_half_masters"]
 

@@ -6,17 +6,16 @@ wrong on one rank is the same error on every rank.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.compare import by_rank, differing, ranks_named
 from compile_muon.agreement.together import Ranks
-from compile_muon.checkpoint.background import Background
-from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, described, empty_like, fit
+from compile_muon.checkpoint.contents import contents_of, empty_like, fit, fitting_groups, host_copies
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
@@ -34,8 +32,8 @@ from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, DamagedError, shortened, warn_user
 from compile_muon.files.tensors import read_tensors, write_tensors
-from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
 
 __all__ = ["Checkpointer"]
@@ -60,23 +58,29 @@ class Checkpointer:
     def __init__(self, folder: str | os.PathLike, keep_last: int = 3, asynchronous: bool = False) -> None:
         self._folder = Folder(folder)
         self._keep_last = check_integer("keep_last", keep_last, low=1)
-        self._background = Background() if check_boolean("asynchronous", asynchronous) else None
-        self._copies: HostCopies | None = None
+        self._asynchronous = check_boolean("asynchronous", asynchronous)
+        self._job: Future[None] | None = None
+        self._copies: dict[str, Tensor] | None = {} if self._asynchronous else None
 
     def steps(self) -> list[int]:
-        """The steps there is a checkpoint of, ascending. What is still being written is not among them."""
+        """List the steps of complete checkpoints, ascending; one that is still being written is not among them."""
         return self._folder.steps()
 
     def wait(self) -> None:
         """Return once nothing is being written any more; call it where training ends.
 
         Raises:
-            CheckpointError: the last ``asynchronous`` save failed.
+            CheckpointError: the last ``asynchronous`` save failed; said once.
         """
-        if self._background is not None:
-            self._background.wait()
-
-    # ------------------------------------------------------------------ saving
+        if self._job is None:
+            return
+        error = self._job.exception()
+        atexit.unregister(self.wait)
+        self._job = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"a checkpoint was not written: {type(error).__name__}: {error}") from error
 
     def save(
         self,
@@ -90,8 +94,8 @@ class Checkpointer:
     ) -> None:
         """Save everything a run needs to go on, bit for bit; collective over the optimizer's ranks.
 
-        That is weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and
-        what is given here.
+        Weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and the
+        arguments below are saved.
 
         Args:
             step: names the checkpoint; one of that step is replaced.
@@ -113,54 +117,78 @@ class Checkpointer:
             with ranks.together(doing):
                 step = check_integer("step", step, low=0)
                 contents = contents_of(model, optimizer)
-                tensors = dict(contents.tensors)
-                values, own = _values_to_save(contents, tensors, ranks, scheduler, loader, extra)
-                if self._copies is None:
-                    self._copies = HostCopies(ranks, keep=self._background is not None)
-                tensors = self._copies.take(tensors, contents.folders)
-                manifest = _manifest(step, ranks, contents, optimizer)
+                tensors, parts = dict(contents.tensors), {"scheduler": scheduler, "loader": loader}
+                named = {f"extra.{name}": value for name, value in extra.items()}
+                named |= {name: part.state_dict() for name, part in parts.items() if part is not None}
+                named |= {f"module.{name}": value for name, value in contents.module_state.items()}
+                named |= {f"group.{name}": group for name, group in contents.groups.items()}
+                named["members"] = contents.members
+                for key in contents.buffers:  # of other ranks than the first perhaps of that rank's own batches
+                    named[f"buffer.{key}"] = tensors[key] if ranks.rank == 0 else tensors.pop(key)
+                values, own = Values(), Values()
+                for name, value in named.items():
+                    values.put(name, value)
+                own.put("random", random_state())
+                tensors = host_copies(tensors, contents.folders, ranks, self._copies)
+                configuration = json.loads(json.dumps(optimizer.config, default=_described))
+                manifest = Manifest(
+                    step=step,
+                    world=ranks.world,
+                    stage=optimizer.config.zero.stage,
+                    written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    versions={"compile_muon": _version(), "torch": torch.__version__},
+                    configuration=configuration,
+                    fingerprint=hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
+                    tensors=contents.facts(),
+                    algorithms=contents.algorithms,
+                    placements=contents.placements(),
+                    aliases={alias: first for first, names in contents.names.items() for alias in names[1:]},
+                )
                 facts = {key: repr(fact) for key, fact in manifest.tensors.items()}
                 digests = values.digests()
             everyone = ranks.gather((step, digests, facts))
-            ranks.agree(doing, _differs(everyone, step))
+            with ranks.together(doing):
+                if others := sorted({other for other, _, _ in everyone} - {step}):
+                    raise CheckpointError(f"step = {step}: other ranks save step {others[0]}")
+                for name, said in differing([facts for _, _, facts in everyone], absent="none").items():
+                    raise CheckpointError(
+                        f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the "
+                        "same parameters and buffers on every rank"
+                    )
             for name, digest in digests.items():
-                known = name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest
-                if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
+                # Rank 0's buffers are among the tensors, its other values stand for all ranks.
+                if name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest:
                     values.drop(name)
-            job = partial(self._write, doing, ranks, tensors, values, own, manifest)
-            if self._background is None:
-                job()
-            else:
-                ranks.busy = self._background.start(job)
+            work = doing, ranks, tensors, values, own, manifest
+            if not self._asynchronous:
+                self._write(*work)
+                return
+            atexit.register(self.wait)
+            threads = ThreadPoolExecutor(1, "compile_muon checkpoint")
+            ranks.busy = self._job = threads.submit(self._write, *work)
+            threads.shutdown(wait=False)  # a program that ends waits all the same, and so for what it saved last
 
     def _write(
         self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
     ) -> None:
-        """Write what this rank contributes.
+        """Write this rank's share of ``tensors`` (on the CPU), and its values; ``manifest`` has all but the files.
 
-        Args:
-            tensors: on the CPU; what other ranks hold too is theirs and ours alike.
-            values: of rank 0 what all ranks have, of others what they have differently.
-            own: this rank's alone.
-            manifest: all but the files.
+        ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` this rank's alone.
         """
-        folder, step = self._folder, manifest.step
+        folder, step, token = self._folder, manifest.step, ""
         place = folder.unfinished(step)
-        token = ""
         with ranks.together(doing):
             if ranks.rank == 0:
                 token = folder.begin(step)
         token = ranks.first(token)
-        facts = {}
         with ranks.together(doing):
             if not (place / token).exists():
                 raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")
         with ranks.together(doing):
-            files = write_tensors(place / TENSORS, tensors, ranks.group)
-            files += values.write(place / STATE / _values_of(ranks.rank))
+            files = write_tensors(place / TENSORS, tensors, ranks)
+            files += values.write(place / STATE / f"rank-{ranks.rank:05}")
             files += own.write(place / STATE / f"own-{ranks.rank:05}")
-            for path in files:
-                facts[path.relative_to(place).as_posix()] = describe_file(path)
+            facts = {path.relative_to(place).as_posix(): describe_file(path) for path in files}
         everything = ranks.gather(facts)
         with ranks.together(doing):
             if ranks.rank == 0:
@@ -168,26 +196,21 @@ class Checkpointer:
                 for name, fact in files_of_all.items():
                     if os.lstat(place / name).st_size != fact.size:
                         raise CheckpointError(f"{place / name}: has another size than when it was written")
-                replace(manifest, files=files_of_all).write(place)
+                dataclasses.replace(manifest, files=files_of_all).write(place)
                 folder.commit(step, token)
-        if ranks.rank == 0:
-            self._prune(step)
-
-    def _prune(self, step: int) -> None:
-        """Too many checkpoints are no reason to fail."""
+        if ranks.rank != 0:
+            return
         try:
-            later = [other for other in self._folder.ours() if other > step]
-            self._folder.prune(self._keep_last, step)
-        except (OSError, CheckpointError) as error:
-            warn_user(f"{self._folder.path}: old checkpoints stay there: {error}")
+            later = [other for other in folder.ours() if other > step]
+            folder.prune(self._keep_last, step)
+        except (OSError, CheckpointError) as error:  # too many checkpoints are no reason to fail
+            warn_user(f"{folder.path}: old checkpoints stay there: {error}")
             return
         if later:
             warn_user(
-                f"{self._folder.path}: step {step} was saved, and step {later[-1]} of another run is there, which "
-                "load() would take; remove it, or save into another folder"
+                f"{folder.path}: step {step} was saved, and step {later[-1]} of another run is there, which load() "
+                "would take; remove it, or save into another folder"
             )
-
-    # ------------------------------------------------------------------ loading
 
     def load(
         self,
@@ -201,7 +224,7 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint; collective over the optimizer's ranks.
 
-        It may come from another number of ranks and another ZeRO stage. Random number generators go on where they were
+        Another number of ranks may have saved it, at another ZeRO stage. Random number generators go on where they were
         on this rank, and where the checkpoint has no such rank they are left alone, with a warning.
 
         Args:
@@ -225,7 +248,7 @@ class Checkpointer:
             return None
         optimizer.unfreeze(manifest.trained())
         with optimizer.engine.status.at("Checkpointer.load"), underway(f"loading checkpoint {manifest.step}"):
-            return self._load(ranks, manifest, model, optimizer, scheduler, loader, strict)
+            return self._load(ranks, manifest, model, optimizer, {"scheduler": scheduler, "loader": loader}, strict)
 
     def _load(
         self,
@@ -233,43 +256,59 @@ class Checkpointer:
         manifest: Manifest,
         model: nn.Module,
         optimizer: MuonZero,
-        scheduler: Any,
-        loader: Any,
+        parts: dict[str, Any],
         strict: bool,
     ) -> dict[str, Any]:
-        """Load what was chosen: all is read, decoded and tried out on every rank ahead of the first write."""
+        """Read, decode and try out everything on every rank ahead of the first write."""
         doing = f"{self._folder.path}/step-{manifest.step}: was not loaded"
         with ranks.together(doing):
             place = self._folder.at(manifest.step)
             contents = contents_of(model, optimizer)
             fitting, problems = fit(contents, manifest)
             sources = {key: source for key, source in fitting.items() if key in contents.tensors}
-            values = self._values(place, manifest, ranks)
-            problems += _unsaved(values, scheduler, loader)
-            groups, misfits = _groups_of(contents, values)
+            # What all ranks have, and on top of it what this rank had, where there was such a rank.
+            values, mine = Values(), [f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}"]
+            for name in dict.fromkeys(["rank-00000", *(mine if ranks.rank < manifest.world else [])]):
+                values.update(Values.read(place, f"{STATE}/{name}", manifest.files))
+            for name, part in parts.items():
+                if part is not None and name not in values:
+                    problems.append(f"{name}: none was saved")
+                if part is None and name in values:
+                    problems.append(f"{name}: one was saved, and load() was given none")
+            saved, members = values.under("group."), values.get("members") if "members" in values else {}
+            members = {name: members.get(name) for name in saved}
+            groups, misfits = fitting_groups(contents.groups, contents.members, saved, members)
             problems += misfits
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
-            staged = {
-                source: empty_like(contents.tensors[key], ranks, contents.folders.get(key))
-                for key, source in sources.items()
-            }
+            folders = contents.folders
+            staged = {new: empty_like(contents.tensors[key], ranks, folders.get(key)) for key, new in sources.items()}
             read_tensors(manifest.reader(place), staged)
-            self._own_buffers(staged, sources, contents, values)
+            for source in [sources[key] for key in contents.buffers if key in sources]:
+                if f"buffer.{source}" in values:
+                    own = values.get(f"buffer.{source}")
+                    if (own.shape, own.dtype) != (staged[source].shape, staged[source].dtype):
+                        raise CheckpointError(f"{source}: has another shape or dtype on this rank than on rank 0")
+                    staged[source] = own
             contents.check_writable(sources)
             optimizer.engine.step.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
-            extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
+            extra = values.under("extra.")
             generators = values.get("random") if "random" in values else None
             if generators is not None:
                 check_random_state(generators)
         with ExitStack() as undo:
             try:
                 with ranks.together(doing):  # other people's code: the last that can fail
-                    for what, target in (("scheduler", scheduler), ("loader", loader)):
-                        if target is not None and what in values:
-                            undo.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))
-                            target.load_state_dict(values.get(what))
-                    self._set_module_state(model, contents, values, undo)
+                    for name, part in parts.items():
+                        if part is not None and name in values:
+                            undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+                            part.load_state_dict(values.get(name))
+                    modules = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
+                    for key, before in contents.module_state.items():
+                        if f"module.{key}" in values:
+                            module = modules[key.rpartition(".")[0]]
+                            undo.callback(module.set_extra_state, copy.deepcopy(before))
+                            module.set_extra_state(values.get(f"module.{key}"))
             except CheckpointError as error:
                 with ranks.together(f"{error}; and what had taken the checkpoint did not take back what it had"):
                     undo.close()
@@ -283,7 +322,7 @@ class Checkpointer:
         optimizer.loaded(manifest.step)
         if problems:
             warn_user(f"{place}: {_list(problems, 'all else was loaded')}")
-        if loader is not None and manifest.world != ranks.world:
+        if parts["loader"] is not None and manifest.world != ranks.world:
             warn_user(
                 f"{place}: world size {manifest.world} when saved, {ranks.world} now: the loader of a rank goes on "
                 "where the loader of the same rank was; a rank that is new goes on where rank 0's loader was"
@@ -299,16 +338,14 @@ class Checkpointer:
         return extra
 
     def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
-        """The newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
-        if found := ranks.compare({"step": step}):
-            said = by_rank(found["step"])
+        """Find the newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
+        if different := ranks.compare({"step": step}):
+            said = by_rank(different["step"])
             raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
-        mine: list[int] = []
         with ranks.together("nothing was loaded"):
             mine = self.steps()
-        views = ranks.gather(mine)
-        present = views[0]
+        present, *_ = views = ranks.gather(mine)
         blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:
             raise CheckpointError(
@@ -320,15 +357,14 @@ class Checkpointer:
         damage: list[str] = []
         for candidate in [step] if step is not None else reversed(present):
             try:
-                place, manifest = self._folder.path, None
                 with ranks.together("damaged checkpoint"):
                     place = self._folder.at(candidate)
                     manifest = Manifest.read(place)
-                assert manifest is not None
-                if found := ranks.compare({"manifest": manifest.digest}):
+                if different := ranks.compare({"manifest": manifest.digest}):
+                    said = by_rank(different["manifest"])
                     raise CheckpointError(
-                        f"{place}: ranks see different checkpoints of step {candidate} ({by_rank(found['manifest'])}): "
-                        f"nothing was loaded; {_SHARE}, and wait until all of them see what was saved last"
+                        f"{place}: ranks see different checkpoints of step {candidate} ({said}): nothing was loaded; "
+                        f"{_SHARE}, and wait until all of them see what was saved last"
                     )
                 with ranks.together("damaged checkpoint"):
                     if manifest.step != candidate:
@@ -349,143 +385,29 @@ class Checkpointer:
             )
         return None
 
-    @staticmethod
-    def _values(place: Path, manifest: Manifest, ranks: Ranks) -> Values:
-        """What all ranks have, and on top of it what this rank had, where there was such a rank."""
-        values = Values.read(place, f"{STATE}/{_values_of(0)}", manifest.files)
-        if ranks.rank < manifest.world:
-            if ranks.rank:
-                values.update(Values.read(place, f"{STATE}/{_values_of(ranks.rank)}", manifest.files))
-            values.update(Values.read(place, f"{STATE}/own-{ranks.rank:05}", manifest.files))
-        return values
-
-    @staticmethod
-    def _own_buffers(staged: dict[str, Tensor], sources: dict[str, str], contents: Contents, values: Values) -> None:
-        for key in contents.buffers:
-            source = sources.get(key)
-            if source is not None and f"buffer.{source}" in values:
-                own = values.get(f"buffer.{source}")
-                if (own.shape, own.dtype) != (staged[source].shape, staged[source].dtype):
-                    raise CheckpointError(f"{source}: has another shape or dtype on this rank than on rank 0")
-                staged[source] = own
-
-    @staticmethod
-    def _set_module_state(model: nn.Module, contents: Contents, values: Values, undo: ExitStack) -> None:
-        modules = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
-        modules[""] = model
-        for key, before in contents.module_state.items():
-            if f"module.{key}" in values:
-                module = modules[key.rpartition(".")[0]]
-                undo.callback(module.set_extra_state, copy.deepcopy(before))
-                module.set_extra_state(values.get(f"module.{key}"))
-
-
-# ------------------------------------------------------------------------------------------ ranks
-
 
 def _ranks_of(optimizer: MuonZero) -> Ranks:
-    """Those that all checkpointers of an optimizer meet in, when nothing is under way behind training; collective."""
+    """Return the ranks in which all checkpointers of an optimizer meet, once no other writes; collective."""
     if optimizer.engine.meeting is None:
         optimizer.engine.meeting = Ranks(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
     optimizer.engine.meeting.settle()
     return optimizer.engine.meeting
 
 
-def _differs(everyone: Sequence[tuple[int, Any, dict[str, str]]], step: int) -> CheckpointError | None:
-    """What ranks would save otherwise, though a checkpoint has one of it: its step, and tensors by name and shape."""
-    others = sorted({other for other, _, _ in everyone} - {step})
-    if others:
-        return CheckpointError(f"step = {step}: other ranks save step {others[0]}")
-    for name, said in differing([facts for _, _, facts in everyone], absent="none").items():
-        return CheckpointError(
-            f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the same "
-            "parameters and buffers on every rank"
-        )
-    return None
-
-
-# ------------------------------------------------------------------------------------------ what is saved and loaded
-
-
-def _values_to_save(
-    contents: Contents, tensors: dict[str, Tensor], ranks: Ranks, scheduler: Any, loader: Any, extra: dict[str, Any]
-) -> tuple[Values, Values]:
-    """What is no tensor of the model: what ranks may have alike, and this rank's alone.
-
-    Args:
-        tensors: of ``contents``; buffers of other ranks than the first go from it, for they may come of a rank's own
-            batches.
-    """
-    values, own = Values(), Values()
-    for name, value in extra.items():
-        values.put(f"extra.{name}", value)
-    for name, target in (("scheduler", scheduler), ("loader", loader)):
-        if target is not None:
-            values.put(name, target.state_dict())
-    for name, value in contents.module_state.items():
-        values.put(f"module.{name}", value)
-    for name, group in contents.groups.items():
-        values.put(f"group.{name}", group)
-    values.put("members", contents.members)
-    own.put("random", random_state())
-    for key in contents.buffers:
-        values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
-    return values, own
-
-
-def _groups_of(contents: Contents, values: Values) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The values of each group here that a checkpoint has, and what does not fit of groups, one sentence each."""
-    members = values.get("members") if "members" in values else {}
-    stored = [name.removeprefix("group.") for name in values.encoded if name.startswith("group.")]
-    problems = group_problems(contents.members, {name: members.get(name) for name in stored})
-    groups = {}
-    for name, own in contents.groups.items():
-        if name in stored:
-            saved = values.get(f"group.{name}")
-            wrong = value_problems(own, saved)
-            problems += wrong
-            if not wrong:
-                groups[name] = values_of(saved)
-    return groups, problems
-
-
-def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) -> Manifest:
-    configuration = described(optimizer.config)
-    fingerprint = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
-    return Manifest(
-        step=step,
-        world=ranks.world,
-        stage=optimizer.config.zero.stage,
-        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"compile_muon": _our_version(), "torch": torch.__version__},
-        configuration=configuration,
-        fingerprint=fingerprint,
-        tensors=contents.facts(),
-        algorithms=contents.algorithms,
-        placements=contents.placements(),
-        aliases=contents.aliases,
-    )
-
-
-def _our_version() -> str:
+def _version() -> str:
     try:
         return version("compile_muon")
     except PackageNotFoundError:  # a source tree on the path
         return "unknown"
 
 
-def _values_of(rank: int) -> str:
-    return f"rank-{rank:05}"
-
-
-def _unsaved(values: Values, scheduler: Any, loader: Any) -> list[str]:
-    found = []
-    for what, target in (("scheduler", scheduler), ("loader", loader)):
-        if target is not None and what not in values:
-            found.append(f"{what}: none was saved")
-        if target is None and what in values:
-            found.append(f"{what}: one was saved, and load() was given none")
-    return found
+def _described(setting: Any) -> Any:
+    """Describe a setting that JSON has no word for, to people and fingerprints; nothing is made of it again."""
+    if dataclasses.is_dataclass(setting):
+        return {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
+    if isinstance(setting, torch.dtype):
+        return encode_dtype(setting)
+    return getattr(setting, "__qualname__", type(setting).__qualname__)
 
 
 def _list(problems: list[str], remedy: str) -> str:

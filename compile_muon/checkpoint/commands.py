@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,9 +13,8 @@ import torch
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, printable
-from compile_muon.files.safetensors import TensorFile, nbytes, ordered
 from compile_muon.files.tensor_folder import FILE, batches
-from compile_muon.files.tensors import read_tensors
+from compile_muon.files.tensors import new_tensor_file, ordered, read_tensors
 from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["run"]
@@ -34,7 +32,13 @@ def run(chosen: argparse.Namespace) -> int:
         if not steps or not set(steps) <= set(present):
             _say(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
             return 1
-        return _ACTIONS[chosen.action](chosen, folder, steps)
+        if chosen.action == "inspect":
+            _inspect(Manifest.read(folder.at(steps[-1])))
+        elif chosen.action == "export":
+            _say(_export(folder.at(steps[-1]), chosen.out))
+        else:
+            return _list_or_verify(folder, steps, verify=chosen.action == "verify")
+        return 0
     except BrokenPipeError:
         raise  # nobody reads the rest
     except (CheckpointError, OSError, MemoryError, RecursionError) as error:
@@ -49,69 +53,45 @@ def _say(text: object) -> None:
     print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _list(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
+def _list_or_verify(folder: Folder, steps: list[int], *, verify: bool) -> int:
     failed = 0
-    _say(f"{'step':>10}  {'written (UTC)':25}  {'MiB':>10}  world  stage")
-    for step in steps:
-        try:
-            found = Manifest.read(folder.at(step))
-        except CheckpointError as error:
-            _say(f"{step:10}  {error}")
-            failed = 1
-            continue
-        size = sum(file.size for file in found.files.values()) / 2**20
-        _say(f"{step:10}  {found.written:25}  {size:10,.1f}  {found.world:5}  {found.stage:5}")
-    return failed
-
-
-def _verify(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
-    failed = 0
+    if not verify:
+        _say(f"{'step':>10}  {'written (UTC)':25}  {'MiB':>10}  world  stage")
     for step in steps:
         try:
             manifest = Manifest.read(folder.at(step))
-            manifest.verify(folder.at(step))
-            _say(f"step {step}: whole, {len(manifest.files)} files")
+            if verify:
+                manifest.verify(folder.at(step))
+                _say(f"step {step}: whole, {len(manifest.files)} files")
+            else:
+                size = sum(file.size for file in manifest.files.values()) / 2**20
+                _say(f"{step:10}  {manifest.written:25}  {size:10,.1f}  {manifest.world:5}  {manifest.stage:5}")
         except CheckpointError as error:
-            _say(f"step {step}: damaged: {error}")
+            _say(f"step {step}: damaged: {error}" if verify else f"{step:10}  {error}")
             failed = 1
     return failed
 
 
-def _inspect(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
-    found = Manifest.read(folder.at(steps[-1]))
-    _say(f"step {found.step}, written {found.written} by {found.world} ranks at ZeRO stage {found.stage}")
-    _say(", ".join(f"{name} {number}" for name, number in sorted(found.versions.items())))
-    _say(f"configuration {found.fingerprint[:16]}: {found.configuration}")
-    weights = {key.removeprefix("model/"): facts for key, facts in found.tensors.items() if key.startswith("model/")}
+def _inspect(manifest: Manifest) -> None:
+    _say(f"step {manifest.step}, written {manifest.written} by {manifest.world} ranks at ZeRO stage {manifest.stage}")
+    _say(", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items())))
+    _say(f"configuration {manifest.fingerprint[:16]}: {manifest.configuration}")
+    weights = {key.removeprefix("model/"): facts for key, facts in manifest.tensors.items() if key.startswith("model/")}
     elements = sum(math.prod(facts.shape) for facts in weights.values())
     _say(f"{elements:,} elements in {len(weights)} weights and buffers")
     width = max(map(len, weights), default=0)
     for name, facts in weights.items():
-        kind, placement = found.algorithms.get(name, "buffer"), found.placements.get(name, "whole")
+        kind, placement = manifest.algorithms.get(name, "buffer"), manifest.placements.get(name, "whole")
         _say(f"  {name:{width}}  {kind:7}  {placement:9}  {facts.dtype:9}  {list(facts.shape)}")
-    for alias, name in found.aliases.items():
+    for alias, name in manifest.aliases.items():
         _say(f"  {alias:{width}}  is {name}")
-    return 0
 
 
-def _export(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
-    count, size = _write_whole(folder.at(steps[-1]), chosen.out)
-    _say(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
-    return 0
+def _export(checkpoint: Path, out: Path) -> str:
+    """Write weights and buffers into ``out/model.safetensors``, tied ones under all their names, and describe the file.
 
-
-def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
-    """Write the weights and buffers of ``checkpoint`` into ``out/model.safetensors``, tied ones under all their names.
-
-    Tensors are read and written some at a time, so memory does not grow with the model.
-
-    Args:
-        checkpoint: a folder ``step-N``; it is verified first.
-        out: a folder that does not exist, or is empty.
-    Returns:
-        How many tensors were written, and how many bytes the file has.
-    Raises:
-        CheckpointError: the checkpoint is damaged, or ``out`` has something in it.
+    The checkpoint is verified first. Tensors are read and written some at a time, so memory does not grow with the
+    model.
     """
     manifest = Manifest.read(checkpoint)
     manifest.verify(checkpoint)
@@ -123,22 +103,13 @@ def _write_whole(checkpoint: Path, out: Path) -> tuple[int, int]:
     facts = ordered({name: manifest.tensors[key] for name, key in weights.items()})
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / f"{FILE}.tmp"
-    file = TensorFile(unfinished, facts)
-    for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
-        staged = {
-            weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype), device="cpu") for n in batch
-        }
-        read_tensors(reader, staged)
-        for name in batch:
-            file.write(staged[weights[name]].reshape(-1).view(torch.uint8))
-    file.close()
+    with new_tensor_file(unfinished, facts) as write:
+        for batch in batches(facts, lambda name: facts[name].nbytes, _BATCH_BYTES):
+            staged = {
+                weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype), device="cpu") for n in batch
+            }
+            read_tensors(reader, staged)
+            for name in batch:
+                write(staged[weights[name]].reshape(-1).view(torch.uint8))
     unfinished.rename(out / FILE)
-    return len(facts), file.size
-
-
-_ACTIONS: dict[str, Callable[[argparse.Namespace, Folder, list[int]], int]] = {
-    "list": _list,
-    "verify": _verify,
-    "inspect": _inspect,
-    "export": _export,
-}
+    return f"{out}: {len(facts)} tensors of step {manifest.step}, {(out / FILE).stat().st_size:,} bytes"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,53 +20,35 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import MASTER
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import memory_in_file
-from compile_muon.files.safetensors import TensorFacts
-from compile_muon.model.groups import values_of
+from compile_muon.files.tensors import TensorFacts
+from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes.language.spec import encode_dtype
-from compile_muon.passes.methods import State
-from compile_muon.weights.named_tensors import named_state
+from compile_muon.weights.named_tensors import check_live, named_state
 
-__all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]
+__all__ = ["Contents", "contents_of", "empty_like", "fit", "fitting_groups", "groups_of", "host_copies", "states_of"]
 
 
 @dataclass
 class Contents:
-    """Live references to all there is to save, or to load into.
+    """Live references to all there is to save, or to load into."""
 
-    Args:
-        tensors: ``model/NAME`` to a parameter or a buffer, ``optimizer/NAME/SLOT`` to state.
-        algorithms: parameter to "muon", "adamw" or "frozen".
-        buffers: names of ``tensors`` that are no parameters; ranks may hold different ones.
-        aliases: further names of tied weights to the first.
-        module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
-        groups: hyperparameters by the name of the group.
-        members: names of its parameters, by the name of the group.
-        folders: of ``tensors`` that are in a file, where it is.
-        elsewhere: what only other ranks hold, states of the matrices that they own.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    algorithms: dict[str, str] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    module_state: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    members: dict[str, list[str]] = field(default_factory=dict)
-    folders: dict[str, Path] = field(default_factory=dict)
-    elsewhere: dict[str, TensorFacts] = field(default_factory=dict)
+    tensors: dict[str, Tensor]  # ``model/NAME`` to a parameter or a buffer, ``optimizer/NAME/SLOT`` to state
+    names: dict[str, list[str]]  # all names of each parameter or buffer, by the first; tied weights have several
+    module_state: dict[str, Any]  # what modules' ``get_extra_state()`` gave, by its key in the state dict
+    groups: dict[str, dict[str, Any]]  # hyperparameters by the name of the group
+    members: dict[str, list[str]]  # names of its parameters, by the name of the group
+    algorithms: dict[str, str] = field(default_factory=dict)  # parameter to "muon", "adamw" or "frozen"
+    buffers: list[str] = field(default_factory=list)  # keys of ``tensors``; ranks may hold different ones
+    folders: dict[str, Path] = field(default_factory=dict)  # of those of ``tensors`` that are in a file
+    elsewhere: dict[str, TensorFacts] = field(default_factory=dict)  # states of matrices that other ranks own
 
     def facts(self) -> dict[str, TensorFacts]:
-        """Shape and dtype of each whole tensor of all ranks."""
-        held = {key: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for key, t in self.tensors.items()}
+        """Return shape and dtype of each whole tensor of all ranks."""
+        held = {key: TensorFacts.of(tensor) for key, tensor in self.tensors.items()}
         return dict(sorted((held | self.elsewhere).items())) if self.elsewhere else held
 
     def check_writable(self, keys: Iterable[str]) -> None:
-        """Raise ahead of the first write if one could not be made.
-
-        Raises:
-            CheckpointError: a buffer shares memory with itself (``expand``), or was made under inference_mode.
-        """
+        """Refuse a buffer that shares memory with itself (``expand``), or was made under inference_mode."""
         for key in keys:
             local = local_tensor(self.tensors[key])
             twice = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
@@ -79,13 +60,14 @@ class Contents:
                 )
 
     def placements(self) -> dict[str, str]:
-        """How this optimizer's ranks hold each parameter."""
-        tensors = {name: self.tensors[f"model/{name}"] for name in self.algorithms}
-        return {name: _cuts(tensor) if isinstance(tensor, DTensor) else "whole" for name, tensor in tensors.items()}
+        """Say how this optimizer's ranks hold each parameter."""
+        return {name: _cuts(self.tensors[f"model/{name}"]) for name in self.algorithms}
 
 
-def _cuts(tensor: DTensor) -> str:
-    cuts = [(dim, placement.dim) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+def _cuts(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    cuts = [(axis, placement.dim) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     names = tensor.device_mesh.mesh_dim_names
     if tensor.device_mesh.ndim == 1 or names is None:
         return "shard(0)" if cuts else "whole"
@@ -93,113 +75,112 @@ def _cuts(tensor: DTensor) -> str:
 
 
 def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
-    """Gather references; nothing is copied.
-
-    Raises:
-        CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
-    """
+    """Gather references; refuse parameters that are not the model's, and state that is no tensor."""
     optimizer.engine.step.own_momenta()
-    found, provider = Contents(), optimizer.engine.state_provider
-    algorithm: dict[int, str] = {}
     sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
-    for group in optimizer.param_groups:
-        algorithm |= {id(param): group["algorithm"] for param in group["params"]}
-        found.groups[group["name"]] = values_of(group)
-        found.members[group["name"]] = [sharded_params[id(param)].name for param in group["params"]]
-    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    tensors, found.aliases, found.module_state = named_state(model)
+    algorithm = {id(param): group["algorithm"] for group in optimizer.param_groups for param in group["params"]}
+    tensors, names, module_state = named_state(model)
+    contents = Contents({}, names, module_state, *groups_of(optimizer))
+    check_live(model, tensors)
     for name, value in tensors.items():
-        if id(value) not in live:
-            raise CheckpointError(
-                f"{name}: is in model.state_dict(), and is neither a parameter nor a buffer: it could not be loaded in "
-                "place; give it to save() among the extra values"
-            )
-        found.tensors[f"model/{name}"] = value.detach()
-        if (sharded := sharded_params.get(id(value))) is not None:
-            at_owner = {state.name: state for state in states_kept(sharded)}
-            found.algorithms[name] = algorithm.get(id(value), "frozen")
-            for slot, state in optimizer.state.get(cast("nn.Parameter", value), {}).items():
-                # A master is the weight in a checkpoint, wherever the run that goes on from it keeps that.
-                key = f"model/{name}" if slot == MASTER else f"optimizer/{name}/{slot}"
-                if not isinstance(state, Tensor):
-                    raise CheckpointError(
-                        f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
-                    )
-                if (kind := at_owner.get(slot)) is not None:
-                    _put_matrices(found, key, sharded, kind, state.detach())
-                    continue
-                found.tensors[key] = state.detach()
-                if (folder := provider.places.get(sharded.name, {}).get(slot)) is not None:
-                    found.folders[key] = folder
-        else:
-            found.buffers.append(f"model/{name}")
-    held = {id(value) for value in tensors.values()}
-    if foreign := [sharded.name for key, sharded in sharded_params.items() if key not in held]:
-        raise CheckpointError(
-            f"model: does not hold {listed(foreign)}, which the optimizer trains; give the model that the optimizer "
-            "was made with, outside of full_parameters()"
-        )
-    return found
-
-
-def _put_matrices(found: Contents, key: str, sharded: ShardedParam, state: State, held: Tensor) -> None:
-    """A state at owners, matrix by matrix: any world then finds those that its ranks own."""
-    mine = dict(each_matrix(sharded, state, held))
-    for number, shape in every_shape(sharded, state).items():
-        if 0 in shape:
+        contents.tensors[f"model/{name}"] = value.detach()
+        if (sharded := sharded_params.pop(id(value), None)) is None:
+            contents.buffers.append(f"model/{name}")
             continue
-        if number in mine:
-            found.tensors[f"{key}.{number}"] = mine[number]
-        else:
-            found.elsewhere[f"{key}.{number}"] = TensorFacts(shape, encode_dtype(held.dtype))
+        contents.algorithms[name] = algorithm.get(id(value), "frozen")
+        places = optimizer.engine.state_provider.places.get(sharded.name, {})
+        for slot, state, matrix in states_of(optimizer, sharded):
+            # A master is the weight in a checkpoint, wherever the run that goes on from it keeps that.
+            key = f"model/{name}" if slot == MASTER else f"optimizer/{name}/{slot}"
+            if not isinstance(state, Tensor):
+                raise CheckpointError(
+                    f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
+                )
+            if matrix is not None and state.is_meta:
+                contents.elsewhere[key] = TensorFacts.of(state)
+            else:
+                contents.tensors[key] = state.detach()
+                if matrix is None and (folder := places.get(slot)) is not None:
+                    contents.folders[key] = folder
+    if sharded_params:
+        raise CheckpointError(
+            f"model: does not hold {listed([foreign.name for foreign in sharded_params.values()])}, which the "
+            "optimizer trains; give the model that the optimizer was made with, outside of full_parameters()"
+        )
+    return contents
 
 
-# ------------------------------------------------------------------------------------------ host memory
+def states_of(optimizer: MuonZero, sharded: ShardedParam) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield slot, tensor and None for each state of a parameter, and of a state at owners for each matrix.
 
-
-class HostCopies:
-    """Copies in host memory, or in a file of what is in one, whose memory the next copy uses again.
-
-    Args:
-        ranks: that hold them.
-        keep: copy even what is on the CPU, because training goes on while it is written.
+    Of a matrix the slot ends in its number, which stands in place of None: any world then finds the states that its
+    ranks own. A state that another rank has is on the meta device.
     """
+    at_owner = {state.name: state for state in states_kept(sharded)}
+    for slot, value in optimizer.state.get(sharded.param, {}).items():
+        if (kind := at_owner.get(slot)) is None:
+            yield slot, value, None
+            continue
+        mine = dict(each_matrix(sharded, kind, value.detach()))
+        for number, shape in every_shape(sharded, kind).items():
+            if 0 not in shape:
+                other = torch.empty(shape, dtype=value.dtype, device="meta")
+                yield f"{slot}.{number}", mine.get(number, other), number
 
-    def __init__(self, ranks: Ranks, *, keep: bool) -> None:
-        self._ranks = ranks
-        self._keep = keep
-        self._memory: dict[str, Tensor] = {}
 
-    @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor], folders: Mapping[str, Path]) -> dict[str, Tensor]:
-        """The same tensors on the CPU, once all are there; DTensors by their shards.
+def groups_of(optimizer: MuonZero) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """Return hyperparameters, and names of parameters, by the name of the group."""
+    names = {id(sharded.param): sharded.name for sharded in optimizer.engine.params}
+    members = {group["name"]: [names[id(param)] for param in group["params"]] for group in optimizer.param_groups}
+    return {group["name"]: values_of(group) for group in optimizer.param_groups}, members
 
-        Args:
-            folders: of those in a file.
-        """
-        found, waiting = {}, False
-        for key, tensor in tensors.items():
-            local = local_tensor(tensor).detach()
-            if self._keep or not local.is_cpu:
-                waiting |= not local.is_cpu
-                local = self._room(key, local, folders.get(key)).copy_(local, non_blocking=True)
-            found[key] = _on_host(tensor, local.contiguous(), self._ranks)
-        if waiting:
-            torch.accelerator.synchronize()
-        return found
 
-    def _room(self, key: str, local: Tensor, folder: Path | None) -> Tensor:
-        kept = self._memory.get(key)
-        if kept is None or kept.shape != local.shape or kept.dtype != local.dtype:
-            # From pinned memory, the copy is the device's and waits for nothing.
-            kept = _new(local, folder, pin=local.is_cuda)
-            if self._keep:
-                self._memory[key] = kept
-        return kept
+def fitting_groups(
+    groups: Mapping[str, dict[str, Any]],
+    members: Mapping[str, list[str]],
+    saved: Mapping[str, Any],
+    saved_members: Mapping[str, list[str] | None],
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the saved values of the groups here, and what does not fit of groups, one sentence each."""
+    problems = group_problems(members, saved_members)
+    fitting = {}
+    for name in (name for name in groups if name in saved):
+        wrong = value_problems(groups[name], saved[name])
+        problems += wrong
+        if not wrong:
+            fitting[name] = values_of(saved[name])
+    return fitting, problems
+
+
+@torch.no_grad()
+def host_copies(
+    tensors: Mapping[str, Tensor], folders: Mapping[str, Path], ranks: Ranks, memory: dict[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the same tensors on the CPU, once all are there; DTensors by their shards.
+
+    Where training goes on meanwhile, ``memory`` is given: even what is on the CPU is copied, and ``memory`` holds the
+    copies, for the next call to use them again.
+    """
+    copies, waiting = {}, False
+    for key, tensor in tensors.items():
+        local = local_tensor(tensor).detach()
+        if memory is not None or not local.is_cpu:
+            waiting |= not local.is_cpu
+            room = None if memory is None else memory.get(key)
+            if room is None or room.shape != local.shape or room.dtype != local.dtype:
+                # From pinned memory, the copy is the device's and waits for nothing.
+                room = _new(local, folders.get(key), pin=local.is_cuda)
+            local = room.copy_(local, non_blocking=True)
+            if memory is not None:
+                memory[key] = local
+        copies[key] = _on_host(tensor, local.contiguous(), ranks)
+    if waiting:
+        torch.accelerator.synchronize()
+    return copies
 
 
 def empty_like(tensor: Tensor, ranks: Ranks, folder: Path | None) -> Tensor:
-    """New host memory, or a file in ``folder``, for what this rank holds of ``tensor``."""
+    """Make host memory, or a file in ``folder``, for what this rank holds of ``tensor``."""
     return _on_host(tensor, _new(local_tensor(tensor), folder), ranks)
 
 
@@ -216,46 +197,32 @@ def _new(like: Tensor, folder: Path | None, *, pin: bool = False) -> Tensor:
 
 
 def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:
-    """``local`` as the part of a tensor like ``tensor`` in host memory."""
+    """Return ``local`` as the part of a tensor like ``tensor`` in host memory."""
     return like_parameter(tensor, local, ranks.mesh_like(tensor.device_mesh)) if isinstance(tensor, DTensor) else local
 
 
-# ------------------------------------------------------------------------------------------ does it fit
-
-
 def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[str]]:
-    """Compare names, shapes, dtypes and algorithms.
-
-    Returns:
-        Key of each tensor here that fits to its key in the checkpoint, and what does not fit, one sentence each.
-    """
-    sources: dict[str, str] = {}
-    problems: list[str] = []
+    """Map each tensor here that fits to its key in the checkpoint, and say what does not fit, one sentence each."""
+    sources, problems = dict[str, str](), list[str]()
     ours, theirs = contents.facts(), manifest.tensors
-    used = set()
-    slots_of, aliases_of = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    unused = {key.removeprefix("model/"): None for key in theirs if key.startswith("model/")}
+    slots_of = defaultdict[str, list[str]](list)
     for key in ours:
         owner, _, slot = key.rpartition("/")
         slots_of[owner].append(slot)
-    for alias, first in contents.aliases.items():
-        aliases_of[first].append(alias)
-    for name in [key.removeprefix("model/") for key in ours if key.startswith("model/")]:
+    for name, names in contents.names.items():
         # Weights that were tied, under any of their names, still are where a checkpoint of them is.
-        names = [name, *aliases_of[name]]
-        names += [manifest.aliases[n] for n in names if n in manifest.aliases]
+        names = names + [manifest.aliases[n] for n in names if n in manifest.aliases]
         stored = next((n for n in names if f"model/{n}" in theirs), None)
-        what = "parameter" if name in contents.algorithms else "buffer"
         if stored is None:
+            what = "parameter" if name in contents.algorithms else "buffer"
             problems.append(f"{name}: the checkpoint has no such {what}")
             continue
-        used.add(stored)
+        unused.pop(stored, None)
         wanted, saved = ours[f"model/{name}"], theirs[f"model/{stored}"]
         if wanted != saved:
-            for field_name in ("shape", "dtype"):
-                mine, other = getattr(wanted, field_name), getattr(saved, field_name)
-                if mine != other:
-                    mine, other = (list(x) if isinstance(x, tuple) else x for x in (mine, other))
-                    problems.append(f"{name}: {field_name} is {other} in the checkpoint, {mine} in the model")
+            pairs = ("shape", list(saved.shape), list(wanted.shape)), ("dtype", saved.dtype, wanted.dtype)
+            problems += [f"{name}: {w} is {a} in the checkpoint, {b} in the model" for w, a, b in pairs if a != b]
             continue
         sources[f"model/{name}"] = f"model/{stored}"
         trained, now = manifest.algorithms.get(stored), contents.algorithms.get(name)
@@ -263,24 +230,9 @@ def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[st
             problems.append(f"{name}: was {trained or 'a buffer'} in the checkpoint, is {now or 'a buffer'} now")
             continue
         for slot in slots_of[f"optimizer/{name}"]:
-            mine, other = f"optimizer/{name}/{slot}", f"optimizer/{stored}/{slot}"
-            if theirs.get(other) == ours[mine]:
-                sources[mine] = other
+            key, other_key = f"optimizer/{name}/{slot}", f"optimizer/{stored}/{slot}"
+            if theirs.get(other_key) == ours[key]:
+                sources[key] = other_key
             else:
-                problems.append(f"{name}: its {slot} in the checkpoint is {theirs.get(other)}, not {ours[mine]}")
-    stored_names = [key.removeprefix("model/") for key in theirs if key.startswith("model/")]
-    problems += [f"{name}: is not in the model" for name in stored_names if name not in used]
-    return sources, problems
-
-
-def described(settings: Any) -> Any:
-    """A configuration as JSON, to be read and compared by people and fingerprints; nothing is made of it again."""
-    if dataclasses.is_dataclass(settings):
-        return {f.name: described(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
-    if isinstance(settings, (list, tuple)):
-        return [described(item) for item in settings]
-    if isinstance(settings, torch.dtype):
-        return encode_dtype(settings)
-    if callable(settings):
-        return getattr(settings, "__qualname__", type(settings).__qualname__)
-    return settings
+                problems.append(f"{name}: its {slot} in the checkpoint is {theirs.get(other_key)}, not {ours[key]}")
+    return sources, problems + [f"{name}: is not in the model" for name in unused]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Mapping
@@ -13,30 +14,19 @@ from compile_muon.errors import CheckpointError
 
 __all__ = ["check_random_state", "random_state", "set_random_state"]
 
-_MT = "MT19937"  # NumPy's, unless somebody chose another
-
 
 def random_state() -> dict[str, Any]:
-    """Of each generator of this rank (Python's, NumPy's if it was imported, torch's on CPU and current GPU)."""
+    """Read each generator of this rank: Python's, NumPy's if it was imported, torch's on the CPU and current GPU."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        found = numpy.random.get_state(legacy=False)
-        if found["bit_generator"] == _MT:
-            own = found["state"]
-            state["numpy"] = (_MT, own["key"].tolist(), int(own["pos"]), found["has_gauss"], found["gauss"])
-        else:
-            state["numpy"] = _plain(numpy, found)
+        state["numpy"] = json.loads(json.dumps(numpy.random.get_state(legacy=False), default=_plain))
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def check_random_state(state: Any) -> None:
-    """Give ``state`` to generators that nobody uses.
-
-    Raises:
-        CheckpointError: one does not take it; by its name.
-    """
+    """Give ``state`` to generators that nobody uses; a CheckpointError names one that does not take it."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"random: a {type(state).__name__} is no state of generators")
     for name in state.keys() | {"python", "torch"}:
@@ -56,7 +46,7 @@ def check_random_state(state: Any) -> None:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on from there, once it was checked; a generator that is not here is left out."""
+    """Go on from a state that was checked; a generator that is not here is left out."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
@@ -68,41 +58,33 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _name_of(state: Any) -> Any:
+    """Read the kind of bit generator; earlier checkpoints hold the state of "MT19937" as a tuple."""
     return state["bit_generator"] if isinstance(state, Mapping) else state[0]
 
 
 def _bit_generator(numpy: Any, state: Any) -> Any:
-    """A new one of the kind that has this state.
-
-    Raises:
-        CheckpointError: NumPy has no such kind, and its generator is not of it either.
-    """
+    """Make a bit generator of the kind that has this state, which is NumPy's, or that of its generator."""
     name = _name_of(state)
     kind = getattr(numpy.random, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, numpy.random.BitGenerator)):
         current = numpy.random.get_state(legacy=False)["bit_generator"]
-        kind = type(numpy.random.get_bit_generator()) if current == name else None
-    if kind is None:
-        raise CheckpointError(
-            f"random.numpy = {name!r}: NumPy has no bit generator of that name; give the one that was saved to "
-            "numpy.random.set_bit_generator first"
-        )
+        if current != name:
+            raise CheckpointError(
+                f"random.numpy = {name!r}: NumPy has no bit generator of that name; give the one that was saved to "
+                "numpy.random.set_bit_generator first"
+            )
+        kind = type(numpy.random.get_bit_generator())
     return kind()
 
 
-def _plain(numpy: Any, value: Any) -> Any:
-    """Without arrays and numbers of NumPy, which are no values of a checkpoint."""
-    if isinstance(value, dict):
-        return {key: _plain(numpy, inner) for key, inner in value.items()}
-    if isinstance(value, numpy.ndarray):
-        return {"dtype": value.dtype.name, "items": value.tolist()}
-    return value.item() if isinstance(value, numpy.generic) else value
+def _plain(value: Any) -> Any:
+    """Replace an array or a number of NumPy, which is no value of a checkpoint."""
+    return {"dtype": value.dtype.name, "items": value.tolist()} if value.ndim else value.item()
 
 
-def _arrays(numpy: Any, value: Any) -> Any:
-    """The reverse."""
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"dtype", "items"}:
-        return numpy.array(value["items"], dtype=value["dtype"])
-    return {key: _arrays(numpy, inner) for key, inner in value.items()}
+def _arrays(numpy: Any, state: Any) -> Any:
+    """Reverse :func:`_plain`."""
+    return json.loads(
+        json.dumps(state),
+        object_hook=lambda x: numpy.array(x["items"], dtype=x["dtype"]) if x.keys() == {"dtype", "items"} else x,
+    )

@@ -1,33 +1,43 @@
 """The commit protocol: a checkpoint is the folder ``step-N``, and a folder of that name is complete.
 
-It is written as ``step-N.tmp`` and renamed once all of it, its manifest last, is on the disk; the rename is the commit.
-What a crash leaves has a name ending in ``.tmp``, which is never read and goes with the next save. Only one rank calls
-what changes anything here.
+The folder is written as ``step-N.tmp`` and renamed once all of it, its manifest last, is on the disk; the rename is the
+commit. Leftovers of a crash have names ending in ``.tmp``, which are never read and go with the next save. One rank
+alone calls what changes anything here.
 
-Names like these are other tools' too. What goes or moves is a plain folder that has our manifest, or, while it is
-written, a file that says so; everything else stays as it is, and where it is in the way, a save is refused.
+Names like these are other tools' too. A folder goes or moves if it is a plain one with our manifest, or, while it is
+written, with a file that says so; everything else stays, and where it is in the way, a save is refused.
+
+One process writes into a folder at a time: of two runs in one, say a process that was taken for dead beside its
+restart, each would remove what the other one writes. The lock is the operating system's, so a process that ends loses
+it. The lock is of the folder, or of a file in it where a file system has none of folders (NFS).
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import time
+import weakref
 from pathlib import Path
 
-from compile_muon.checkpoint.writer import Writer
 from compile_muon.errors import CheckpointError
-from compile_muon.files.disk import open_plain, sync_folder
+from compile_muon.files.disk import open_plain, sync
 
-__all__ = ["FORMAT", "NAME", "STATE", "TENSORS", "Folder"]
+__all__ = ["FORMAT", "LOCK", "NAME", "STATE", "TENSORS", "Folder"]
 
 #: subfolders of a checkpoint: tensors of all ranks; everything else
 TENSORS, STATE = "tensors", "state"
 #: of the manifest, and what it says it is of
 NAME, FORMAT = "manifest.json", "compile_muon checkpoint"
+#: beside the checkpoints of a folder that cannot be locked itself, as long as somebody writes there
+LOCK = ".writer"
 
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.replaced)?")
 _LEFTOVER = re.compile(r"step-[0-9]+(\.replaced)?(\.removed)?\.tmp")
@@ -35,63 +45,53 @@ _BEGUN = re.compile(r"begun-[0-9a-f]{16}")
 
 
 class Folder:
-    """Checkpoints in one folder.
-
-    Args:
-        path: created by the first save.
-    """
+    """Checkpoints in one folder, which the first save makes."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(os.path.abspath(path))
-        self._writer = Writer(self.path)
+        self._lock: tuple[int, Path] | None = None
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending; none where there is no such folder."""
+        """List the steps of committed checkpoints, ascending; none where there is no such folder."""
         if not self.path.is_dir():
             return []
         with os.scandir(self.path) as entries:
-            found = [m for entry in entries if (m := _COMMITTED.fullmatch(entry.name)) and entry.is_dir()]
-        return sorted({int(match[1]) for match in found})
+            return sorted({int(m[1]) for e in entries if (m := _COMMITTED.fullmatch(e.name)) and e.is_dir()})
 
     def at(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is."""
-        replaced = self.path / f"step-{step}.replaced"  # a crash while the same step was saved again
-        return replaced if replaced.is_dir() and not self._final(step).exists() else self._final(step)
+        """Locate the checkpoint of ``step``."""
+        final = self.path / f"step-{step}"
+        replaced = _beside(final, ".replaced")  # a crash while the same step was saved again
+        return replaced if replaced.is_dir() and not final.exists() else final
 
     def unfinished(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is written."""
+        """Name the place where the checkpoint of ``step`` is written."""
         return self.path / f"step-{step}.tmp"
 
     def begin(self, step: int) -> str:
         """Remove what crashes left, and make an empty place for ``step``.
 
-        Returns:
-            The name of a file in it, which nothing left over from another run has; it says that the folder is ours as
-            long as there is no manifest.
-        Raises:
-            CheckpointError: something that no checkpointer wrote is in the way, and stays; or another process writes
-                into the folder.
+        Return the name of a file in it, which no leftover of another run has: a mark as long as there is no manifest.
+        Refuse where another process writes into the folder, or a stranger's thing is in the way, which stays.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._writer.hold()
+        self._be_the_writer()
         for entry in list(self.path.iterdir()):
             if _LEFTOVER.fullmatch(entry.name) and _is_ours(entry):
                 _erase(entry)
             elif (match := _COMMITTED.fullmatch(entry.name)) and match[2] and _is_ours(entry):
-                final = self._final(int(match[1]))
+                final = entry.with_suffix("")
                 if not os.path.lexists(final):
                     entry.rename(final)
                 elif _is_ours(final):
-                    self._remove(entry)
-        unfinished, final = self.unfinished(step), self._final(step)
-        replaced = _replaced(final)
-        in_the_way = [final] if os.path.lexists(final) and not _is_ours(final) else []
-        in_the_way += [path for path in (replaced, _doomed(replaced), unfinished) if not _is_free(path)]
-        if in_the_way:
-            raise CheckpointError(
-                f"{in_the_way[0]}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move "
-                "it, or save into another folder"
-            )
+                    _remove(entry)
+        unfinished, final = self.unfinished(step), self.path / f"step-{step}"
+        replaced = _beside(final, ".replaced")
+        if os.path.lexists(final):
+            _check_ours(final)
+        for path in (replaced, _beside(replaced, ".removed.tmp"), unfinished):
+            if not _is_free(path):
+                raise _in_the_way(path)
         unfinished.mkdir(exist_ok=True)
         token = f"begun-{secrets.token_hex(8)}"
         (unfinished / token).touch(exist_ok=False)
@@ -102,84 +102,94 @@ class Folder:
     def commit(self, step: int, token: str) -> None:
         """Make the checkpoint of ``step`` count, begun as ``token``; every file in it is on the disk already.
 
-        Raises:
-            CheckpointError: something that no checkpointer wrote came in the way meanwhile; it stays.
+        Something that no checkpointer wrote may have come in the way meanwhile; it stays, and is an error.
         """
-        unfinished, final = self.unfinished(step), self._final(step)
+        unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         (unfinished / token).unlink()
         for part in (unfinished / TENSORS, unfinished / STATE, unfinished):
-            sync_folder(part)
-        replaced = _replaced(final)
-        again = os.path.lexists(final)
-        if again:  # a folder cannot be renamed over another that is not empty
+            sync(part)
+        replaced = _beside(final, ".replaced")
+        if again := os.path.lexists(final):  # a folder cannot be renamed over another that is not empty
             _check_ours(final)
             final.rename(replaced)
         unfinished.rename(final)
-        sync_folder(self.path)
+        sync(self.path)
         if again:
-            self._remove(replaced)
+            _remove(replaced)
 
     def prune(self, keep_last: int, committed: int) -> None:
-        """Remove all but the last ``keep_last`` checkpoints of ours, and never the one just ``committed``.
-
-        Raises:
-            CheckpointError: something that no checkpointer wrote has the name under which one would go.
-        """
+        """Remove all but the last ``keep_last`` checkpoints of ours, and never the one just ``committed``."""
         for step in self.ours()[:-keep_last]:
             if step != committed:
-                self._remove(self.at(step))
+                _remove(self.at(step))
 
     def ours(self) -> list[int]:
-        """Those of :meth:`steps` that a checkpointer wrote."""
+        """List those of :meth:`steps` that a checkpointer wrote."""
         return [step for step in self.steps() if _is_ours(self.at(step))]
 
-    def _final(self, step: int) -> Path:
-        return self.path / f"step-{step}"
+    def _be_the_writer(self) -> None:
+        """Lock the folder from the first save until this object goes; several objects of one process are one writer."""
+        if self._lock is not None and _is_at(*self._lock):
+            return
+        for path, how in ((self.path, os.O_RDONLY), (self.path / LOCK, os.O_RDWR | os.O_CREAT)):
+            file = os.open(path, how | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = _holder_of(file, path)
+                os.close(file)
+                if error.errno != errno.EAGAIN:
+                    continue  # no locks of such
+                if holder.get("process") == os.getpid():
+                    return
+                who = "another process writes there"
+                if holder.keys() >= {"process", "host", "since"}:
+                    who = f"process {holder['process']} on {holder['host']}, since {holder['since']}, writes there"
+                said = f"folder = {self.path}: {who}; end that run, or save into another folder"
+                raise CheckpointError(said) from None
+            if path.name == LOCK:
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(_process(os.getpid(), time.time())).encode(), 0)
+            self._lock = file, path
+            weakref.finalize(self, _unlock, file, path, os.getpid())
+            return
 
-    @staticmethod
-    def _remove(path: Path) -> None:
-        """By another name first: half a checkpoint must not carry the name of a whole one."""
-        doomed = _doomed(path)
-        if not _is_free(doomed):
-            _check_ours(doomed)
-            _erase(doomed)
-        path.rename(doomed)
-        _erase(doomed)
 
-
-def _replaced(final: Path) -> Path:
-    return final.with_name(f"{final.name}.replaced")
-
-
-def _doomed(path: Path) -> Path:
-    return path.with_name(f"{path.name}.removed.tmp")
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nothing is there, or a plain folder with nothing in it: what a crash left before it was marked, say."""
-    if not os.path.lexists(path):
-        return True
-    return stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
+    """Tell whether nothing is there, or an empty plain folder: a crash leaves one before it is marked, say."""
+    return not os.path.lexists(path) or (stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path))
+
+
+def _remove(path: Path) -> None:
+    """Remove by another name first: half a checkpoint must not carry the name of a whole one."""
+    doomed = _beside(path, ".removed.tmp")
+    if not _is_free(doomed):
+        _check_ours(doomed)
+        _erase(doomed)
+    path.rename(doomed)
+    _erase(doomed)
 
 
 def _erase(path: Path) -> None:
-    """Remove a folder of ours; what says that it is goes last, so that a crash on the way leaves no stranger."""
-    with os.scandir(path) as entries:
-        inside = sorted(entries, key=lambda entry: bool(_BEGUN.fullmatch(entry.name)) or entry.name == NAME)
-    for entry in inside:
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    """Remove a folder of ours; the file that marks it goes last, so that a crash on the way leaves no stranger."""
+    for entry in sorted(path.iterdir(), key=lambda entry: bool(_BEGUN.fullmatch(entry.name)) or entry.name == NAME):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
         else:
-            os.unlink(entry.path)
+            entry.unlink()
     path.rmdir()
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a Checkpointer wrote it, or had begun to; nothing but a plain file is opened for the question."""
+    """Tell whether a Checkpointer wrote it, or had begun to; nothing but a plain file is opened for the question."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             return False
-        if any(_BEGUN.fullmatch(name) for name in os.listdir(path)):
+        if any(map(_BEGUN.fullmatch, os.listdir(path))):
             return True
         with open_plain(path / NAME) as file:
             body = json.loads(file.read())
@@ -190,4 +200,43 @@ def _is_ours(path: Path) -> bool:
 
 def _check_ours(path: Path) -> None:
     if not _is_ours(path):
-        raise CheckpointError(f"{path}: is in the way, and is not what a Checkpointer wrote; move it")
+        raise _in_the_way(path)
+
+
+def _in_the_way(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move it, or save into "
+        "another folder"
+    )
+
+
+def _process(number: int, since: float) -> dict[str, object]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    return {"process": number, "host": socket.gethostname(), "since": when}
+
+
+def _holder_of(file: int, path: Path) -> dict[str, object]:
+    """Describe the process that has the lock of an open file, as far as it is known."""
+    try:
+        if path.name == LOCK:
+            holder = json.loads(os.pread(file, 1000, 0))
+            return holder if isinstance(holder, dict) else {}
+        locks = Path("/proc/locks").read_text()
+        number = int(re.findall(rf"FLOCK .* (\d+) [0-9a-f:]+:{os.fstat(file).st_ino} ", locks)[0])
+        return _process(number, os.stat(f"/proc/{number}").st_mtime)
+    except (OSError, IndexError, ValueError):
+        return {}
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except OSError:
+        return False
+
+
+def _unlock(file: int, path: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a process that was forked
+        if path.name == LOCK and _is_at(file, path):
+            path.unlink(missing_ok=True)
+        os.close(file)

@@ -19,81 +19,68 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import CheckpointError, shortened
+from compile_muon.errors import CheckpointError, shown
 from compile_muon.files.disk import open_within, write_bytes
-from compile_muon.files.safetensors import is_storable, write_whole
+from compile_muon.files.tensors import is_storable, write_whole
 
 __all__ = ["Values"]
 
 _MARK = "!"
-_DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = 4096  # bits of a number that stands as it is
-_SHOWN = 80  # characters of a value in an error
 
 
 @dataclass
 class Values:
-    """Named values in encoded form.
+    """Named values in encoded form."""
 
-    Args:
-        encoded: name -> JSON; a tensor is ``{"!": "tensor", "at": key}``.
-        tensors: key -> tensor on the CPU, memory of its own. A key is a name and a number, for two paths may spell
-            the same.
-    """
-
-    encoded: dict[str, Any] = field(default_factory=dict)
+    encoded: dict[str, Any] = field(default_factory=dict)  # a tensor is ``{"!": "tensor", "at": key}``
+    # On the CPU, memory of their own. A key is a name and a number, for two paths may spell the same.
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def put(self, name: str, value: object) -> None:
-        """Encode ``value`` under ``name``.
-
-        Raises:
-            CheckpointError: it holds something that is neither JSON nor a tensor of a file; the message says where.
-        """
+        """Encode ``value`` under ``name``; a CheckpointError says where what is neither JSON nor a tensor is."""
         tensors: dict[str, Tensor] = {}
         self.encoded[name] = _encode(value, (name,), tensors)
         self.tensors |= tensors
 
     def get(self, name: str) -> Any:
-        """The value put under ``name``, new objects each time; tensors are on the CPU.
-
-        Raises:
-            CheckpointError: what a file has there is no encoded value.
-        """
+        """Decode the value put under ``name``, new objects each time; tensors are on the CPU."""
         try:
             return self._decode(self.encoded[name])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{name}: is no value of a checkpoint ({type(error).__name__}: {error})") from error
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Decode all values whose names begin with ``prefix``, by the rest of the name."""
+        return {name.removeprefix(prefix): self.get(name) for name in self.encoded if name.startswith(prefix)}
 
     def __contains__(self, name: str) -> bool:
         return name in self.encoded
 
     def drop(self, name: str) -> None:
         """Forget ``name`` and its tensors."""
-        for key in self._keys(self.encoded.pop(name)):
+        for key in _keys(self.encoded.pop(name)):
             del self.tensors[key]
 
     def update(self, other: Values) -> None:
         """Take what ``other`` has, in the order there is here."""
-        for name, encoded in other.encoded.items():
-            for key in self._keys(self.encoded.get(name)):
-                self.tensors.pop(key, None)
-            self.encoded[name] = encoded
+        for name in self.encoded.keys() & other.encoded.keys():
+            for key in _keys(self.encoded[name]):
+                del self.tensors[key]
+        self.encoded |= other.encoded
         self.tensors |= other.tensors
 
     def digests(self) -> dict[str, str]:
-        """Name -> a digest that is equal where values are, bit for bit."""
-        found = {}
+        """Map each name to a digest that is equal where values are, bit for bit."""
+        digests = {}
         for name, encoded in self.encoded.items():
             text = json.dumps(encoded, sort_keys=True).encode()
-            tensors = save({key: self.tensors[key] for key in self._keys(encoded)})
-            found[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + tensors).hexdigest()
-        return found
-
-    # ------------------------------------------------------------------ files
+            tensors = save({key: self.tensors[key] for key in _keys(encoded)})
+            digests[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + tensors).hexdigest()
+        return digests
 
     def write(self, base: Path) -> list[Path]:
-        """Write ``base.json``, and ``base.safetensors`` if there are tensors; returns the files."""
+        """Write ``base.json``, and ``base.safetensors`` if there are tensors; return the files."""
         files = [base.with_suffix(".json")]
         write_bytes(files[0], json.dumps(self.encoded, allow_nan=False).encode())
         if self.tensors:
@@ -103,15 +90,7 @@ class Values:
 
     @classmethod
     def read(cls, folder: Path, base: str, files: Container[str]) -> Values:
-        """What :meth:`write` wrote.
-
-        Args:
-            folder: of the checkpoint.
-            base: in it, without an ending.
-            files: names that may be opened; where ``base.safetensors`` is not among them there are no tensors.
-        Raises:
-            CheckpointError: the files are missing, or not what it writes; the message names them.
-        """
+        """Read what :meth:`write` wrote as ``base`` in ``folder``, of which no others than ``files`` are opened."""
         name = f"{base}.json"
         try:
             with open_within(folder, name) as file:
@@ -121,10 +100,9 @@ class Values:
                 name = f"{base}.safetensors"
                 with open_within(folder, name) as file:
                     tensors = load(file.read())
-            found = cls(encoded, tensors)
-            if not isinstance(encoded, dict) or not set(found._keys(encoded)) <= tensors.keys():
+            if not isinstance(encoded, dict) or not set(_keys(encoded)) <= tensors.keys():
                 raise ValueError(f"{base}.json does not fit {base}.safetensors")
-            return found
+            return cls(encoded, tensors)
         except CheckpointError:
             raise
         except Exception as error:  # SafetensorError is not an OSError
@@ -149,37 +127,34 @@ class Values:
         pairs = {self._decode(key): self._decode(item) for key, item in encoded["items"]}
         return Counter(pairs) if kind == "counter" else pairs
 
-    def _keys(self, encoded: Any) -> list[str]:
-        """The keys of all tensors in an encoded value."""
-        if isinstance(encoded, dict) and encoded.get(_MARK) == "tensor":
-            return [encoded["at"]]
-        inner = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
-        return [key for item in inner for key in self._keys(item)]
+
+def _keys(encoded: Any) -> list[str]:
+    """List the keys of all tensors in an encoded value."""
+    if isinstance(encoded, dict) and encoded.get(_MARK) == "tensor":
+        return [encoded["at"]]
+    inner = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
+    return [key for item in inner for key in _keys(item)]
 
 
-# ------------------------------------------------------------------------------------------ one value
-
-
-def _encode(value: object, where: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """``value`` in encoded form, whose tensors join ``tensors``; ``where`` is the name and the path from there."""
+def _encode(value: Any, where: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    """Encode ``value``, whose tensors join ``tensors``; ``where`` is the name and the path from there."""
     kind = type(value)
-    if isinstance(value, int) and kind is int:  # the number of decimal digits that are read is limited
+    if kind is int:  # the number of decimal digits that are read is limited
         return value if value.bit_length() < _PLAIN else {_MARK: "int", "value": hex(value)}
     if value is None or kind in (bool, str):
         return value
-    if isinstance(value, float) and kind is float:
+    if kind is float:
         return value if math.isfinite(value) else {_MARK: "float", "value": str(value)}
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and is_storable(value):
         key = f"{where[0]}/{len(tensors)}"
         tensors[key] = value.detach().to("cpu", copy=True).contiguous()
         return {_MARK: "tensor", "at": key}
-    if isinstance(value, (list, tuple)) and kind in (list, tuple):
+    if kind in (list, tuple):
         items = [_encode(item, (*where, f"[{i}]"), tensors) for i, item in enumerate(value)]
         return items if kind is list else {_MARK: "tuple", "items": items}
-    if isinstance(value, dict) and kind in (*_DICTS, Counter):
-        plain = kind is not Counter and all(type(key) is str and key != _MARK for key in value)
-        if plain:
-            return {key: _encode(item, (*where, f".{key}"), tensors) for key, item in value.items()}
+    if kind in (dict, OrderedDict, defaultdict) and all(type(key) is str and key != _MARK for key in value):
+        return {key: _encode(item, (*where, f".{key}"), tensors) for key, item in value.items()}
+    if kind in (dict, OrderedDict, defaultdict, Counter):
         pairs = [
             [_encode(key, (*where, ", a key"), tensors), _encode(item, (*where, f"[{key!r}]"), tensors)]
             for key, item in value.items()
@@ -187,7 +162,7 @@ def _encode(value: object, where: tuple[str, ...], tensors: dict[str, Tensor]) -
         return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
     what = f"{kind.__qualname__} ({value.layout}, {value.dtype})" if isinstance(value, Tensor) else kind.__qualname__
     raise CheckpointError(
-        f"{''.join(where)} = {shortened(repr(value), _SHOWN)}: a {what} is neither JSON nor a tensor that safetensors "
+        f"{''.join(where)} = {shown(value)}: a {what} is neither JSON nor a tensor that safetensors "
         "holds, and checkpoints hold nothing else; convert it, e.g. with float(), list(), full_tensor(), to_dense(), "
         "view_as_real() or torch.from_numpy()"
     )

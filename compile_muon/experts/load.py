@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_muon.errors import listed
-from compile_muon.files.safetensors import TensorFacts
-from compile_muon.files.tensors import Box
+from compile_muon.files.tensors import Box, TensorFacts
 
 __all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
 

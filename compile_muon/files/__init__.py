@@ -1,5 +1,5 @@
-"""Tensors in files, which checkpoints and whole weights use.
+"""Tensors in files, for checkpoints and whole weights.
 
-``safetensors`` writes them, and nothing else does; ``tensors`` reads what a rank wants of them, and saves what each
-rank holds; ``tensor_folder`` is Hugging Face's layout of a folder of them; ``disk`` is what all need of a file system.
+``tensors`` writes and reads the files; ``tensor_folder`` is Hugging Face's layout of a folder; ``disk`` is the file
+system.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -15,51 +14,31 @@ from torch import Tensor
 
 from compile_muon.errors import DamagedError
 
-__all__ = [
-    "memory_in_file",
-    "new_file",
-    "new_mode",
-    "open_plain",
-    "open_within",
-    "sync_folder",
-    "unnamed_file",
-    "write_bytes",
-]
+__all__ = ["memory_in_file", "new_file", "open_plain", "open_within", "sync", "unnamed_file", "write_bytes"]
 
 
 def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
-    """Open a plain file to read it, and nothing else: a pipe would be waited for, a device may do anything.
+    """Open a plain file for reading: opening a pipe would wait, and opening a device may do anything.
 
-    Args:
-        links: follow them. Caches of weights are made of links; in a checkpoint one may lead anywhere.
-    Raises:
-        DamagedError: it is missing, or no plain file.
+    Follow ``links`` only where told: caches of weights are made of links; in a checkpoint one may lead anywhere.
     """
     try:
-        status = os.stat(path) if links else os.lstat(path)  # ahead of open(), which rewinds a tape
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{path}: is not a plain file")
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+        # Ahead of open(), which rewinds a tape; and after it, for a file that was put there in between.
+        if stat.S_ISREG((os.stat(path) if links else os.lstat(path)).st_mode):
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+            if stat.S_ISREG(os.fstat(handle).st_mode):
+                return os.fdopen(handle, "rb")
+            os.close(handle)
     except FileNotFoundError:
         raise DamagedError(f"{path}: is missing") from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedError(f"{path}: is not a plain file") from None
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):  # put there in between
-        os.close(handle)
-        raise DamagedError(f"{path}: is not a plain file")
-    return os.fdopen(handle, "rb")
+        if error.errno != errno.ELOOP:
+            raise
+    raise DamagedError(f"{path}: is not a plain file")
 
 
 def open_within(folder: Path, name: str) -> BinaryIO:
-    """Open a plain file in plain folders inside of a plain ``folder``, no link on the way.
-
-    Args:
-        name: with slashes between its parts.
-    Raises:
-        DamagedError: something on the way is missing, or is something else.
-    """
+    """Open a plain file in plain folders inside of a plain ``folder``, no link on the way."""
     *folders, last = name.split("/")
     for part in ("", *folders):
         folder = folder / part
@@ -73,30 +52,12 @@ def open_within(folder: Path, name: str) -> BinaryIO:
 
 
 def new_file(path: Path, *, replace: bool = False) -> BinaryIO:
-    """Make a file to write, through no link.
-
-    Args:
-        replace: a plain file of that name goes first.
-    Raises:
-        FileExistsError: something is there: with ``replace``, a link, a folder, a pipe.
-    """
+    """Make a file to write, through no link; with ``replace`` in place of a plain one, and of nothing else."""
     if replace and os.path.lexists(path):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise FileExistsError(errno.EEXIST, "is in the way, and no plain file; move it", str(path))
         os.unlink(path)
     return open(path, "xb")
-
-
-def new_mode(folder: Path) -> int:
-    """Who may read and write a new file in ``folder``, for files that a library made for their owner alone.
-
-    The kernel is asked, by an empty file: os.umask() tells its value only by setting another, for all threads.
-    """
-    probe = folder / f".mode-{secrets.token_hex(8)}.tmp"
-    with open(probe, "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    probe.unlink()
-    return mode
 
 
 def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
@@ -107,9 +68,9 @@ def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk: its files' own fsync does not."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Have a file on the disk, or the names in a folder: the fsync of its files does not cover names."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -117,24 +78,14 @@ def sync_folder(path: Path) -> None:
 
 
 def unnamed_file(folder: Path, nbytes: int) -> int:
-    """Open a new file of that size without a name, all of it allocated; it goes when it is closed."""
-    try:
-        file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-        file, name = tempfile.mkstemp(dir=folder)
-        os.unlink(name)
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+    """Open a new file of that size without a name, all of it allocated; the file goes when it is closed."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return os.dup(file.fileno())
 
 
 def memory_in_file(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A new tensor in a file without a name, whose pages the kernel may write there; the file goes with the tensor."""
+    """Make a tensor in a file without a name, where the kernel may keep its pages; the file goes with the tensor."""
     if not (size := shape.numel()):
         return torch.empty(shape, dtype=dtype, device="cpu")
     file = unnamed_file(folder, size * dtype.itemsize)

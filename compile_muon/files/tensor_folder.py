@@ -1,4 +1,4 @@
-"""Hugging Face's layout on the disk: how files of tensors are named, an index of them, and what is in a folder."""
+"""Hugging Face's layout on the disk: names of files of tensors, their index, and how a folder of them is replaced."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compile_muon.errors import CheckpointError, config_error
-from compile_muon.files.disk import open_plain, sync_folder, write_bytes
-from compile_muon.files.safetensors import TensorFacts, nbytes
-from compile_muon.files.tensors import Reader
+from compile_muon.files.disk import open_plain, sync, write_bytes
+from compile_muon.files.tensors import Reader, TensorFacts
 
 __all__ = ["FILE", "INDEX", "batches", "parse_size", "place", "reader_of", "split"]
 
@@ -26,25 +25,21 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of Hugging Face's sizes, powers of ten.
-
-    Raises:
-        ConfigError: it is neither a positive number nor one with a unit.
+    """Read Hugging Face's sizes, in powers of ten, as bytes.
 
     >>> parse_size("5GB")
     5000000000
     """
     match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?B|)\s*", str(size).upper())
-    found = 0 if match is None else int(match[1]) * _UNITS[match[2].removesuffix("B") + "B" if match[2] else ""]
-    if isinstance(size, bool) or found <= 0:
+    nbytes = 0 if match is None else int(match[1]) * _UNITS[match[2].removesuffix("B") + "B" if match[2] else ""]
+    if isinstance(size, bool) or nbytes <= 0:
         raise config_error("max_shard_size", size, "is not a size", 'give bytes, or a string like "500MB" or "5GB"')
-    return found
+    return nbytes
 
 
 def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """``items`` in their order, as many at a time as have up to ``limit`` bytes, or one that is larger."""
-    batch: list[T] = []
-    size = 0
+    """Group ``items``, in their order: as many at a time as have up to ``limit`` bytes, or one that is larger."""
+    batch, size = list[T](), 0
     for item in items:
         if batch and size + size_of(item) > limit:
             yield batch
@@ -56,54 +51,45 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iter
 
 
 def split(facts: Mapping[str, TensorFacts], limit: int) -> dict[str, list[str]]:
-    """Which tensors go into which file: in their order, up to ``limit`` bytes each or one that is larger.
+    """Name the files, and the tensors in each: in their order, up to ``limit`` bytes, or one tensor that is larger.
 
-    As huggingface_hub's ``split_torch_state_dict_into_shards``, which wants the tensors themselves.
+    huggingface_hub's ``split_torch_state_dict_into_shards`` does the same, and wants the tensors themselves.
     """
-    files = list(batches(facts, lambda name: nbytes(facts[name]), limit))
+    files = list(batches(facts, lambda name: facts[name].nbytes, limit))
     if len(files) <= 1:
         return {FILE: [*facts]}
-    stem, _, suffix = FILE.rpartition(".")
-    return {f"{stem}-{i:05d}-of-{len(files):05d}.{suffix}": names for i, names in enumerate(files, 1)}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-# ------------------------------------------------------------------------------------------ what is in a folder
-
-
-def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> None:
-    """Give what was written as ``NAME.tmp`` its names, and take away what another save left; the index goes last.
+def place(folder: Path, facts: Mapping[str, TensorFacts], files: Mapping[str, Iterable[str]]) -> None:
+    """Give ``files``, written as ``NAME.tmp``, their names, and remove what another save left; the index goes last.
 
     Killed on the way, the folder holds the old weights, the new ones, or none that a loader finds: while names change
-    there is no index, so nothing is put together of old files and new ones.
+    there is no index, so no loader puts old files and new ones together.
     """
-    files = list(files)
-    if index is not None:
+    if len(files) > 1:
+        index: dict[str, Any] = {"metadata": {"total_size": sum(fact.nbytes for fact in facts.values())}}
+        index["weight_map"] = {name: file for file, names in files.items() for name in names}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_bytes(folder / f"{INDEX}.tmp", text.encode(), replace=True)
     (folder / INDEX).unlink(missing_ok=True)
     if FILE not in files:
         (folder / FILE).unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
     for name in files:
         os.replace(folder / f"{name}.tmp", folder / name)
-    sync_folder(folder)
-    if index is not None:
+    sync(folder)
+    if len(files) > 1:
         os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
     for entry in list(folder.iterdir()):
         ours = _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX)
         if ours and (entry.is_file() or entry.is_symlink()):
             entry.unlink()
-    sync_folder(folder)
+    sync(folder)
 
 
 def reader_of(folder: Path) -> Reader:
-    """Of the weights in a folder: ``model.safetensors``, or what ``model.safetensors.index.json`` names.
-
-    Args:
-        folder: as ``save_pretrained`` writes it, ours or Hugging Face's.
-    Raises:
-        CheckpointError: it holds no such weights, or a file is missing or damaged, or rows of a tensor are in none.
-    """
+    """Open the weights in a folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names."""
     if (folder / FILE).is_file():
         return Reader(folder, [FILE], links=True)  # caches are made of links
     index = folder / INDEX

@@ -1,175 +1,174 @@
-"""Tensors in files, by torch.distributed.checkpoint and its Hugging Face (safetensors) storage.
+"""Files of tensors (https://huggingface.co/docs/safetensors): written in pieces, read in parts, shared among ranks.
 
-It plans who writes what (a tensor that all ranks hold is written once), keeps the place of each shard in the headers,
-and plans which parts to read, whatever parts were written. Its own metadata file, a pickle, does not exist in this
-storage. One file per rank, written tensor by tensor from where they are, and flushed. Files are opened here, and what
-their headers say is believed of no row that is nowhere, or twice and different.
+The library writes a file from a dictionary of whole tensors, and torch's HuggingFaceStorageWriter makes a rank's file
+in memory, twice. Ranks hold parts of weights, so headers are made here: a length of 8 bytes, JSON padded with spaces to
+a multiple of 8, the data. The library alone reads headers.
+
+Files of a checkpoint are as torch's writer makes them: one for each rank, the place of each shard in its header. Its
+planners are not used: a reader for them turns headers into metadata, and boxes into requests, in 90 lines, where a loop
+over the parts that two boxes have in common takes 15. A header's word is not enough: rows must be somewhere, and
+nowhere twice and different.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import CheckpointError, MuonZeroError, listed
-from compile_muon.files.disk import open_plain, open_within
-from compile_muon.files.safetensors import TensorFacts, write_whole
-from compile_muon.passes.language.spec import encode_dtype
+from compile_muon.agreement.together import Ranks
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.files.disk import new_file, open_plain, open_within
+from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 
-__all__ = ["Box", "Reader", "converted", "read_boxes", "read_tensors", "write_tensors"]
+__all__ = [
+    "Box",
+    "Reader",
+    "TensorFacts",
+    "converted",
+    "is_storable",
+    "new_tensor_file",
+    "ordered",
+    "read_tensors",
+    "write_tensors",
+    "write_whole",
+]
 
-#: where torch's writer keeps the first index of each shard, in a header's metadata
+#: torch's names in a header's metadata for the first index of each shard
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
+#: the indices of a part of a tensor, a range for each dim
+Indices = tuple[range, ...]
 
-class _Writer(HuggingFaceStorageWriter):
-    """Notes which file this rank writes, and writes it from the tensors' own memory.
 
-    torch's makes the whole file in memory first, twice, and holds the interpreter meanwhile (seen on 2.11 to 2.14).
-    """
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape and dtype (torch's name without ``torch.``) of a whole tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.written: set[str] = set()
+    shape: tuple[int, ...]
+    dtype: str
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])  # read by nobody where no metadata file is written
-        if not plan.items:
-            return done
-        tensors, offsets = {}, {}
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous()
-            assert item.tensor_data is not None
-            tensors[item.index.fqn] = tensor
-            offsets[item.index.fqn] = {_OFFSETS: item.tensor_data.chunk.offsets}
-        name = f"shard-{plan.storage_data['shard_index']:05}-model-00001-of-00001.safetensors"
-        # As torch's reader expects it; nobody's is written over, nor through a link.
-        write_whole(Path(self.path) / name, tensors, {_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"})
-        self.written = {name}
-        return done
+    @staticmethod
+    def of(tensor: Tensor) -> TensorFacts:
+        """Describe ``tensor``."""
+        return TensorFacts(tuple(tensor.shape), encode_dtype(tensor.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its data."""
+        return math.prod(self.shape) * decode_dtype(self.dtype).itemsize
+
+
+@functools.cache
+def _code(dtype: str) -> str:
+    """Look up safetensors' word for a dtype in a file of the library's."""
+    from safetensors.torch import save  # importing compile_muon stays lean
+
+    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype), device="cpu")})
+    return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Tell whether the tensor is dense, and of a dtype for which safetensors has a word."""
+    try:
+        return tensor.layout is torch.strided and _code(encode_dtype(tensor.dtype)) != ""
+    except KeyError:  # e.g. complex128
+        return False
+
+
+def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:
+    """Put wide dtypes first, as in files: every tensor then begins at a multiple of its item size."""
+    return dict(sorted(facts.items(), key=lambda item: (-decode_dtype(item[1].dtype).itemsize, item[0])))
 
 
 @contextmanager
-def _our_errors() -> Iterator[None]:
-    """One line for each rank, instead of their tracebacks; a BaseException would pass by who catches errors."""
-    # catch_warnings is not for threads.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    try:
-        yield
-    except CheckpointException as error:
-        said = {
-            rank: str(cause) if isinstance(cause, MuonZeroError) else f"{type(cause).__name__}: {cause}"
-            for rank, (cause, _) in sorted(error.failures.items())
-        }
-        alone = list(said) == [0]
-        text = "; ".join(text if alone else f"rank {rank}: {text}" for rank, text in said.items())
-        raise CheckpointError(text) from error
+def new_tensor_file(
+    path: Path, facts: Mapping[str, TensorFacts], metadata: Mapping[str, str] = {}, *, replace: bool = True
+) -> Iterator[Callable[[Tensor], object]]:
+    """Open a new file that takes the bytes of its tensors (1-D uint8 on the CPU) in the order of ``facts``.
 
-
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[Path]:
-    """Write ``tensors`` (on the CPU; DTensors by their shards); collective over ``group``.
-
-    Returns:
-        The files that this rank wrote.
-    Raises:
-        CheckpointError: on every rank, naming those that failed.
+    The file is on the disk when the block ends. See :func:`~compile_muon.files.disk.new_file` for ``replace``.
     """
-    writer = _Writer(folder)
-    with _our_errors():
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-    return [folder / name for name in sorted(writer.written)]
+    entries: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
+    end = 0
+    for name, fact in facts.items():
+        start, end = end, end + fact.nbytes
+        entries[name] = {"dtype": _code(fact.dtype), "shape": fact.shape, "data_offsets": (start, end)}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path, replace=replace) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield lambda piece: file.write(piece.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+        assert file.tell() == 8 + len(text) + end, f"{path}: has {file.tell()} bytes, not those of its header"
+
+
+def write_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:
+    """Write a new file of tensors on the CPU, from the memory that they are in."""
+    facts = ordered({name: TensorFacts.of(tensor) for name, tensor in tensors.items()})
+    with new_tensor_file(path, facts, metadata, replace=False) as write:
+        for name in facts:
+            write(tensors[name].detach().reshape(-1).view(torch.uint8))
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a stored tensor to read.
-
-    Args:
-        stored: the tensor's name.
-        offsets: of the part.
-        target: of the part's shape and any dtype; is written in place.
-    """
+    """A part of a stored tensor: its name, the first index of the part, and a target of the part's shape, any dtype."""
 
     stored: str
     offsets: tuple[int, ...]
     target: Tensor
 
 
-class _BoxPlanner(DefaultLoadPlanner):
-    """Reads boxes, where torch's own reads what a DTensor holds of the tensor of its name."""
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        super().__init__()
-        self._boxes = {(box.stored, torch.Size(box.offsets)): box.target for box in boxes}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for (stored, offsets), target in self._boxes.items():
-            facts = self.metadata.state_dict_metadata[stored]
-            assert isinstance(facts, TensorStorageMetadata)
-            if target.numel():
-                box = ChunkStorageMetadata(offsets, target.shape)
-                items += create_read_items_for_chunk_list(stored, facts, [box])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._boxes[index.fqn, index.offset]
+def _box_of(name: str, tensor: Tensor) -> Box:
+    """Describe what this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return Box(name, (0,) * tensor.ndim, tensor.detach())
+    chunk = cast(Any, tensor).__create_chunk_list__()[0]
+    return Box(name, tuple(chunk.offsets), tensor._local_tensor.detach())
 
 
-def read_boxes(boxes: Sequence[Box], reader: Reader) -> None:
-    """Read ``boxes``, each another part, cast to the dtypes of their targets; not collective.
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Path]:
+    """Write this rank's share of ``tensors``, on the CPU, into one file, and return its path; collective.
 
-    Raises:
-        CheckpointError: a file is damaged, or a number is another one in that dtype.
+    Of several ranks with one part, the one with the least to write takes the part. A rank without a share has no file.
     """
-    if not boxes:
-        return
-    with _our_errors():
-        dcp.load({}, storage_reader=reader, planner=_BoxPlanner(boxes), no_dist=True)
+    boxes = [_box_of(name, tensor) for name, tensor in tensors.items()]
+    holders = defaultdict[tuple[str, tuple[int, ...], int], list[int]](list)
+    for rank, parts in enumerate(ranks.gather([(box.stored, box.offsets, box.target.nbytes) for box in boxes])):
+        for part in parts:
+            holders[part].append(rank)
+    load, mine = [0] * ranks.world, dict[str, tuple[int, ...]]()
+    for (name, offsets, size), candidates in holders.items():
+        writer = min(candidates, key=load.__getitem__)
+        load[writer] += size or 1
+        if writer == ranks.rank:
+            mine[name] = offsets
+    if not mine:
+        return []
+    path = folder / f"shard-{ranks.rank + 1:05}-model-00001-of-00001.safetensors"
+    info = json.dumps({name: {_OFFSETS: offsets} for name, offsets in mine.items()})
+    share = {box.stored: box.target for box in boxes if box.stored in mine}
+    write_whole(path, share, {_INFO: info, "DCP_VERSION": "1.0"})
+    return [path]
 
 
-def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
-    """Read into ``tensors``, in place, what each of them holds of the tensor of its name; not collective.
-
-    Raises:
-        CheckpointError: a name is missing, or has another shape or dtype.
-    """
-    reader.check({name: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for name, t in tensors.items()})
-    if tensors:
-        with _our_errors():
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-
-
-# ------------------------------------------------------------------------------------------ files and their headers
+def read_tensors(reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+    """Read into ``tensors``, in place, what this rank holds of the stored tensors of these names, shapes and dtypes."""
+    reader.check({name: TensorFacts.of(tensor) for name, tensor in tensors.items()})
+    reader.read(_box_of(name, tensor) for name, tensor in tensors.items())
 
 
 @dataclass(frozen=True)
@@ -177,90 +176,65 @@ class _Piece:
     """A part of a tensor in a file; ``cut`` if the header says which."""
 
     file: str
-    box: tuple[range, ...]
+    box: Indices
     dtype: torch.dtype
     cut: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(map(len, self.box))
 
+class Reader:
+    """Safetensors files in a folder, as their headers say; ``facts`` describe each whole tensor.
 
-class Reader(FileSystemReader):
-    """Reads safetensors files of a folder, those that the caller knows of; headers once.
-
-    Args:
-        folder: that holds them.
-        files: their names, with slashes between folders.
-        links: whether to follow them.
-        places: the file of a tensor, where an index says so; it decides where several have one of that name.
-    Attributes:
-        facts: of each whole tensor.
-    Raises:
-        CheckpointError: a file is missing, damaged or no plain one; of a tensor that it says, rows are in no file, or
-            in two and different there.
+    Only ``files`` are opened, by names with slashes between folders. ``places`` are the files of tensors where an index
+    says so, for names that are in several files. A CheckpointError names a file that is missing, damaged or no plain
+    one, and rows of a tensor that are in no file, or in two and different there.
     """
 
     def __init__(
-        self, folder: Path, files: Iterable[str], *, links: bool = False, places: Mapping[str, str] | None = None
+        self, folder: Path, files: Iterable[str], *, links: bool = False, places: Mapping[str, str] = {}
     ) -> None:
-        super().__init__(str(folder))
         self._folder, self._links = folder, links
-        pieces: dict[str, list[_Piece]] = {}
+        self._pieces = defaultdict[str, list[_Piece]](list)
         for name in files:
             with self._opened(name) as stored:
-                for key, piece in self._pieces(name, stored):
-                    pieces.setdefault(key, []).append(piece)
+                for key, piece in self._header(name, stored):
+                    self._pieces[key].append(piece)
         self.facts: dict[str, TensorFacts] = {}
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self.storage_data: dict[MetadataIndex, str] = {}  # torch's own: the file, by name and first index
-        for key, parts in pieces.items():
-            self._put_together(key, _chosen(key, parts, (places or {}).get(key)))
-        for key, place in (places or {}).items():
-            if key not in pieces:
+        for key in self._pieces:
+            self._put_together(key, places.get(key))
+        for key, place in places.items():
+            if key not in self.facts:
                 raise CheckpointError(f"{folder}: the index names {key}, which is in none of its files, not in {place}")
 
     def check(self, expected: Mapping[str, TensorFacts]) -> None:
-        """Compare the headers with what somebody else says of these tensors.
-
-        Raises:
-            CheckpointError: listing what differs.
-        """
+        """Compare the headers with what somebody else says of these tensors; one error lists what differs."""
         problems = []
         for name, wanted in expected.items():
-            found = self.facts.get(name)
-            if found is None:
+            stored = self.facts.get(name)
+            if stored is None:
                 problems.append(f"{name}: is in no file")
-            elif found != wanted:
-                there, said = (f"{facts.dtype} {list(facts.shape)}" for facts in (found, wanted))
+            elif stored != wanted:
+                there, said = (f"{facts.dtype} {list(facts.shape)}" for facts in (stored, wanted))
                 problems.append(f"{name}: is {there} in the files, {said} is expected")
         if problems:
             raise CheckpointError(f"{self._folder}: {listed(problems)}")
 
-    def read_metadata(self) -> Metadata:
-        """What torch's planners go by."""
-        return Metadata(dict(self._tensors), storage_data=self.storage_data)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a planner wants, file by file."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index], []).append(item)
-        for name, items in by_file.items():
+    def read(self, boxes: Iterable[Box]) -> None:
+        """Read ``boxes``, file by file, :func:`converted` to the dtypes of their targets."""
+        wanted = defaultdict[str, list[tuple[Box, _Piece, Indices]]](list)
+        for box in boxes:
+            indices = _indices(box.offsets, box.target.shape)
+            for piece in self._pieces[box.stored]:
+                if _size(both := _common(indices, piece.box)):
+                    wanted[piece.file].append((box, piece, both))
+        for name, requests in wanted.items():
             with self._opened(name) as stored:
-                for item in items:
-                    self._read(stored, item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                for box, piece, both in requests:
+                    target = box.target[_within(both, _indices(box.offsets, box.target.shape))]
+                    target.copy_(converted(box.stored, self._part(stored, box.stored, piece, both), target.dtype))
 
     @staticmethod
-    def _read(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
-        ends = zip(item.storage_offsets, item.lengths, strict=True)
-        part = stored.get_slice(item.storage_index.fqn)[tuple(slice(start, start + size) for start, size in ends)]
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(converted(item.storage_index.fqn, part, target.dtype))
-        planner.commit_tensor(item, target)
+    def _part(stored: Any, name: str, piece: _Piece, box: Indices) -> Tensor:
+        return stored.get_slice(name)[_within(box, piece.box)]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -269,16 +243,18 @@ class Reader(FileSystemReader):
         path = self._folder / name
         with open_plain(path, links=True) if self._links else open_within(self._folder, name) as file:
             try:
-                stored = safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt")
+                source = f"/proc/self/fd/{file.fileno()}"
+                with safe_open(source, framework="pt") as stored, torch.device("cpu"):  # whatever the default device is
+                    yield stored
+            except CheckpointError:
+                raise
             except Exception as error:  # SafetensorError is not an OSError
                 raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
-            with stored, torch.device("cpu"):  # whatever the default device is
-                yield stored
 
-    def _pieces(self, name: str, stored: Any) -> Iterator[tuple[str, _Piece]]:
+    def _header(self, name: str, stored: Any) -> Iterator[tuple[str, _Piece]]:
         from safetensors.torch import _getdtype
 
-        path, info = self._folder / name, (stored.metadata() or {}).get(_INFO)
+        info = (stored.metadata() or {}).get(_INFO)
         try:
             cuts = None if info is None else json.loads(info)
             for key in stored.keys():  # noqa: SIM118, no dictionary
@@ -287,123 +263,113 @@ class Reader(FileSystemReader):
                 first = [0] * len(shape) if cuts is None else cuts[key][_OFFSETS]
                 if len(first) != len(shape) or not all(type(n) is int and 0 <= n < 2**62 for n in first):
                     raise ValueError(f"{_OFFSETS} = {first!r} of {key!r} is no place of a shard {shape}")
-                box = tuple(range(start, start + size) for start, size in zip(first, shape, strict=True))
-                yield key, _Piece(name, box, _getdtype(part.get_dtype()), cuts is not None)
+                yield key, _Piece(name, _indices(first, shape), _getdtype(part.get_dtype()), cuts is not None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: its header says nonsense ({type(error).__name__}: {error})") from error
+            said = f"its header says nonsense ({type(error).__name__}: {error})"
+            raise CheckpointError(f"{self._folder / name}: {said}") from error
 
-    def _put_together(self, name: str, pieces: list[_Piece]) -> None:
+    def _put_together(self, name: str, place: str | None) -> None:
+        """Keep the pieces that make the whole of a tensor, large ones first; an index means those of ``place``."""
+        pieces = self._pieces[name]
+        if place is not None:
+            meant = [piece for piece in pieces if piece.file == place]
+            if not meant:
+                raise CheckpointError(f"{name}: the index has it in {place}, and it is in {_files(pieces)}")
+            pieces = [piece for piece in pieces if piece.cut] if meant[0].cut else meant
         if len({(len(piece.box), piece.dtype) for piece in pieces}) > 1:
             raise CheckpointError(f"{self._folder}: {name} has several dtypes, or numbers of dims: {_files(pieces)}")
         shape = tuple(max(part.stop for part in parts) for parts in zip(*(p.box for p in pieces), strict=True))
-        left = [tuple(map(range, shape))]
-        kept: list[_Piece] = []
-        for piece in sorted(pieces, key=lambda piece: -math.prod(piece.shape)):
-            rest = list(_without(left, piece.box))
-            if _size(left) - _size(rest) < math.prod(piece.shape):
+        missing, kept = [tuple(map(range, shape))], list[_Piece]()
+        for piece in sorted(pieces, key=lambda piece: -_size(piece.box)):
+            rest = [part for box in missing for part in _without(box, piece.box)]
+            new = sum(map(_size, missing)) - sum(map(_size, rest))
+            if new < _size(piece.box):
                 self._compare(name, piece, kept)
-            if _size(rest) < _size(left) or not kept:
+            if new or not kept:
                 kept.append(piece)
-            left = rest
-        if _size(left):
-            where = ", ".join(f"{part.start}:{part.stop}" for part in left[0])
+            missing = rest
+        if any(map(_size, missing)):
+            where = ", ".join(f"{part.start}:{part.stop}" for part in missing[0])
             raise CheckpointError(
                 f"{self._folder}: {name}[{where}] is in none of the files, which hold other rows of {list(shape)}; "
                 "take a copy that is whole"
             )
-        first = [torch.Size(part.start for part in piece.box) for piece in kept]
-        if len(set(first)) < len(first):
-            raise CheckpointError(f"{self._folder}: {name} has two parts that begin at one place: {_files(kept)}")
+        self._pieces[name] = kept
         self.facts[name] = TensorFacts(shape, encode_dtype(kept[0].dtype))
-        chunks = [ChunkStorageMetadata(at, torch.Size(p.shape)) for at, p in zip(first, kept, strict=True)]
-        properties = TensorProperties(dtype=kept[0].dtype)
-        self._tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-        self.storage_data |= {MetadataIndex(name, at): p.file for at, p in zip(first, kept, strict=True)}
 
-    def _compare(self, name: str, piece: _Piece, others: Sequence[_Piece]) -> None:
-        """Whether ``piece`` has the bits that others have in the same places."""
+    def _compare(self, name: str, piece: _Piece, others: Iterable[_Piece]) -> None:
+        """Compare the bits that ``piece`` and others have in the same places."""
         for other in others:
-            both = _common(piece.box, other.box)
-            if not all(map(len, both)):
+            if not _size(both := _common(piece.box, other.box)):
                 continue
-            one, two = (self._bytes(name, each, both) for each in (piece, other))
-            if not torch.equal(one, two):
+            values = []
+            for holder in (piece, other):
+                with self._opened(holder.file) as stored:
+                    part = self._part(stored, name, holder, both)
+                    values.append(part.contiguous().reshape(-1).view(torch.uint8).clone())
+            if not torch.equal(*values):
                 raise CheckpointError(
                     f"{self._folder}: {name} has two values in the same place, in {_files([other, piece])}; take away "
                     "the file that is not meant"
                 )
-
-    def _bytes(self, name: str, piece: _Piece, box: tuple[range, ...]) -> Tensor:
-        within = zip(box, piece.box, strict=True)
-        with self._opened(piece.file) as stored:
-            part = stored.get_slice(name)[tuple(slice(b.start - p.start, b.stop - p.start) for b, p in within)]
-            return part.contiguous().reshape(-1).view(torch.uint8).clone()
 
 
 def _files(pieces: Iterable[_Piece]) -> str:
     return " and ".join(dict.fromkeys(piece.file for piece in pieces))
 
 
-def _chosen(name: str, pieces: list[_Piece], place: str | None) -> list[_Piece]:
-    """Those that an index means: of a tensor in one piece, that of ``place``."""
-    if place is None:
-        return pieces
-    own = [piece for piece in pieces if piece.file == place]
-    if not own:
-        raise CheckpointError(f"{name}: the index has it in {place}, and it is in {_files(pieces)}")
-    return [piece for piece in pieces if piece.cut] if own[0].cut else own
+def _indices(first: Iterable[int], shape: Iterable[int]) -> Indices:
+    return tuple(range(start, start + size) for start, size in zip(first, shape, strict=True))
 
 
-def _size(boxes: Iterable[tuple[range, ...]]) -> int:
-    return sum(math.prod(map(len, box)) for box in boxes)
+def _size(box: Indices) -> int:
+    return math.prod(map(len, box))
 
 
-def _common(one: tuple[range, ...], two: tuple[range, ...]) -> tuple[range, ...]:
+def _common(one: Indices, two: Indices) -> Indices:
     return tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, two, strict=True))
 
 
-def _without(boxes: Iterable[tuple[range, ...]], cut: tuple[range, ...]) -> Iterator[tuple[range, ...]]:
-    """What of ``boxes``, which have nothing in common, is outside of ``cut``."""
-    for box in boxes:
-        both = _common(box, cut)
-        if not all(map(len, both)):
-            yield box
-            continue
-        for dim, (part, inner) in enumerate(zip(box, both, strict=True)):
-            for rest in (range(part.start, inner.start), range(inner.stop, part.stop)):
-                if len(rest):
-                    yield (*both[:dim], rest, *box[dim + 1 :])
+def _within(box: Indices, outer: Indices) -> tuple[slice, ...]:
+    """Slices of ``outer`` that are ``box``."""
+    return tuple(slice(b.start - o.start, b.stop - o.start) for b, o in zip(box, outer, strict=True))
 
 
-# ------------------------------------------------------------------------------------------ other dtypes
+def _without(box: Indices, cut: Indices) -> Iterator[Indices]:
+    """Cut ``box`` into what is outside of ``cut``."""
+    both = _common(box, cut)
+    if not _size(both):
+        yield box
+        return
+    for dim, (part, inner) in enumerate(zip(box, both, strict=True)):
+        for rest in (range(part.start, inner.start), range(inner.stop, part.stop)):
+            if len(rest):
+                yield (*both[:dim], rest, *box[dim + 1 :])
 
 
 def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in another dtype, rounded to it, if no number becomes something else.
+    """Round ``value`` to another dtype.
 
-    Raises:
-        CheckpointError: it is complex and ``dtype`` is not; a finite number becomes inf or NaN; an integer does not
-            come back.
+    Refuse complex numbers as real ones, finite numbers as inf or NaN, and integers that do not come back.
     """
     if value.dtype == dtype:
         return value
     how = f"{name}: is {encode_dtype(value.dtype)}, and {encode_dtype(dtype)} is wanted"
     if value.is_complex() and not dtype.is_complex:
         raise CheckpointError(f"{how}: imaginary parts would be lost; load it into a complex parameter")
-    found = value.to(dtype)
+    rounded = value.to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        lost = ~_finite(found)
+        lost = ~_finite(rounded)
         lost = lost & _finite(value) if bool(lost.any()) else lost
         if dtype.itemsize == 1:  # has no inf, or stops at its largest number
             lost = lost | (value.abs() > 1.0625 * torch.finfo(dtype).max) & _finite(value)
     else:
-        lost = found.to(value.dtype) != value
-    if bool(lost.any()):
-        count = int(lost.sum())
+        lost = rounded.to(value.dtype) != value
+    if count := int(lost.sum()):
         raise CheckpointError(
             f"{how}, in which {count} of its {value.numel()} numbers are others (inf, or cut off); use a wider dtype"
         )
-    return found
+    return rounded
 
 
 def _finite(value: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import plan_of
-from compile_muon.weights.own_saving import save_by_class
+from compile_muon.weights.pretrained import save_by_class
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 

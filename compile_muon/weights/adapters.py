@@ -7,40 +7,40 @@ that have no memory, and only those it chose are gathered.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
-from compile_muon.files.disk import new_mode, open_plain, sync_folder
+from compile_muon.files.disk import open_plain, sync
 from compile_muon.model.full_parameters import full_parameters
 from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
+from compile_muon.weights.wire import Wire
 
 __all__ = ["has_adapters", "holds_adapters", "load_adapters", "merge_adapters", "save_adapters"]
 
-_FILE = "adapter_model.safetensors"
-
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether it is a ``PeftModel``; PEFT is not imported for the question."""
+    """Tell whether ``module`` is a ``PeftModel``; PEFT is not imported for the question."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def holds_adapters(module: Any, folder: Path) -> bool:
-    """Whether ``folder`` has what :func:`save_adapters` writes of ``module``, a ``PeftModel``."""
-    return any((_subfolder(folder, adapter) / _FILE).is_file() for adapter in module.peft_config)
+    """Tell whether ``folder`` has what :func:`save_adapters` writes of ``module``, a ``PeftModel``."""
+    return any(_file(folder, adapter).is_file() for adapter in module.peft_config)
 
 
-def _subfolder(folder: Path, adapter: str) -> Path:
-    return folder if adapter == "default" else folder / adapter
+def _file(folder: Path, adapter: str) -> Path:
+    return (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
 
 
 def merge_adapters(model: nn.Module, **how: Any) -> nn.Module:
@@ -70,79 +70,65 @@ def merge_adapters(model: nn.Module, **how: Any) -> nn.Module:
 
 
 def _names(weights: Weights, adapter: str) -> dict[str, str | None]:
-    """What PEFT calls each tensor of an adapter, to its name in the model; None for what it computes of several."""
+    """Map PEFT's name of each tensor of an adapter to its name in the model; None for what PEFT computes of several."""
     from peft import get_peft_model_state_dict
 
-    module = weights.module
     hollow = {
         name: torch.empty(entry.shape, dtype=entry.tensor.dtype, device="meta")
         for key, entry in weights.entries.items()
         for name in weights.names[key]
     }
-    found = get_peft_model_state_dict(module, state_dict=hollow, adapter_name=adapter)
+    chosen = get_peft_model_state_dict(weights.module, state_dict=hollow, adapter_name=adapter)
     by_id = {id(tensor): name for name, tensor in hollow.items()}
-    return {name: by_id.get(id(tensor)) for name, tensor in found.items()}
+    return {name: by_id.get(id(tensor)) for name, tensor in chosen.items()}
 
 
-def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> None:
-    """``PeftModel.save_pretrained`` with whole tensors, by rank 0; collective.
-
-    Raises:
-        CheckpointError: it cannot be written; on every rank.
-    """
+def save_adapters(weights: Weights, folder: Path, ranks: Wire, doing: str) -> None:
+    """Let rank 0 run ``PeftModel.save_pretrained`` with whole tensors; collective."""
     module: Any = weights.module
-    wanted: set[str] | None = set()
+    wanted: set[Any] = set()
     with ranks.together(doing):
         if ranks.rank == 0:
-            found = [name for adapter in module.peft_config for name in _names(weights, adapter).values()]
-            wanted = None if None in found else {name for name in found if name is not None}
-    state = gather(weights, ranks, doing, ranks.first(wanted))
-    with ranks.together(doing):
+            wanted = {name for adapter in module.peft_config for name in _names(weights, adapter).values()}
+    wanted = ranks.first(wanted)
+    state = gather(weights, ranks, doing, None if None in wanted else wanted)
+    with ranks.together(doing), ExitStack() as stack:
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp") as staging:
-                module.save_pretrained(staging, state_dict=state)
-                _place(Path(staging), folder)
+            staging = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp"))
+            module.save_pretrained(staging, state_dict=state)
+            files = sorted(filter(Path.is_file, Path(staging).rglob("*")), key=lambda path: path.suffix == ".json")
+            # Files get their names once they are on the disk: weights first, then what says how to read them.
+            copies = [path.with_name(f"{path.name}.copy") for path in files]
+            for path, copied in zip(files, copies, strict=True):
+                shutil.copyfile(path, copied)  # for whom the umask says: PEFT's weights are for their owner alone
+                sync(copied)
+            for path, copied in zip(files, copies, strict=True):
+                final = folder / path.relative_to(staging)
+                final.parent.mkdir(exist_ok=True)
+                os.replace(copied, final)
+                sync(final.parent)
 
 
-def _place(staging: Path, folder: Path) -> None:
-    """Give files their names once they are on the disk: weights first, then what says how to read them."""
-    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: path.suffix == ".json")
-    mode = new_mode(staging)
-    for path in files:
-        os.chmod(path, mode)  # PEFT's weights are for their owner alone
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    for path in files:
-        final = folder / path.relative_to(staging)
-        final.parent.mkdir(exist_ok=True)
-        os.replace(path, final)
-        sync_folder(final.parent)
-
-
-def load_adapters(weights: Weights, folder: Path, ranks: Ranks, *, strict: bool) -> None:
-    """Load into each adapter of the model what ``folder`` has of it; collective.
-
-    Raises:
-        CheckpointError: names or shapes do not fit, and nothing was changed then; on every rank.
-    """
+def load_adapters(weights: Weights, folder: Path, ranks: Wire, *, strict: bool) -> None:
+    """Load into each adapter of the model what ``folder`` has of it, if all names and shapes fit; collective."""
     module: Any = weights.module
     state: dict[str, Tensor] = {}
     with ranks.together(f"{folder}: nothing was loaded"):
         if ranks.rank == 0:
             for adapter in module.peft_config:
-                state |= _read(weights, adapter, _subfolder(folder, adapter), strict)
+                state |= _read(weights, adapter, _file(folder, adapter), strict)
     load_full_state_dict(module, state, strict=False)
 
 
-def _read(weights: Weights, adapter: str, folder: Path, strict: bool) -> Mapping[str, Tensor]:
-    """Of an adapter's file, by name in the model."""
+def _read(weights: Weights, adapter: str, path: Path, strict: bool) -> Mapping[str, Tensor]:
+    """Read an adapter's file, by name in the model."""
     from safetensors.torch import load
 
     names = _names(weights, adapter)
     stored: dict[str, Tensor] = {}
-    if (folder / _FILE).is_file():
-        with open_plain(folder / _FILE, links=True) as file:
+    if path.is_file():
+        with open_plain(path, links=True) as file:
             stored = load(file.read())
     if computed := [name for name, key in names.items() if key is None]:
         raise CheckpointError(

@@ -8,18 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.agreement.together import Ranks
 from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
-from compile_muon.weights.named_tensors import Entry, Weights, weights_of
-from compile_muon.weights.wire import Wire
+from compile_muon.weights.named_tensors import Weights, check_live, weights_of
+from compile_muon.weights.wire import Entry, Wire
 
 __all__ = ["full_state_dict", "gather", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.
+    """Return ``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.
 
     Returns:
         On rank 0 every parameter (master values) and persistent buffer, whole, plain, on the CPU, in memory of its own;
@@ -35,31 +34,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         return gather(weights, ranks, "full_state_dict")
 
 
-def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Whole tensors on rank 0, an empty dictionary elsewhere; collective.
-
-    Args:
-        ranks: that have met.
-        names: of those to gather, the same on every rank; None for all.
-    Raises:
-        CheckpointError: rank 0 has no room; on every rank.
-    """
-    wire = Wire(weights.group, weights.device)
-    wanted = {
-        name: entry
-        for name, entry in weights.entries.items()
-        if names is None or any(alias in names for alias in weights.names[name])
-    }
-    found, error = wire.whole(wanted)
-    ranks.agree(doing, error)
-    if wire.rank != 0:
+def gather(weights: Weights, ranks: Wire, doing: str, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Gather whole tensors, or those of ``names``, on rank 0; collective. If rank 0 has no room, all raise."""
+    wanted = {n: e for n, e in weights.entries.items() if names is None or any(a in names for a in weights.names[n])}
+    with ranks.together(doing):
+        whole = ranks.whole(wanted)
+    if ranks.rank != 0:
         return {}
-    whole: dict[str, Any] = {}
-    for key in weights.module.state_dict(keep_vars=True):  # tied names stand where they always do
-        name = key.replace("_orig_mod.", "")
-        if names is None or name in names:
-            whole[name] = weights.others[name] if name in weights.others else found[weights.aliases.get(name, name)]
-    return whole
+    named = {alias: whole[name] for name in whole for alias in weights.names[name]} | weights.others
+    order = [key.replace("_orig_mod.", "") for key in weights.module.state_dict(keep_vars=True)]
+    return {name: named[name] for name in order if names is None or name in names}
 
 
 def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *, strict: bool = True) -> None:
@@ -80,69 +64,53 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
     weights = weights_of(model)
     with weights.status.at("load_full_state_dict"):
         ranks = weights.meet("load_full_state_dict", strict)
-        wire = Wire(weights.group, weights.device)
-        mapping = {} if mapping is None or wire.rank != 0 else mapping
+        mapping = {} if mapping is None or ranks.rank != 0 else mapping
         sources: dict[str, str] = {}
         with ranks.together("nothing was loaded"):
-            weights.check_live()
-            if wire.rank == 0:
+            check_live(weights.module, {name: entry.tensor for name, entry in weights.entries.items()})
+            if ranks.rank == 0:
                 sources = _sources(weights, mapping, strict)
-        given = set(mapping)  # `in` of a Mapping may read a tensor
-        others = {n: mapping[n] for n in weights.others if n in given}
-        sources, others = ranks.first((sources, others))
-        error: Exception | None = None
-        for name in (n for n in weights.entries if n in sources):
-            entry, whole = weights.entries[name], None
-            if wire.rank == 0:
-                try:
-                    whole = _checked(entry, sources[name], mapping[sources[name]])
-                except Exception as failed:
-                    error = failed
-            if not wire.goes_on(error):
-                break
-            wire.deal(entry, whole)
-        start_refresh_by_owner(weights.sharded_params)
-        ranks.agree("loading stopped halfway, and the model holds old and new weights: load again", error)
+        stored = set(mapping)  # `in` of a Mapping may read a tensor
+        sources, others = ranks.first((sources, {n: mapping[n] for n in weights.others if n in stored}))
+        entries = {name: entry for name, entry in weights.entries.items() if name in sources}
+        try:
+            with ranks.together("loading stopped halfway, and the model holds old and new weights: load again"):
+                ranks.spread(entries, lambda name: _checked(entries[name], sources[name], mapping[sources[name]]))
+        finally:
+            start_refresh_by_owner(weights.sharded_params)
         if others:
             weights.module.load_state_dict(others, strict=False)
 
 
 def _checked(entry: Entry, name: str, value: Any) -> Tensor:
-    """``value`` of a mapping, in the dtype of ``entry``, if it can be the whole of that."""
+    """Cast ``value`` of a mapping to the dtype of ``entry``, once it can be the whole of that."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{name}: is a {type(value).__name__}, not a tensor")
     if isinstance(value, DTensor):
         raise CheckpointError(f"{name}: is a DTensor; give whole tensors (value.full_tensor() on every rank)")
     if tuple(value.shape) != entry.shape:
         problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
-        owner = None if entry.spec is None else entry.spec.layout.owner_of(tuple(value.shape))
-        if owner is not None:
+        if entry.layout is not None and (owner := entry.layout.owner_of(tuple(value.shape))) is not None:
             problem += f"; it is what {owner} holds, saved without the others"
         raise CheckpointError(problem)
     return converted(name, value.detach(), entry.tensor.dtype)
 
 
 def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:
-    """The name in ``mapping`` of each entry.
-
-    Raises:
-        CheckpointError: listing all that does not fit.
-    """
-    sources: dict[str, str] = {}
-    problems: list[str] = []
-    known, given = set(weights.others), set(mapping)  # `in` of a Mapping may read a tensor
+    """Find the name in ``mapping`` of each entry; one error lists all that does not fit."""
+    sources, problems = dict[str, str](), list[str]()
+    stored = set(mapping)  # `in` of a Mapping may read a tensor
     for name, entry in weights.entries.items():
-        known |= set(weights.names[name])
-        stored = next((n for n in weights.names[name] if n in given), None)
-        if stored is not None:
-            sources[name] = stored
+        if (source := next((n for n in weights.names[name] if n in stored), None)) is not None:
+            sources[name] = source
             try:
-                _checked(entry, stored, mapping[stored])
+                _checked(entry, source, mapping[source])
             except CheckpointError as error:
                 problems.append(str(error))
         elif strict:
             problems.append(f"{name}: is missing")
     if strict:
+        known = {*weights.others, *(alias for names in weights.names.values() for alias in names)}
         problems += [f"{name}: is not in the model" for name in mapping if name not in known]
     if problems:
         raise CheckpointError(listed(problems))

@@ -24,9 +24,9 @@ from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.files.tensor_folder import reader_of
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
+from compile_muon.weights.named_tensors import check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
-from compile_muon.weights.wire import Wire
+from compile_muon.weights.wire import Entry, Wire
 
 __all__ = ["Values"]
 
@@ -35,33 +35,25 @@ Init = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class Values:
-    """Where the values of a model come from.
+    """The source of a model's values."""
 
-    Args:
-        meta: whether the model is on the meta device.
-        weights: a folder, or None.
-        init: of one module's own parameters and buffers, or None.
-        dtypes: of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
-    """
-
-    meta: bool
-    weights: str | os.PathLike | None
-    init: Init | None
+    meta: bool  # whether the model is on the meta device
+    weights: str | os.PathLike | None  # a folder
+    init: Init | None  # of one module's own parameters and buffers
+    # Of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
     dtypes: Mapping[str, torch.dtype]
 
     @staticmethod
     def of(model: nn.Module, weights: str | os.PathLike | None, init: Callable[..., Any] | None) -> Values | None:
-        """None where the model has its values; nothing is changed.
-
-        Raises:
-            ConfigError: ``init`` of a model that has memory, or one that is not of a module.
-            CheckpointError: there are no weights in the folder.
-            UnsupportedModelError: a buffer on the meta device is in no folder, and nothing says how to make it.
-        """
+        """Check the source, by errors that name the argument or the buffer; None where the model has its values."""
         if weights is None and init is None:
             return None
-        if init is not None:
-            init = _per_module(init)
+        owner = getattr(init, "__self__", None)
+        if isinstance(owner, nn.Module) and getattr(init, "__name__", "") in ("init_weights", "initialize_weights"):
+            if (per_module := _hugging_face(owner)) is None:
+                remedy = "give a function of one module, f(module), as nn.Module.apply takes it"
+                raise config_error("init", init, "initializes all of a model at once", remedy)
+            init = per_module
         meta = any(param.is_meta for param in model.parameters())
         if init is not None and not meta:
             raise config_error("init", init, "the model has values already", "build it under torch.device('meta')")
@@ -69,23 +61,20 @@ class Values:
             reader_of(Path(os.path.abspath(weights)))
             if meta and init is None:
                 init = _hugging_face(model)
-            lost = [name for name, buffer in _passing_buffers(model).items() if buffer.is_meta]
+            lost = [f"{path}.{name}".lstrip(".") for path, m in model.named_modules() for name in _passing(m)]
             if lost and init is None:
                 raise UnsupportedModelError(
-                    f"{listed(lost)}: a buffer that is not persistent, so in no folder, and on the meta device; give "
-                    "init=f as well, where f(module) computes it, or register it as persistent"
+                    f"{listed(lost)}: a buffer that is not persistent, so in no folder, and on the meta device; "
+                    "give init=f as well, where f(module) computes it, or register it as persistent"
                 )
         return Values(meta, weights, init, {name: param.dtype for name, param in model.named_parameters()})
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Give every parameter and buffer of the sharded ``model`` its values; collective.
 
-        Raises:
-            UnsupportedModelError: ``init`` did more than to give parameters and buffers values.
-            CheckpointError: the weights do not fit.
+        An ``init`` that does more than that is an UnsupportedModelError.
         """
-        passing = {id(buffer) for buffer in _passing_buffers(model).values() if buffer.is_meta}
-        needing = [m for m in model.modules() if any(id(b) in passing for b in m._buffers.values())]
+        needing = [module for module in model.modules() if _passing(module)]
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -96,77 +85,51 @@ class Values:
             load_folder(model, self.weights, strict=True, adapters=False)
 
 
-def _per_module(init: Callable[..., Any]) -> Init:
-    """``init`` as a function of a module."""
-    owner = getattr(init, "__self__", None)
-    if isinstance(owner, nn.Module) and getattr(init, "__name__", "") in ("init_weights", "initialize_weights"):
-        found = _hugging_face(owner)
-        if found is None:
-            remedy = "give a function of one module, f(module), as nn.Module.apply takes it"
-            raise config_error("init", init, "initializes all of a model at once", remedy)
-        return found
-    return init
-
-
 def _hugging_face(model: nn.Module) -> Init | None:
-    """What a Hugging Face model does to each module; of a model inside it, that model's own."""
-    if not callable(getattr(model, "_init_weights", None)):
-        return None
+    """Find what a Hugging Face model does to each module; of a model inside it, that model's own."""
     owners: dict[int, Any] = {}
     for outer in model.modules():  # outer ones come first
         if callable(getattr(outer, "_init_weights", None)):
             owners |= {id(inner): outer for inner in outer.modules()}
-
-    def init(module: nn.Module) -> None:
-        owners.get(id(module), model)._init_weights(module)
-
-    return init
+    if id(model) not in owners:
+        return None
+    return lambda module: owners.get(id(module), model)._init_weights(module)
 
 
-def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are not persistent."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name in module._non_persistent_buffers_set
-    }
+def _passing(module: nn.Module) -> list[str]:
+    """Name the module's own buffers on the meta device that are not persistent."""
+    names = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta and name in names]
 
 
 @torch.no_grad()
 def _initialize(
     model: nn.Module, init: Init, device: torch.device, only: list[nn.Module] | None, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Call ``init`` for each module, children first as ``nn.Module.apply`` does, with whole tensors of it alone.
-
-    Args:
-        only: the modules to call it for; None for all.
-        dtypes: of the tensors that it gets, by the names of parameters.
-    """
+    """Call ``init`` for each module, or those of ``only``, with whole tensors of it alone, in ``dtypes``."""
     # Not by the names of state_dict(), which hooks of a model may change.
     sharded_params, group = shared_params(model)
-    wire = Wire(group, device)
+    status = sharded_params[0].ledger.status
+    wire = Wire(group, device, status)
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
-    initialized = [module for module in _children_first(model) if only is None or any(module is each for each in only)]
-    with sharded_params[0].ledger.status.at("the initialization of the model"):
-        check_alike(
-            {f"{paths[id(m)]}.{n}": b for m in initialized for n, b in m._buffers.items() if b is not None}, group
-        )
-        for module in initialized:
-            whole = _run(module, init, paths, device, dtypes)
-            path = paths[id(module)]
-            own = {
-                id(sharded): f"{path}.{name}" if path else name for name, sharded in sharded_params_of(module).items()
-            }
-            for sharded, value in whole:
+    order: list[nn.Module] = []
+    nn.Module.apply(model, order.append)  # children first
+    modules = [m for m in dict.fromkeys(order) if only is None or any(m is each for each in only)]
+    with status.at("the initialization of the model"):
+        buffers = {f"{paths[id(m)]}.{n}": b for m in modules for n, b in m._buffers.items() if b is not None}
+        check_alike(buffers, group)
+        for module in modules:
+            prefix = f"{paths[id(module)]}."
+            values = _run(module, init, paths, device, dtypes)
+            names = {id(sharded): prefix + name for name, sharded in sharded_params_of(module).items()}
+            for sharded, value in values:
                 # Hugging Face ties after it has initialized: what will be another's does not count.
-                name = own.get(id(sharded), "")
+                name = names.get(id(sharded), "").lstrip(".")
                 if id(sharded) in done and name and any(re.search(pattern, name) for pattern in tied):
                     continue
                 done.add(id(sharded))
-                value = value.to(sharded.param.dtype)
                 wire.deal(Entry(sharded.param, sharded), value if wire.rank == 0 else None)
             for buffer in module._buffers.values():
                 if buffer is not None:
@@ -180,33 +143,35 @@ class _Edits(TorchDispatchMode):
     def __init__(self, tensors: dict[int, Tensor]) -> None:
         super().__init__()
         self._keys = {tensor.untyped_storage()._cdata: key for key, tensor in tensors.items()}
-        self.found: set[int] = set()
+        self.edited: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            for value in args:
-                if isinstance(value, Tensor) and value.is_meta:
-                    self.found |= {self._keys[k] for k in [value.untyped_storage()._cdata] if k in self._keys}
+            storages = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor) and x.is_meta]
+            self.edited |= {self._keys[storage] for storage in storages if storage in self._keys}
         return func(*args, **(kwargs or {}))
 
 
 def _run(
     module: nn.Module, init: Init, paths: dict[int, str], device: torch.device, dtypes: Mapping[str, torch.dtype]
 ) -> list[tuple[ShardedParam, Tensor]]:
-    """Whole values of the parameters that ``init(module)`` initializes, mostly those that ``module`` holds itself.
+    """Return whole values of the parameters that ``init(module)`` initializes, mostly those of ``module`` itself.
 
-    What the modules inside it hold is on the meta device meanwhile. If it is written to after all (GPT-2's attention
-    initializes its ``c_proj.weight`` anew), it is made whole too, and ``init`` run again on the same random numbers.
+    Parameters of the modules inside it are on the meta device meanwhile. One that is written to after all (GPT-2's
+    attention initializes its ``c_proj.weight`` anew) is made whole too, and ``init`` run again on the same random
+    numbers.
     """
     held = [Held(paths[id(inner)], inner) for inner in module.modules()]
     sharded_params = {id(sharded): sharded for each in held for sharded in each.sharded_params.values()}
-    wanted = {id(sharded) for sharded in held[0].sharded_params.values()}
-    begun = _random_state(device)
+    own = {id(sharded) for sharded in held[0].sharded_params.values()}
+    wanted = set(own)
+    begun = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
-        whole: dict[int, Any] = {}
-        others = [sharded_params[key] for key in wanted if key not in map(id, held[0].sharded_params.values())]
+        # In the same order on every rank, which ids have not.
+        others = [sharded for key, sharded in sharded_params.items() if key in wanted - own]
         gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.parted])
         gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
+        whole: dict[int, Any] = {}
         for key, sharded in sharded_params.items():
             shape, dtype = sharded.spec.layout.whole, dtypes.get(sharded.name, sharded.param.dtype)
             place = device if key in wanted else "meta"
@@ -219,35 +184,17 @@ def _run(
             with edits:
                 init(module)
             problems = [problem for each in held for problem in (*each.rearranged(), *each.problems(wanted))]
-            found = {
-                id(a): each.module._parameters.get(name) for each in held for name, a in each.sharded_params.items()
-            }
+            now = {id(a): each.module._parameters.get(name) for each in held for name, a in each.sharded_params.items()}
         finally:
             for each in held:
                 each.close()
-        replaced = {key for key, value in found.items() if key not in wanted and value is not whole[key]}
-        if edits.found or replaced:
-            wanted |= edits.found | replaced
-            _set_random_state(device, begun)
-            continue
-        if problems:
-            raise UnsupportedModelError("init: " + listed(problems))
-        return [
-            (sharded_params[key], value.detach()) for key, value in found.items() if key in wanted and value is not None
-        ]
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
-
-
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    """As ``nn.Module.apply`` goes, each module once."""
-    inside = [inner for child in module.children() for inner in _children_first(child)]
-    return list(dict.fromkeys([*inside, module]))
+        edits.edited |= {key for key, value in now.items() if key not in wanted and value is not whole[key]}
+        if not edits.edited:
+            break
+        wanted |= edits.edited
+        torch.set_rng_state(begun[0])
+        if begun[1] is not None:
+            torch.cuda.set_rng_state(begun[1], device)
+    if problems:
+        raise UnsupportedModelError("init: " + listed(problems))
+    return [(sharded_params[k], value.detach()) for k, value in now.items() if k in wanted and value is not None]

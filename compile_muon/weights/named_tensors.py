@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,151 +14,78 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.agreement.status import RankStatus
-from compile_muon.agreement.together import Ranks
-from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.passes.language.spec import ParamSpec, encode_dtype
+from compile_muon.passes.language.spec import encode_dtype
+from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_params", "weights_of"]
-
-_EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a model.
-
-    Args:
-        tensor: the parameter (its shard's DTensor) or buffer itself.
-        sharded: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
-        holder: the only rank that has it, elsewhere ``tensor`` is on the meta device; None for one as above.
-    """
-
-    tensor: Tensor
-    sharded: ShardedParam | None
-    holder: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank holds of it."""
-        return local_tensor(self.tensor).detach()
-
-    @property
-    def spec(self) -> ParamSpec | None:
-        """How it is cut; None where every rank holds all of it."""
-        if self.sharded is None:
-            return None
-        spec = self.sharded.spec
-        if self.shape != spec.layout.whole:  # a state with one number a row: ranks with other columns have the same
-            columns = spec.layout.tensor_dim is not None and self.shape[spec.layout.tensor_dim] == 1
-            dim = None if columns else spec.layout.tensor_dim
-            spec = replace(spec, layout=replace(spec.layout, whole=self.shape, tensor_dim=dim))
-        return spec if spec.layout.sharded or spec.layout.parted else None
+__all__ = ["Weights", "check_alike", "check_live", "named_state", "shared_params", "weights_of"]
 
 
 @dataclass
 class Weights:
-    """Live references to all of a model's parameters and persistent buffers.
+    """Live references to all of a model's parameters and persistent buffers."""
 
-    Args:
-        module: that holds them, without torch.compile's wrapper.
-        entries: by name, in the order of ``state_dict()``; tied ones by their first name.
-        aliases: further names of tied ones to the first.
-        others: what is in ``state_dict()`` and is no tensor.
-        sharded_params: of the parameters.
-        group: the process group that shares them; None for one process.
-        status: of their optimizer, for errors.
-        device: of the parameters.
-        names: all names of each entry.
-    """
-
-    module: nn.Module
-    entries: dict[str, Entry]
-    aliases: dict[str, str]
-    others: dict[str, Any]
+    module: nn.Module  # without torch.compile's wrapper
+    entries: dict[str, Entry]  # in the order of ``state_dict()``; tied ones by their first name
+    names: dict[str, list[str]]  # all names of each entry
+    others: dict[str, Any]  # values in ``state_dict()`` that are no tensors
     sharded_params: list[ShardedParam]
-    group: dist.ProcessGroup | None
-    status: RankStatus
+    group: dist.ProcessGroup | None  # None for one process
+    status: RankStatus  # of the optimizer, for errors
     device: torch.device
-    names: dict[str, list[str]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.names = {name: [name] for name in self.entries}
-        for alias, name in self.aliases.items():
-            self.names[name].append(alias)
+    def meet(self, doing: str, *facts: object) -> Wire:
+        """Connect the ranks, once all have come to do the same with the same model; collective.
 
-    def meet(self, doing: str, *facts: object) -> Ranks:
-        """The ranks, once all have come to do the same with the same model; collective.
-
-        Raises:
-            CheckpointError: they do different things, hold different models, or one of them edited a gathered copy of a
-                weight, which would be lost.
+        CheckpointErrors say that ranks do different things, or hold different models.
         """
-        ranks = Ranks(self.group, self.device, self.status, apart=False)
+        ranks = Wire(self.group, self.device, self.status)
         held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
         digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
-        found = ranks.compare({"function": doing, "digest": digest[:16]})
-        if "function" in found:
-            said = by_rank(found["function"])
+        different = ranks.compare({"function": doing, "digest": digest[:16]})
+        if "function" in different:
+            said = by_rank(different["function"])
             raise CheckpointError(f"ranks call different functions: {said}; call one on every rank")
-        if found:
+        if different:
             raise CheckpointError(
-                f"{doing}: ranks hold different models or give different arguments ({by_rank(found['digest'])}); give "
-                "the same on every rank"
+                f"{doing}: ranks hold different models or give different arguments ({by_rank(different['digest'])}); "
+                "give the same on every rank"
             )
         return ranks
 
-    def check_live(self) -> None:
-        """Raise if there is something that cannot be loaded in place.
 
-        Raises:
-            CheckpointError: a tensor of ``state_dict()`` is neither a parameter nor a buffer.
-        """
-        live = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
-        made = [name for name, entry in self.entries.items() if id(entry.tensor) not in live]
-        if made:
-            raise CheckpointError(
-                f"{listed(made)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be loaded "
-                "into it"
-            )
+def check_live(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of ``state_dict()`` that are neither parameters nor buffers: nothing could be loaded into them."""
+    live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if made := [name for name, tensor in tensors.items() if id(tensor) not in live]:
+        raise CheckpointError(
+            f"{listed(made)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be loaded "
+            "into it; take it out and save it by itself, with a Checkpointer among the extra values"
+        )
 
 
-def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """``module.state_dict()`` by the names it has without torch.compile; live, nothing is copied.
+def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]], dict[str, Any]]:
+    """Sort ``module.state_dict()``, live, by the names it has without torch.compile.
 
-    Returns:
-        Each tensor by its first name, the further names of tied ones to the first, and what is no tensor.
+    Return each tensor by its first name, all names by the first one, and what is no tensor.
     """
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    others: dict[str, Any] = {}
-    seen: dict[int, str] = {}
+    tensors, names = dict[str, Tensor](), dict[str, list[str]]()
+    others, first = dict[str, Any](), dict[int, str]()
     for key, value in module.state_dict(keep_vars=True).items():
         name = key.replace("_orig_mod.", "")
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
+        # nn.Module's name for the value of get_extra_state()
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
             others[name] = value
-        elif seen.setdefault(id(value), name) != name:
-            aliases[name] = seen[id(value)]
         else:
-            tensors[name] = value
-    return tensors, aliases, others
+            tensors.setdefault(first.setdefault(id(value), name), value)
+            names.setdefault(first[id(value)], []).append(name)
+    return tensors, names, others
 
 
 def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Compare names, shapes and dtypes of buffers ahead of collectives on each; collective.
-
-    Args:
-        group: None for one process.
-    Raises:
-        UnsupportedModelError: a rank has others; on all of them.
-    """
+    """Compare names, shapes and dtypes of buffers ahead of collectives on each, and refuse others on all ranks."""
     facts = {name: f"{encode_dtype(buffer.dtype)} {list(buffer.shape)}" for name, buffer in buffers.items()}
     for name, said in compare(facts, group, absent="none").items():
         raise UnsupportedModelError(
@@ -167,11 +94,10 @@ def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
 
 
 def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGroup | None]:
-    """All sharded parameters, each once, and the group of ranks that shares them; None for one process.
+    """Find all sharded parameters, each once, and the group of ranks that shares them; None for one process.
 
-    Raises:
-        UnsupportedModelError: nothing in the model is sharded, it is inside a ``full_parameters`` block, or its
-            parameters are shared by different groups of ranks.
+    UnsupportedModelErrors say that nothing in the model is sharded, that it is inside a ``full_parameters`` block, or
+    that its parameters are shared by different groups of ranks.
     """
     sharded_params = list({id(a): a for inner in module.modules() for a in sharded_params_of(inner).values()}.values())
     if not sharded_params:
@@ -179,8 +105,7 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
             "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
         )
-    whole = sorted({name for sharded in sharded_params for name in sharded.ledger.whole})
-    if whole:
+    if whole := sorted({name for sharded in sharded_params for name in sharded.ledger.whole}):
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
     groups = {sharded.group for sharded in sharded_params}
     if len(groups) > 1:
@@ -194,16 +119,15 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
 def weights_of(model: nn.Module) -> Weights:
     """Gather references; nothing is copied or sent.
 
-    Raises:
-        UnsupportedModelError: see :func:`shared_params`; or ``state_dict()`` has tensors made of sharded ones.
+    UnsupportedModelErrors are those of :func:`shared_params`, or name a DTensor that is not ours.
     """
     module = getattr(model, "_orig_mod", model)  # torch.compile(model)
     sharded_params, group = shared_params(module)
     by_id = {id(sharded.param): sharded for sharded in sharded_params}
-    tensors, aliases, others = named_state(module)
+    tensors, names, others = named_state(module)
     for name, value in tensors.items():
         if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
     entries = {name: Entry(value, by_id.get(id(value))) for name, value in tensors.items()}
-    first = sharded_params[0]
-    return Weights(module, entries, aliases, others, sharded_params, group, first.ledger.status, first.hyper.device)
+    status, device = sharded_params[0].ledger.status, sharded_params[0].hyper.device
+    return Weights(module, entries, names, others, sharded_params, group, status, device)

@@ -319,7 +319,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     extra = {"thing": {"value": object(), "dtype": torch.ones(1, dtype=torch.complex128)}.get(failing, 1)}
     step = {"step": 3, "no step": "x"}.get(failing, 2)
     full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    broken: Any = {"tensors": (tensors._Writer, "write_data"), "read back": (module, "describe_file")}
+    broken: Any = {"tensors": (tensors, "write_whole"), "read back": (module, "describe_file")}
     with mock.patch.object(*broken[failing], full_disk) if failing in broken else contextlib.nullcontext():
         message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
         if message == "no error":

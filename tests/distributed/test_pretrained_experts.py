@@ -63,14 +63,14 @@ def counted() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     from compile_muon.files.tensors import Reader
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    own = Reader._read
+    own = Reader._part
 
-    def read(file: Any, request: Any, planner: Any) -> None:
-        found.append((request.storage_index.fqn, tuple(request.lengths)))
-        own(file, request, planner)
+    def read(stored: Any, name: str, piece: Any, box: tuple[range, ...]) -> Tensor:
+        found.append((name, tuple(map(len, box))))
+        return own(stored, name, piece, box)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reader, "_read", staticmethod(read))
+        patch.setattr(Reader, "_part", staticmethod(read))
         yield found
 
 

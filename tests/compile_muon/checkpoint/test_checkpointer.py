@@ -21,6 +21,7 @@ from torch import nn
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
+from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 Saved = tuple[Path, States]
@@ -281,6 +282,16 @@ def test_any_generator_of_numpy_goes_on(tmp_path: Path, kind: str) -> None:
             assert numpy.random.normal(size=3).tolist() == expected
     finally:
         numpy.random.set_bit_generator(before)
+
+
+def test_a_state_of_numpy_in_the_words_of_earlier_checkpoints_is_taken() -> None:
+    numpy.random.seed(3)
+    kind, key, *rest = numpy.random.get_state()
+    state = random_state() | {"numpy": (kind, key.tolist(), *rest)}
+    expected = numpy.random.rand()
+    check_random_state(state)
+    set_random_state(state)
+    assert numpy.random.rand() == expected
 
 
 def test_groups_that_differ_are_one_error_and_no_rate_is_left_behind(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
-from compile_muon.checkpoint.writer import LOCK
+from compile_muon.checkpoint.folder import LOCK
 
 HOLDER = """
 import fcntl, os, sys, time

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 
 import compile_muon
 from compile_muon import CheckpointError
-from compile_muon.files.safetensors import TensorFacts
 from compile_muon.files.tensor_folder import FILE, INDEX
-from compile_muon.files.tensors import Reader, converted, read_tensors
+from compile_muon.files.tensors import Reader, TensorFacts, converted, read_tensors, write_tensors
 
 WHOLE = torch.arange(32.0).reshape(8, 4)
 
@@ -56,6 +56,20 @@ def test_values_that_disagree_are_named(tmp_path: Path) -> None:
     files = write_pieces(tmp_path, TWICE, wrong=2)
     with pytest.raises(CheckpointError, match="x has two values in the same place, in .*2.safetensors"):
         Reader(tmp_path, files)
+
+
+def test_ranks_share_what_all_of_them_hold(tmp_path: Path) -> None:
+    tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abcd")}
+    held = [tensors, tensors | {"own": torch.ones(8)}]
+    everyone = [[(name, (0,), value.nbytes) for name, value in part.items()] for part in held]
+    shares = []
+    for rank, part in enumerate(held):
+        ranks: Any = SimpleNamespace(rank=rank, world=2, gather=lambda mine: everyone)
+        shares.append([name for path in write_tensors(tmp_path, part, ranks) for name in load_file(path)])
+    assert [sorted(share) for share in shares] == [["a", "c"], ["b", "d", "own"]]
+    found = {name: torch.zeros_like(value) for name, value in held[1].items()}
+    read_tensors(Reader(tmp_path, sorted(path.name for path in tmp_path.iterdir())), found)
+    assert all(torch.equal(found[name], value) for name, value in held[1].items())
 
 
 @pytest.mark.parametrize("info", ["[", "[]", "{}", '{"x": 3}', '{"x": {"saved_offsets": [0]}}', "[" * 100_000])
