@@ -128,9 +128,9 @@ class ShardedParameter(DTensor):
         """Write ``value``, a DTensor or all of the parameter as a plain tensor, where PyTorch would do nothing."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UnsupportedModelError(
-                f"parameter.data = {value.dtype} {list(value.shape)}: a sharded parameter stays "
-                f"{self.dtype} {list(self.shape)}; give a tensor of its dtype and whole shape, or change the model "
-                "before MuonZero shards it"
+                f"{self.origin[0] if self.origin else 'parameter'}.data = {value.dtype} {list(value.shape)}: a sharded "
+                f"parameter stays {self.dtype} {list(self.shape)}; give a tensor of its dtype and whole shape, or "
+                "change the model before MuonZero shards it"
             )
         with torch.no_grad():
             if not isinstance(value, DTensor):

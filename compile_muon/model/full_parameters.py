@@ -141,7 +141,7 @@ class Held:
         """
         now = self.module.__dict__["_parameters"]
         added = [name for name in now if name not in self.parameters and now[name] is not None]
-        found = [f"{self.prefix}{name}: was added" for name in added]
+        found = [f"{self.prefix}{name}: was added; add it before MuonZero" for name in added]
         for name, sharded in self.sharded_params.items():
             problem = self._problem(name, sharded, now.get(name))
             if problem and (among is None or id(sharded) in among):
@@ -160,9 +160,9 @@ class Held:
     def _problem(self, name: str, sharded: ShardedParam, param: Tensor | None) -> str | None:
         spec = sharded.spec
         if not isinstance(param, nn.Parameter):
-            return "was removed"
+            return "was removed; remove it before MuonZero"
         if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
-            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}"
+            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}; change it before MuonZero"
         if param.dtype is not self.dtypes[name]:
             return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
         if param.device != sharded.hyper.device:
@@ -177,7 +177,7 @@ def _came(held: Sequence[Held]) -> list[str]:
     """Modules with parameters that nobody has sharded."""
     known = {id(each.module) for each in held}
     return [
-        f"{each.prefix}{name}: a module with parameters was added"
+        f"{each.prefix}{name}: a module with parameters was added; add it before MuonZero"
         for each in held
         for name, child in each.module._modules.items()
         if child is not None and id(child) not in known and next(child.parameters(), None) is not None

@@ -57,8 +57,8 @@ class Ownership:
             and all(map(is_, map(type, self._modules), self._classes))
         )
 
-    def _kinds_now(self) -> list[torch.dtype]:
-        return [param.dtype for param in self._params]
+    def _kinds_now(self) -> list[torch.dtype | int]:
+        return [param.dtype for param in self._params] + [param.numel() for param in self._params]
 
     def unfrozen(self) -> list[ShardedParam]:
         """Those that were frozen when the model was sharded, and require a gradient now."""
@@ -77,7 +77,7 @@ class Ownership:
         """
         if self._kinds_now() != self._kinds:
             for sharded in self._sharded_params:
-                check_kind(sharded, sharded.param)
+                check_kind(sharded, sharded.local)
         if not self._unchanged():
             self._examine()
             self._remember()  # nothing that trains has changed: a frozen part was added, a block taken out
