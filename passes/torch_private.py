@@ -548,12 +548,12 @@ def compiled_autograd_active() -> bool:
     )
 
 
-def lacks_sharding(error: RuntimeError) -> bool:
+def lacks_sharding(error: Exception) -> bool:
     """Whether an operator has no sharding rule for these DTensors."""
     return isinstance(error, NotImplementedError) or any(x in str(error) for x in ("DTensor", "Sharding propagation"))
 
 
-def meets_plain_tensor(error: RuntimeError) -> bool:
+def meets_plain_tensor(error: Exception) -> bool:
     """Whether an operator refuses to mix a DTensor and a plain tensor."""
     return "mixed torch.Tensor and DTensor" in str(error)
 

@@ -148,6 +148,8 @@ def _reader(name: str, alone: bool) -> property:
 
     def read(module: nn.Module) -> Tensor:
         sharded: ShardedParam = module.__dict__[key]
+        if torch.compiler.is_exporting():
+            raise _stays_here(module, "exported by torch.export")
         if alone and torch.compiler.is_compiling():
             param: Any = module._parameters[name]
         else:
