@@ -220,7 +220,8 @@ def _made_whole(value: Any) -> bool:
     if partial:
         places = [Replicate() if place.is_partial() else place for place in value.placements]
         whole = _as_dtensor(value).detach().redistribute(placements=places)
-        value._local_tensor, value._spec = whole._local_tensor, whole._spec
+        for name in ("_local_tensor", "_spec"):
+            setattr(value, name, getattr(whole, name))
     return partial
 
 
