@@ -55,6 +55,7 @@ __all__ = [
     "is_flex_attention",
     "is_from_local",
     "lacks_compiler",
+    "inductor_cache",
     "lacks_sharding",
     "mark_for_backward",
     "never_a_frame",
@@ -546,6 +547,13 @@ def compiled_autograd_active() -> bool:
         getattr(compiled_autograd, "compiled_autograd_enabled", False)
         or getattr(torch._dynamo.config, "compiled_autograd", False)
     )
+
+
+def inductor_cache() -> str:
+    """The folder of what Inductor has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def lacks_sharding(error: Exception) -> bool:
