@@ -52,7 +52,7 @@ from compile_muon.passes.torch_private import (
     of_constant_shape,
     order_saved_values,
 )
-from compile_muon.progress import underway
+from compile_muon.progress import compiling
 
 __all__ = ["compile_frame", "muon_zero"]
 
@@ -209,7 +209,7 @@ def muon_zero(
         )
     _check_writes(gm, example_inputs)
     try:
-        with underway(f"compiling a frame{_holder(example_inputs)}"):
+        with compiling(f"a frame{_holder(example_inputs)}"):
             return compile_frame(gm, example_inputs, frame_options)
     except Exception as error:  # Inductor wraps exceptions in a class of its own
         if isinstance(error, RuntimeError) and meets_plain_tensor(error):

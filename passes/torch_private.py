@@ -55,6 +55,7 @@ __all__ = [
     "is_flex_attention",
     "is_from_local",
     "lacks_compiler",
+    "inductor_cache",
     "lacks_sharding",
     "mark_for_backward",
     "never_a_frame",
@@ -548,12 +549,19 @@ def compiled_autograd_active() -> bool:
     )
 
 
-def lacks_sharding(error: RuntimeError) -> bool:
+def inductor_cache() -> str:
+    """The folder of what Inductor has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def lacks_sharding(error: Exception) -> bool:
     """Whether an operator has no sharding rule for these DTensors."""
     return isinstance(error, NotImplementedError) or any(x in str(error) for x in ("DTensor", "Sharding propagation"))
 
 
-def meets_plain_tensor(error: RuntimeError) -> bool:
+def meets_plain_tensor(error: Exception) -> bool:
     """Whether an operator refuses to mix a DTensor and a plain tensor."""
     return "mixed torch.Tensor and DTensor" in str(error)
 

@@ -341,6 +341,7 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/start/from-fsdp2.md": two_columns,
     "docs/how-to/checkpoints.md": trained,
     "docs/how-to/weights.md": weights,
+    "docs/how-to/averages.md": loop,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
     "docs/how-to/offload.md": lambda: {"make_model": MyModel},
     "docs/how-to/sequence.md": long_sequences,
@@ -357,6 +358,8 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/reference/machines.md": simulated,
     "docs/reference/kernels.md": kernels,
 }
+#: a page of loops that stand each by itself, with the library that each imports first
+LIBRARIES = "docs/how-to/libraries.md"
 #: page to programs that stand side by side on it, block by block
 COLUMNS = {"docs/start/from-fsdp2.md": 2}
 #: page to a library that `make test` does without
@@ -390,7 +393,7 @@ def compiled(block: Block) -> Any:
 
 
 def test_every_page_with_python_has_its_stand_ins():
-    assert {block.page for block in of("python") if block.runs} == STAND_INS.keys()
+    assert {block.page for block in of("python") if block.runs} == STAND_INS.keys() | {LIBRARIES}
 
 
 @pytest.mark.parametrize(
@@ -408,6 +411,13 @@ def test_python_of_the_page_runs(page: str, place: Path) -> None:
         names = {**given, "__name__": "page"}
         for code in codes[column::columns]:
             exec(code, names)
+
+
+@pytest.mark.parametrize("block", [block for block in of("python") if block.page == LIBRARIES], ids=lambda b: b.place)
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_a_library_runs(block: Block, place: Path) -> None:
+    pytest.importorskip(re.findall(r"^(?:from|import) (\w+)", block.code, re.MULTILINE)[0])
+    exec(compiled(block), {**lightning(), "__name__": "page"})
 
 
 @pytest.mark.filterwarnings("ignore")

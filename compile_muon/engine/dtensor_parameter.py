@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
@@ -63,18 +63,23 @@ class ShardedParameter(DTensor):
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
         if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
+        if func is torch.ops.aten._foreach_copy_.default:  # which DTensor has not
+            for target, source in zip(*args[:2], strict=True):
+                target.copy_(source)
+            return None
+        if func.__name__.startswith("_foreach_") and len(set(cut := _cut_rows(args, kwargs))) > 1:
+            return _by_kind(func, args, kwargs, cut)
         if func._schema.is_mutable:
             _note_edits(func, args, kwargs)
         change = _as_plain if _is_gradient(given) else _as_dtensor
         try:
             results = func(*tree_map(change, args), **tree_map(change, kwargs))
-        except RuntimeError as error:
-            name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
-            if meets_plain_tensor(error):
-                raise meets_plain(name, func.__name__) from error
-            if lacks_sharding(error):
-                raise UnsupportedModelError(f"{name}: {func.__name__} is not done with shards; {_WHOLE}") from error
-            raise
+        except (RuntimeError, AssertionError) as error:
+            if func._schema.is_mutable and _made_whole(args[0]):
+                return func(*args, **kwargs)
+            if (problem := _refused(func, given, error)) is None:
+                raise
+            raise problem from error
         views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
         return tree_map(lambda result: _derived(result, given, views=views), results)
 
@@ -118,9 +123,9 @@ class ShardedParameter(DTensor):
         """Write ``value``, a DTensor or the whole parameter as a plain tensor; PyTorch would do nothing."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UnsupportedModelError(
-                f"parameter.data = {value.dtype} {list(value.shape)}: a sharded parameter stays "
-                f"{self.dtype} {list(self.shape)}; give a tensor of its dtype and whole shape, or change the model "
-                "before MuonZero shards it"
+                f"{self.origin[0] if self.origin else 'parameter'}.data = {value.dtype} {list(value.shape)}: a sharded "
+                f"parameter stays {self.dtype} {list(self.shape)}; give a tensor of its dtype and whole shape, or "
+                "change the model before MuonZero shards it"
             )
         with torch.no_grad():
             if not isinstance(value, DTensor):
@@ -172,6 +177,41 @@ def carry_hooks(before: Tensor, after: Tensor) -> None:
         cast("Any", after)._post_accumulate_grad_hooks = accumulated
 
 
+def _cut_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """Of each place in the lists that an operator is given, whether a DTensor is among what stands there."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    return [any(isinstance(value, DTensor) for value in row) for row in zip(*lists, strict=True)]
+
+
+def _by_kind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cut: Sequence[bool]) -> list[Any] | None:
+    """An operator on lists, by itself for shards and for plain tensors, as an average of weights and buffers has both.
+
+    Args:
+        cut: of each place in the lists, which of the two stand there.
+    """
+    results: dict[int, Any] = {}
+    for kind in (True, False):
+        at = [i for i, of_kind in enumerate(cut) if of_kind is kind]
+
+        def part(value: Any, at: Sequence[int] = at) -> Any:
+            return [value[i] for i in at] if isinstance(value, (list, tuple)) else value
+
+        made = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        results.update(zip(at, made or (), strict=False))
+    return [results[i] for i in range(len(cut))] if results else None
+
+
+def _made_whole(value: Any) -> bool:
+    """Whether ``value`` was part of a result over the ranks, as a norm is, and is the result now; collective."""
+    partial = isinstance(value, ShardedParameter) and any(place.is_partial() for place in value.placements)
+    if partial:
+        places = [Replicate() if place.is_partial() else place for place in value.placements]
+        whole = _as_dtensor(value).detach().redistribute(placements=places)
+        for name in ("_local_tensor", "_spec"):
+            setattr(value, name, getattr(whole, name))
+    return partial
+
+
 def _as_gradient(grad: Any, origin: tuple[str, set[str]] | None) -> Any:
     if type(grad) is not DTensor:
         return grad
@@ -203,6 +243,26 @@ def meets_plain(names: str, where: str) -> UnsupportedModelError:
     )
 
 
+def _refused(func: Any, given: Sequence[Any], error: Exception) -> UnsupportedModelError | None:
+    """Make the error of an operator that DTensor refuses on ``given``; None for another kind of error."""
+    name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
+    shapes = [value.shape for value in given if isinstance(value, DTensor)]
+    plain = [value for value in given if isinstance(value, Tensor) and not isinstance(value, DTensor)]
+    if meets_plain_tensor(error) or (isinstance(error, AssertionError) and plain):
+        if func._schema.is_mutable or " of " in name or any(value.shape in shapes for value in plain):
+            return UnsupportedModelError(f"{name}: a shard meets a plain tensor in {func.__name__}; {_ALIKE}")
+        return meets_plain(name, func.__name__)
+    if lacks_sharding(error):
+        remedy = _WHOLE if func._schema.is_mutable else "compute with .full_tensor(), on every rank"
+        return UnsupportedModelError(f"{name}: {func.__name__} is not done with shards; {remedy}")
+    return None
+
+
+#: how a plain tensor and a shard meet element by element
+_ALIKE = (
+    "cut the other, e.g. a mask, alike, on every rank: distribute_tensor(mask, x.device_mesh, x.placements); copies "
+    "and averages of weights begin behind MuonZero"
+)
 #: the remedy for operators that shards lack
 _WHOLE = (
     "edit the whole of it, e.g. multiply by a mask of its shape, distribute_tensor(mask, x.device_mesh, x.placements), "

@@ -48,6 +48,7 @@ from compile_muon.passes.torch_private import (
     compiling_alone,
     current_backward,
 )
+from compile_muon.progress import compiling
 
 __all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "eager_codegen", "lower", "lower_and_compile"]
 
@@ -300,7 +301,7 @@ class BackwardGraph:
     def _compile(self, request: BackwardRequest, sharded_params: Sequence[ShardedParam]) -> Lowered:
         ctx = replace(self.ctx, request=request, timings={})
         gm = copy.deepcopy(self.gm)
-        with self._context.restored():
+        with self._context.restored(), compiling(f"the backward of {ctx.frame}"):
             self._variants[request] = lowered = self.lowering(gm, self.inputs, ctx)
         if sharded_params:
             sharded_params[0].ledger.compiled(ctx.left)

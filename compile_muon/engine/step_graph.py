@@ -32,6 +32,7 @@ from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
 from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
+from compile_muon.progress import compiling
 
 __all__ = ["StepGraphs"]
 
@@ -132,7 +133,7 @@ class StepGraphs:
         self, sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
     ) -> Lowered:
         fake = FakeTensorMode()
-        with fresh_context(fake):
+        with fresh_context(fake), compiling("the step"):
             gm, inputs = _build(sharded_params, states, fake)
             ledger = sharded_params[0].ledger
             title = f"step{len(self._compiled)}"

@@ -139,7 +139,7 @@ class Held:
         """List changes that cannot be written back; `among`: ids of the sharded parameters to check, None for all."""
         parameters = self.module.__dict__["_parameters"]
         added = [name for name in parameters if name not in self.parameters and parameters[name] is not None]
-        problems = [f"{self.prefix}{name}: was added" for name in added]
+        problems = [f"{self.prefix}{name}: was added; add it before MuonZero" for name in added]
         for name, sharded in self.sharded_params.items():
             problem = self._problem(name, sharded, parameters.get(name))
             if problem and (among is None or id(sharded) in among):
@@ -158,9 +158,9 @@ class Held:
     def _problem(self, name: str, sharded: ShardedParam, param: Tensor | None) -> str | None:
         spec = sharded.spec
         if not isinstance(param, nn.Parameter):
-            return "was removed"
+            return "was removed; remove it before MuonZero"
         if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
-            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}"
+            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}; change it before MuonZero"
         if param.dtype is not self.dtypes[name]:
             return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
         if param.device != sharded.hyper.device:
@@ -175,7 +175,7 @@ def _came(held: Sequence[Held]) -> list[str]:
     """List modules that came in with parameters, which are not sharded."""
     known_ids = {id(snapshot.module) for snapshot in held}
     return [
-        f"{snapshot.prefix}{name}: a module with parameters was added"
+        f"{snapshot.prefix}{name}: a module with parameters was added; add it before MuonZero"
         for snapshot in held
         for name, child in snapshot.module._modules.items()
         if child is not None and id(child) not in known_ids and next(child.parameters(), None) is not None

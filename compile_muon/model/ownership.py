@@ -53,8 +53,8 @@ class Ownership:
             and all(map(is_, map(type, self._modules), self._classes))
         )
 
-    def _kinds_now(self) -> list[torch.dtype]:
-        return [param.dtype for param in self._params]
+    def _kinds_now(self) -> list[torch.dtype | int]:
+        return [param.dtype for param in self._params] + [param.numel() for param in self._params]
 
     def unfrozen(self) -> list[ShardedParam]:
         """Return the parameters that were frozen when the model was sharded and require a gradient by now."""
@@ -69,7 +69,7 @@ class Ownership:
         as long as nothing changed."""
         if self._kinds_now() != self._kinds:
             for sharded in self._sharded_params:
-                check_kind(sharded, sharded.param)
+                check_kind(sharded, sharded.local)
         if not self._unchanged():
             self._examine()
             self._remember()  # a harmless change: a frozen part was added, or a block taken out

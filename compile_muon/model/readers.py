@@ -38,7 +38,9 @@ _LOADING = "_loading_whole_tensors"
 _ORIGINAL = "_unsharded_class"
 #: where each module keeps the model's :class:`Forwards`
 _FORWARDS = "_forwards_under_way"
-_REMEDY = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or change the model before"
+#: methods of libraries that give a model other parameters, or more of them
+_REBUILDING = ["add_adapter", "prune_heads", "reset_classifier"]
+_REBUILDING += ["resize_position_embeddings", "resize_token_embeddings"]
 
 
 def sharded_param_key(name: str) -> str:
@@ -59,15 +61,20 @@ def original_class(cls: type) -> type:
 # ------------------------------------------------------------------------------------------- errors
 
 
-def _replaced(name: str, how: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name}: is sharded and cannot be {how}; {_REMEDY} MuonZero shards it")
+def _replaced(sharded: ShardedParam, how: str, value: object = None) -> UnsupportedModelError:
+    """For a parameter that is taken away, or replaced by ``value``."""
+    fits = isinstance(value, Tensor) and value.shape == sharded.spec.layout.whole
+    write = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or " if fits else ""
+    return UnsupportedModelError(
+        f"{sharded.name}: is sharded and cannot be {how}; {write}change the model before MuonZero shards it"
+    )
 
 
 def _moved(name: str, what: str, before: object, after: object) -> UnsupportedModelError:
     if what == "dtype":
         remedy = f"cast the model before MuonZero shards it, or keep {before} shards and set param_dtype='{after}'"
     else:
-        remedy = "move the model before MuonZero shards it"
+        remedy = f"{'move' if what == 'device' else 'change'} the model before MuonZero shards it"
     return UnsupportedModelError(
         f"{name}: {what} changes from {before} to {after} after it was sharded, without its momentum, its resident "
         f"copy and the graphs compiled for it; {remedy}"
@@ -84,16 +91,18 @@ def _stays_here(module: nn.Module, what: str) -> UnsupportedModelError:
 
 
 def check_kind(sharded: ShardedParam, tensor: Tensor) -> None:
-    """Raise if ``tensor``, which is to stand for the parameter, has another dtype or device than it was sharded with.
+    """Raise if ``tensor``, which is to stand for the shard, has not the dtype, device and shape it was sharded with.
 
     Raises:
         UnsupportedModelError: naming the parameter and what changed.
     """
-    dtype = decode_dtype(sharded.spec.dtype)
-    if tensor.dtype is not dtype:
-        raise _moved(sharded.name, "dtype", sharded.spec.dtype, encode_dtype(tensor.dtype))
-    if tensor.device != sharded.hyper.device:
-        raise _moved(sharded.name, "device", sharded.hyper.device, tensor.device)
+    for what, before, after in (
+        ("dtype", sharded.spec.dtype, encode_dtype(tensor.dtype)),
+        ("device", sharded.hyper.device, tensor.device),
+        ("shape", list(sharded.spec.layout.local_shape), list(tensor.shape)),
+    ):
+        if before != after:
+            raise _moved(sharded.name, what, before, after)
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -139,6 +148,8 @@ def _reader(name: str, alone: bool) -> property:
 
     def read(module: nn.Module) -> Tensor:
         sharded: ShardedParam = module.__dict__[key]
+        if torch.compiler.is_exporting():
+            raise _stays_here(module, "exported by torch.export")
         if alone and torch.compiler.is_compiling():
             param: Any = module._parameters[name]
         else:
@@ -202,6 +213,22 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
     else:
         run.__code__ = run.__code__.replace(co_name=name)
     return functools.wraps(method)(run)
+
+
+def _rebuilding(cls: type, name: str) -> Callable[..., Any]:
+    """The method ``name`` of ``cls``, for a class that stands for it."""
+
+    @functools.wraps(getattr(cls, name))
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "resize_token_embeddings":
+            rows = len(self.get_input_embeddings().weight)
+            if {*args, *kwargs.values()} <= {None, rows}:  # as scripts ask for that load a tokenizer
+                return getattr(cls, name)(self, *args, **kwargs)
+        raise UnsupportedModelError(
+            f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model"
+        )
+
+    return run
 
 
 def _bound(forwards: Forwards, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,7 +336,7 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
         with torch.no_grad():
             result = fn(shard)
             check_kind(sharded, result)
-            if result is not shard and result.shape == shard.shape and result.data_ptr() != shard.data_ptr():
+            if result is not shard and result.data_ptr() != shard.data_ptr():
                 sharded.param.copy_(like_parameter(sharded.param, result))
     held = module.__dict__["_parameters"]
     module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in sharded_params}
@@ -332,7 +359,7 @@ def _guard(module: nn.Module, name: str, value: Any) -> None:
         with torch.no_grad():
             sharded.param.copy_(value)
         return
-    raise _replaced(sharded.name, "replaced")
+    raise _replaced(sharded, "replaced", value)
 
 
 def _likeness(cls: type) -> dict[str, Any]:
@@ -374,6 +401,7 @@ def _standing_for(cls: type, make: Callable[[type], dict[str, Any]] = lambda sta
     }
     if isinstance(inspect.getattr_static(cls, "forward"), types.FunctionType):
         body["forward"] = _inside(cls, "forward")
+    body |= {name: _rebuilding(cls, name) for name in _REBUILDING if hasattr(cls, name)}
     body |= _likeness(cls)
     stand_in: Any = type(cls.__name__, (cls,), body)
     for name, value in make(stand_in).items():
@@ -397,7 +425,7 @@ def _with_readers(cls: type, names: tuple[str, ...], alone: bool) -> type:
 
         def __delattr__(self: nn.Module, name: str) -> None:
             if name in names:
-                raise _replaced(sharded_params_of(self)[name].name, "deleted")
+                raise _replaced(sharded_params_of(self)[name], "deleted")
             super(swapped, self).__delattr__(name)
 
         def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

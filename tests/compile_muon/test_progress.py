@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import logging
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -28,7 +30,9 @@ def test_an_optimizer_is_shown_in_a_few_lines() -> None:
     assert "0…5.weight × 6" in told and len(told.splitlines()) < 14
 
 
-def test_long_work_says_how_long_and_short_work_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_says_how_long_and_short_work_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger, lines = logging.getLogger("compile_muon"), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,8 +48,44 @@ def test_long_work_says_how_long_and_short_work_nothing(capsys: pytest.CaptureFi
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
     assert [line.rpartition(":")[0] for line in lines] == ["long work", "long work"] and "done after" in lines[1]
-    with progress.underway("unseen work", (0.01,)):  # neither a logger that shows it nor a terminal
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])  # a program that shows warnings
+    with progress.underway("unseen work", (0.01,)):
         time.sleep(0.05)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[progress._Compiling]:
+    """Compilations that have lines soon, in a program that sets up no logging and writes to a file."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiling = progress._Compiling()
+    compiling.first, compiling.pause, compiling.quiet = 0.05, 0.05, 0.1
+    yield compiling
+    logging.getLogger("compile_muon").setLevel(logging.NOTSET)
+
+
+def test_compilation_is_told_of_without_a_terminal(
+    unset: progress._Compiling, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in ("", "; it took 0 s here last time"):
+        with unset("a frame (blocks.4)"):
+            with unset("the backward of frame0000"):
+                time.sleep(0.3)
+        told = ""
+        while "done after" not in told:
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+        first, *lines, done = told.splitlines()
+        assert first.endswith("s so far" + last) and done.startswith("compile_muon: compiling: 2 graphs done after")
+        assert any("compiling the backward of frame0000: 0 of 2 graphs done, 0 s" in line for line in lines)
+    with unset("brief"):
+        pass
+    wait_for(lambda: not unset._seen)
+    logging.getLogger("compile_muon").setLevel(logging.WARNING)
+    with unset("a frame (blocks.4)"):
+        time.sleep(0.2)
+    wait_for(lambda: not unset._seen)
     assert capsys.readouterr() == ("", "")
 
 

@@ -267,7 +267,7 @@ def misuse() -> dict[str, list[str]]:
         "half": (model.half, "scale", "param_dtype='float16'"),
         "meta": (lambda: model.to("meta"), "scale", "move the model before"),
         "replace": (lambda: setattr(model.up, "weight", nn.Parameter(torch.zeros(9, 6))), "up.weight", whole),
-        "delete": (lambda: delattr(model.up, "weight"), "up.weight", whole),
+        "delete": (lambda: delattr(model.up, "weight"), "up.weight", "before MuonZero"),
     }
     said = {name: [error_of(move), named, remedy] for name, (move, named, remedy) in moves.items()}
     ids = [id(p) for p in model.parameters()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from support.harness import Ranks
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import compile_muon
 from compile_muon import UnsupportedModelError
@@ -165,3 +167,119 @@ def test_hooks_from_before_sharding_run_and_see_gradients_as_all_do(
         else:
             assert "norm().item()" not in seen and "call .full_tensor() first" in seen["refused"]
             assert seen["slice"].startswith("gradient of 0.weight: ")
+
+
+class Normed(nn.Module):
+    """With buffers, a number and rows that two ranks hold unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down(self.norm(self.up(x)))
+
+
+def pairs(stage: int) -> tuple[Normed, Normed]:
+    """A sharded model and a plain one after a backward of the same batch."""
+    model, plain = Normed(), Normed()
+    compile_muon.MuonZero(model, stage=stage)
+    for each in (model, plain):
+        each(torch.randn(4, 5, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    return model, plain
+
+
+def clip_by_units(parameters: Iterable[Tensor]) -> None:
+    """Adaptive clipping as timm has it: each row's norm against that of its weights, a vector's as one."""
+    for param in parameters:
+        weight, grad = param.detach(), param.grad.detach()  # type: ignore[union-attr]
+        dims = tuple(range(1, weight.ndim))
+        weights, norm = (x.norm(2.0, dim=dims, keepdim=True) if dims else x.norm(2.0) for x in (weight, grad))
+        limit = weights.clamp_(min=1e-3).mul_(0.01)
+        clipped = grad * (limit / norm.clamp(min=1e-6))
+        grad.copy_(torch.where(norm < limit, grad, clipped))
+
+
+def done_by_libraries(stage: int) -> None:
+    """Adaptive clipping; averages of weights and buffers in one list, and their way back."""
+    model, plain = pairs(stage)
+    averages = []
+    for each in (model, plain):
+        clip_by_units(each.parameters())
+        average = AveragedModel(each, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        average.update_parameters(each)
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(3)
+            each.norm.running_mean += 1
+        average.update_parameters(each)
+        averages.append(average.module)
+        torch._foreach_copy_(
+            [*(param.data for param in each.parameters()), each.norm.running_var],
+            [*(param.data for param in average.module.parameters()), each.norm.running_mean],
+        )
+    for found, expected in [*zip(averages[0].state_dict().items(), averages[1].state_dict().items(), strict=True)]:
+        torch.testing.assert_close(full(found[1]), expected[1], msg=found[0])
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)
+    for found, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(full(found), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adaptive_clipping_and_averages_of_buffers_too_are_a_plain_models(
+    ranks: Callable[[int], Ranks], stage: int
+) -> None:
+    ranks(2).run(done_by_libraries, stage=stage)
+
+
+MASK = torch.tensor([[0.0]] * 7 + [[1.0]] * 2)
+ALIKE = "distribute_tensor(mask, x.device_mesh, x.placements); copies and averages of weights begin behind MuonZero"
+WHOLE = "compute with .full_tensor(), on every rank"
+#: what is done -> what is said to it
+NAMED: dict[str, tuple[Callable[[Normed], Any], str]] = {
+    "a masked gradient": (lambda model: model.up.weight.grad * MASK, ALIKE),
+    "a gradient masked in place": (lambda model: model.up.weight.grad.mul_(MASK), ALIKE),
+    "a masked weight": (lambda model: model.up.weight.data.mul_(MASK), ALIKE),
+    "an average of before": (lambda model: Normed().up.weight.detach() - model.up.weight, ALIKE),
+    "an average of a number": (lambda model: torch.ones(()).sub_(torch.ones(()) - model.scale), ALIKE),
+    "an average in lists": (lambda m: torch._foreach_sub([*Normed().parameters()], [*m.parameters()]), ALIKE),
+    "a flat weight": (lambda model: model.up.weight.detach().reshape(-1), WHOLE),
+    "finite entries": (lambda model: model.up.weight.grad[torch.isfinite(model.up.weight.grad)], WHOLE),
+    "a histogram": (
+        lambda model: model.up.bias.grad.histc(8, -1, 1).tolist(),
+        "call .full_tensor() first, on every rank",
+    ),
+    "torch.export": (lambda model: torch.export.export(model, (torch.randn(4, 5),)), "copy.deepcopy(model) inside"),
+    "torch.jit.trace": (lambda model: torch.jit.trace(model, (torch.randn(4, 5),)), "copy.deepcopy(model) inside"),
+    "torch.jit.script": (torch.jit.script, "copy.deepcopy(model) inside"),
+}
+
+
+def named() -> dict[str, str]:
+    model, _ = pairs(3)
+    said = {}
+    with torch.no_grad():
+        for what, (do, _) in NAMED.items():
+            try:
+                do(model)
+            except compile_muon.MuonZeroError as error:
+                said[what] = str(error)
+    optimizer = compile_muon.MuonZero(model := Normed(), stage=3, weight_decay=0)
+    weight = model.up.weight
+    mask = distribute_tensor(MASK, weight.device_mesh, weight.placements)
+    weight.register_hook(lambda grad: grad * mask)
+    before = full(weight).clone()
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    assert (full(weight) != before).any(1).tolist() == [False] * 7 + [True] * 2
+    return said
+
+
+def test_what_shards_do_not_is_named_with_the_way_to_do_it(ranks: Callable[[int], Ranks]) -> None:
+    for said in ranks(2).run(named):
+        missing = {what: said.get(what) for what, (_, remedy) in NAMED.items() if remedy not in said.get(what, "")}
+        assert not missing

@@ -105,6 +105,46 @@ def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) 
     assert one == other
 
 
+# ----------------------------------------------------------------------------------------------- other parameters
+
+
+def rebuild() -> list[str]:
+    """What changes the parameters of a sharded model, tied and not; what is left of it trains."""
+    from peft import LoraConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    said = []
+    for tied in (False, True):
+        shape = GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=2, tie_word_embeddings=tied)
+        model = GPT2LMHeadModel(shape)
+        optimizer = compile_muon.MuonZero(model, stage=3)
+        assert model.resize_token_embeddings(31) is model.resize_token_embeddings() is model.get_input_embeddings()
+        for change in (
+            lambda model: model.resize_token_embeddings(40),
+            lambda model: model.resize_token_embeddings(20, mean_resizing=False),
+            lambda model: model.resize_token_embeddings(pad_to_multiple_of=8),
+            lambda model: model.add_adapter(LoraConfig(target_modules=["c_fc"])),
+        ):
+            try:
+                change(model)
+            except compile_muon.UnsupportedModelError as error:
+                said.append(str(error))
+        tokens = torch.randint(0, 31, (2, 8))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_changes_parameters_is_refused_where_it_is_called(ranks: Callable[[int], Ranks], world: int) -> None:
+    for said in ranks(world).run(rebuild):
+        names = [*["resize_token_embeddings"] * 3, "add_adapter"] * 2
+        assert said == [
+            f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model"
+            for name in names
+        ]
+
+
 # ------------------------------------------------------------------------------------------------- other settings
 
 

@@ -54,11 +54,13 @@ def change(model: Net, statement: str) -> None:
     exec(statement, {**globals(), "model": model, "down": model.down})
 
 
-DELETED = "cannot be deleted.*before MuonZero"
+DELETED = "cannot be deleted; change the model before MuonZero"
+REBUILT = "cannot be replaced; change the model before MuonZero"
 REPLACED = r"full_parameters\(module, write=True\).*before MuonZero"
 MOVED = [
     ("down.weight = nn.Parameter(torch.zeros(8, 8))", REPLACED),
-    ("down.weight = None", REPLACED),
+    ("down.weight = nn.Parameter(torch.zeros(9, 8))", REBUILT),
+    ("down.weight = None", REBUILT),
     ("del down.weight", DELETED),
     ("nn.utils.parametrize.register_parametrization(down, 'weight', nn.Identity())", DELETED),
     ("parametrizations.weight_norm(down)", DELETED),
@@ -98,13 +100,22 @@ def test_what_changes_nothing_is_allowed(model: Net, optimizer: MuonZero) -> Non
     optimizer.step()
 
 
-def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, optimizer: MuonZero) -> None:
+@pytest.mark.parametrize(
+    ("data", "change"),
+    [
+        (torch.zeros(8, 8, dtype=torch.bfloat16), "dtype changes from float32 to bfloat16"),
+        (torch.zeros(9, 8), r"shape changes from \[8, 8\] to \[9, 8\].*; change the model before MuonZero"),
+    ],
+)
+def test_data_of_another_kind_is_refused_when_read_and_by_step(
+    model: Net, optimizer: MuonZero, data: torch.Tensor, change: str
+) -> None:
     model(X).sum().backward()
     for p in model.parameters():
         p.grad = None
-    model.down._parameters["weight"].data = torch.zeros(8, 8, dtype=torch.bfloat16)  # type: ignore[union-attr]
+    model.down._parameters["weight"].data = data  # type: ignore[union-attr]
     for use in (lambda: model(X), optimizer.step):
-        with pytest.raises(UnsupportedModelError, match=r"down\.weight: dtype changes from float32 to bfloat16"):
+        with pytest.raises(UnsupportedModelError, match=rf"down\.weight: {change}"):
             use()
 
 
@@ -223,7 +234,7 @@ def test_whole_parameters_can_be_written(model: Net, optimizer: MuonZero) -> Non
 
 
 UNWRITABLE = [
-    ("down.weight = nn.Parameter(torch.zeros(3, 3))", r"down\.weight: its shape changed from \[8, 8\] to \[3, 3\]"),
+    ("down.weight = nn.Parameter(torch.zeros(3, 3))", r"down\.weight: its shape .* \[3, 3\]; change it before Mu"),
     ("down.bfloat16()", r"down\.weight: its dtype changed from float32 to torch\.bfloat16"),
     ("del down.weight", r"down\.weight: was removed"),
     ("down.extra = nn.Parameter(torch.zeros(3))", r"down\.extra: was added"),
