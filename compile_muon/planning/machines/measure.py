@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ _DTYPES = ("float32", "bfloat16")
 _SHAPES = ((1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 4, 1), (1, 4, 2, 1), (1, 1, 1, 4))
 #: bytes of the operands that take turns: as in a training step, no cache holds them
 _COLD = 64 * 2**20
+#: bytes from which on a collective on CPUs is mostly copies
+_LARGE = 2**20
 #: runs in one CUDA graph
 _REPLAYED = 20
 #: buckets that go to a disk and back, and buffers for those under way
@@ -45,7 +48,7 @@ def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Sizes and repetitions of the measurement."""
+    """Sizes and repetitions of the measurement; the defaults test the measurement itself."""
 
     sizes: tuple[int, ...] = (32, 64)  # smallest dimensions of products
     sequences: tuple[int, ...] = (32,)  # lengths for attention
@@ -59,34 +62,18 @@ class _Plan:
     stretch_seconds: float = 1e-3  # work ahead of the collective that shows how late ranks come
 
 
-#: tests the measurement itself
-_QUICK = _Plan()
 #: by device
 _PLANS = {
     # Half a second a round: in its first moments a GPU runs at clocks that it cannot sustain.
     "cuda": _Plan(
-        sizes=_powers(6, 13),
-        sequences=_powers(9, 13),
-        moved=_powers(14, 30, 4),
-        sent=_powers(12, 28, 4),
-        offloaded=2**28,
-        rounds=1,
-        round_seconds=0.5,
+        _powers(6, 13), _powers(9, 13), _powers(14, 30, 4), _powers(12, 28, 4), 2**28, rounds=1, round_seconds=0.5
     ),
+    # After a quarter of the stretch ranks come less late, after twice as much no later.
     "cpu": _Plan(
-        sizes=_powers(4, 9),
-        sequences=_powers(5, 10),
-        moved=_powers(12, 26),
-        sent=_powers(10, 24, 2),
-        offloaded=2**28,
-        rounds=7,
-        passes=3,
-        round_seconds=3e-3,
-        layers=(2, 8),
-        # After a quarter of it ranks come less late, after twice as much no later.
-        stretch_seconds=8e-3,
+        _powers(4, 9), _powers(5, 10), _powers(12, 26), _powers(10, 24, 2), 2**28, rounds=7, passes=3,
+        round_seconds=3e-3, layers=(2, 8), stretch_seconds=8e-3,
     ),
-}
+}  # fmt: skip
 
 
 def cores() -> int:
@@ -158,7 +145,7 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     or does not exist.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    plan = _QUICK if quick else _PLANS[device]
+    plan = _Plan() if quick else _PLANS[device]
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(1)
     busy = world if device == "cuda" else min(world, cores())
@@ -312,21 +299,20 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
     kinds = _kinds(clock.device, count, clock.group.group_name)
-    rounds: dict[tuple[str, int], list[float]] = {}
+    rounds: dict[tuple[str, int], list[float]] = defaultdict(list)
     at_work: dict[tuple[str, int], float] = {}
     for _ in range(clock.plan.passes):
         for (kind, start), sent_bytes in itertools.product(kinds.items(), clock.plan.sent):
             part = _part(kind, sent_bytes, count)
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
+            nbytes = part * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
             runs, began = clock.runs, time.process_time()
-            seconds = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
-            at_work[kind, sent_bytes] = (time.process_time() - began) / (clock.runs - runs)
-            rounds.setdefault((kind, sent_bytes), []).extend(seconds)
-    for (kind, sent_bytes), seconds in rounds.items():
-        nbytes = _part(kind, sent_bytes, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
-        core_seconds = at_work[kind, sent_bytes] if clock.device == "cpu" else 0.0
-        parameters = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
-        yield Sample("collectives", statistics.median(seconds), nbytes, parameters)
+            rounds[kind, nbytes] += clock.rounds(partial(start, x))
+            at_work[kind, nbytes] = (time.process_time() - began) / (clock.runs - runs)
+    for (kind, nbytes), seconds in rounds.items():
+        yield Sample("collectives", statistics.median(seconds), nbytes, {"kind": kind, "ranks": count})
+        if clock.device == "cpu" and nbytes >= _LARGE:
+            yield Sample("copies", at_work[kind, nbytes], nbytes)
 
 
 def _late(clock: _Clock, count: int) -> Sample:
@@ -391,12 +377,12 @@ def _transfers(clock: _Clock, disk: Path | None, ranks: int) -> Iterator[Sample]
     """Time offload in both ways at once, as in a step: the next bucket comes while the last one goes."""
     ways: dict[str, Callable[[int], Callable[[], object]]] = {}
     if clock.device == "cuda":  # on CPUs both are what kernels do
-        ways |= {"host": _host_link, "adamw": _host_adamw}
+        ways |= {"host_bandwidth": _host_link, "host_memory_bandwidth": _host_adamw}
     if disk is not None:
-        ways["disk"] = partial(_disk, folder=disk)
+        ways["disk_bandwidth"] = partial(_disk, folder=disk)
     nbytes = clock.plan.offloaded
     for way, copying in ways.items():
-        served = 2 * nbytes if way == "disk" else nbytes
+        served = 2 * nbytes if way == "disk_bandwidth" else nbytes
         yield Sample("offload", clock.seconds(copying(nbytes)), served, {"way": way, "ranks": ranks})
 
 
