@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,9 +100,7 @@ _FORMULAS: dict[str, Callable[..., float]] = {
 
 def fit(measured: Measured, name: str) -> Machine:
     """Return a machine description fitted to the samples."""
-    groups: dict[str, list[Sample]] = {group: [] for group in _FORMULAS}
-    for sample in measured.samples:
-        groups[sample.group].append(sample)
+    groups = defaultdict[str, list[Sample]](list, _by(lambda sample: sample.group, measured.samples))
     kernel_seconds = measured.kernel_seconds
     bandwidths = tuple((float(s.work), _rate(s, kernel_seconds)) for s in groups["kernels"])
     products = _by("dtype", groups["products"])
@@ -109,7 +108,8 @@ def fit(measured: Measured, name: str) -> Machine:
     link, start_seconds, kinds = _link(groups["collectives"], measured.cores)
     late_seconds = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
     # Bytes/s of a rank; ranks that share cores share a disk.
-    offload = {way: max(s.work / s.seconds for s in same) for way, same in _by("way", groups["offload"]).items()}
+    by_way = _by("way", groups["offload"])
+    offload: dict[str, Any] = {way: max(s.work / s.seconds for s in same) for way, same in by_way.items()}
     if measured.cores and "disk_bandwidth" in offload:
         offload["disk_bandwidth"] *= min(measured.node, measured.cores)
     machine = Machine(
