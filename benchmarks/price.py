@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -182,12 +182,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "price.json", help="and the picture beside it, as SVG")
     options = parser.parse_args()
     rows = [
-        {
-            "model": name,
-            "stage": MODELS[name].stage,
-            "gpus": world,
-            "prices": [price.to_json() for price in world_prices],
-        }
+        {"model": name, "stage": MODELS[name].stage, "gpus": world, "prices": [asdict(price) for price in world_prices]}
         for name in options.models
         for world, world_prices in priced(name, options.worlds, options.layers).items()
     ]

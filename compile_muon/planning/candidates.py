@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from compile_muon.config import Config
 from compile_muon.config.settings import VIEWS, MuonConfig
@@ -55,12 +54,9 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     `config` does not multiply to `world` ranks, or splits parameters (tensor or expert parallelism).
     """
     configured_axes = axis_sizes(config, world) or {"shard": 1}
-    fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size"}
-    split = next((name for name in fields if name in configured_axes), None)
-    if split is not None:
-        raise config_error(
-            fields[split], configured_axes[split], "a plan has the whole model on every rank", "leave it out"
-        )
+    for axis, key in {"tensor": "mesh.tensor", "expert": "expert_parallel.size"}.items():
+        if axis in configured_axes:
+            raise config_error(key, configured_axes[axis], "a plan has the whole model on every rank", "leave it out")
     compared = [
         Candidate(stage, axes, (stage, axes) == (config.zero.stage, configured_axes))
         for sharing in sorted({1, configured_axes.get("sequence", 1)})
@@ -106,11 +102,8 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
 
 def with_adamw(config: Config) -> Config:
     """Return the same training with every parameter under AdamW."""
-    update = "auto" if config.zero.update == "backward" else config.zero.update
-    zero = replace(config.zero, update=update)
-    defaults: dict[str, Any] = {
-        name: Config.__dataclass_fields__[name].default for name in ("muon_params", "method", "groups", *VIEWS)
-    }
+    zero = replace(config.zero, update="auto" if config.zero.update == "backward" else config.zero.update)
+    defaults = {name: getattr(Config(), name) for name in ("muon_params", "method", "groups", *VIEWS)}
     return replace(config, algorithm="adamw", muon=MuonConfig(), zero=zero, **defaults)
 
 
@@ -133,24 +126,15 @@ class Price:
     adamw_seconds: float
     adamw_exposed_seconds: float
 
-    @property
-    def share(self) -> float:
-        """The time that Muon adds, as a fraction of AdamW's step."""
-        return self.seconds / self.adamw_seconds - 1
+    share: float = field(init=False)  # time that Muon adds, as a fraction of AdamW's step
+    computed_share: float = field(init=False)  # part of `share` that is computed
+    # part of `share` that is exposed; below 0 where Newton-Schulz hides communication that AdamW waits for
+    exposed_share: float = field(init=False)
 
-    @property
-    def computed_share(self) -> float:
-        """The part of `share` that is computed."""
-        return self.share - self.exposed_share
-
-    @property
-    def exposed_share(self) -> float:
-        """The part of `share` that is exposed; below 0 where Newton-Schulz hides communication that AdamW waits for."""
-        return (self.exposed_seconds - self.adamw_exposed_seconds) / self.adamw_seconds
-
-    def to_json(self) -> dict[str, Any]:
-        """Return seconds, tokens and shares."""
-        return asdict(self) | {name: getattr(self, name) for name in ("share", "computed_share", "exposed_share")}
+    def __post_init__(self) -> None:
+        share = self.seconds / self.adamw_seconds - 1
+        exposed = (self.exposed_seconds - self.adamw_exposed_seconds) / self.adamw_seconds
+        vars(self).update(share=share, computed_share=share - exposed, exposed_share=exposed)
 
 
 def percent(share: float) -> str:
@@ -178,19 +162,16 @@ def prices(
     def step(count: int, adamw: bool) -> Timeline:
         played = captured(1 if count == 1 else _SEVERAL, adamw)
         if count == _SEVERAL - 1:  # drop the middle one
-            graphs_each = len(traced(_SEVERAL).visits) // _SEVERAL
-            played = replace(played, graphs=(*played.graphs[:graphs_each], *played.graphs[2 * graphs_each :]))
+            each = len(traced(_SEVERAL).visits) // _SEVERAL
+            played = replace(played, graphs=(*played.graphs[:each], *played.graphs[2 * each :]))
         return played.simulated(machine)
 
     def steps(count: int, adamw: bool) -> tuple[float, float]:
         """Return seconds of a step, and the exposed part of them."""
-        played = step(min(count, _SEVERAL), adamw)
-        seconds, exposed = played.seconds, sum(played.exposed.values())
-        if extra := max(0, count - _SEVERAL):
-            fewer = step(_SEVERAL - 1, adamw)
-            seconds += extra * (seconds - fewer.seconds)
-            exposed += extra * (exposed - sum(fewer.exposed.values()))
-        return seconds, exposed
+        counts = (min(count, _SEVERAL), min(count, _SEVERAL - 1))
+        (seconds, exposed), fewer = ((s.seconds, sum(s.exposed.values())) for s in (step(n, adamw) for n in counts))
+        extra = max(0, count - _SEVERAL)
+        return seconds + extra * (seconds - fewer[0]), exposed + extra * (exposed - fewer[1])
 
     for count in counts:
         fits = all(step(min(count, _SEVERAL), adamw).peak.total <= limit for adamw in (False, True))

@@ -72,8 +72,10 @@ class Captured:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
         host_bytes = self.on_host if machine.device == "cuda" else 0
         resident = {**self.resident, "parameters": self.resident["parameters"] - host_bytes}
-        how: dict[str, Any] = {"groups": self.groups, "ranks": self.ranks, "codegen": self.codegen, "others": others}
-        play = partial(simulate, self.graphs, machine, resident=resident, **how)
+        play = partial(
+            simulate, self.graphs, machine, groups=self.groups, ranks=self.ranks, resident=resident,
+            codegen=self.codegen, others=others,
+        )  # fmt: skip
         if self.offload is None:
             return play()
         device = machine.shared_by(self.ranks)
@@ -176,9 +178,7 @@ def captured(
     `graphs` come with the name of the parameter by the position of its state among the inputs; `trained` have a
     gradient; `ready` are the names of those whose directions the graphs make.
     """
-    number = {
-        sharded.name: number for number, gather in enumerate(gathers(trained)) for sharded in gather.sharded_params
-    }
+    number = {sharded.name: i for i, gather in enumerate(gathers(trained)) for sharded in gather.sharded_params}
     played = [
         replace(
             graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())),
@@ -226,14 +226,12 @@ def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, i
             elif (state.shape == sharded.param.shape and state.ndim) or slot in at_owner:
                 param_bytes["moment"] += local_tensor(state).nbytes
         muon = sharded.spec.muon
+        alone = muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.method))
         for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
             bytes_of[all_of] += param_bytes[one]
-            if muon is not None and one != "momentum":  # element methods get all states by rows
-                bytes_of[one] = max(bytes_of[one], param_bytes[one])
-        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.method)):
-            bytes_of["momentum by rows"] = max(bytes_of["momentum by rows"], param_bytes["momentum"])
-        else:
-            bytes_of["momentum"] = max(bytes_of["momentum"], param_bytes["momentum"])
+            most = "momentum by rows" if alone and one == "momentum" else one
+            if muon is not None or one == "momentum":  # element methods get all other states by rows
+                bytes_of[most] = max(bytes_of[most], param_bytes[one])
     return bytes_of
 
 

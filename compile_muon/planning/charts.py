@@ -6,10 +6,10 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compile_muon.planning.plan import Figures, World, mesh_text
-from compile_muon.planning.simulate import Event, Timeline
+from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.simulate.engine import COMPUTE
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ _COLOURS = {
     "pools": "#d3d3d3",
     "product": "#54a24b", "kernel": "#8cbf88", "copy": "#bab0ac", "host": "#79706e", "newton_schulz": "#eeca3b",
     "gather": "#9d755d", "reduce": "#e45756", "refresh": "#4c78a8", "checks": "#72b7b2", "model": "#ff9da6",
+}  # fmt: skip
+#: of matplotlib; the background is the page's
+_STYLE = {
+    "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none",
+    "legend.frameon": False, "legend.labelcolor": _INK, "legend.fontsize": 8, "font.family": "sans-serif",
+    "svg.fonttype": "none", "svg.hashsalt": "compile_muon",
 }  # fmt: skip
 #: part of a step: intervals closer than this are drawn as one
 _FINEST = 1 / 1500
@@ -53,7 +60,7 @@ def time_chart(world: World) -> str:
 def price_chart(worlds: Sequence[World]) -> str:
     """Percent that Muon adds to AdamW's step, over tokens: a line for each number of ranks, its exposed part dashed."""
     axes = _axes(3.2)
-    for number, world in enumerate(world for world in worlds if world.prices):
+    for number, world in enumerate(worlds):
         tokens = [price.tokens for price in world.prices]
         colour = f"C{number}"
         axes.plot(tokens, [100 * p.share for p in world.prices], "o-", color=colour, label=f"{world.ranks} ranks")
@@ -65,39 +72,24 @@ def price_chart(worlds: Sequence[World]) -> str:
 
 
 def timeline_chart(timeline: Timeline) -> str:
-    """The work of each stream over time."""
-    merged = _merged(timeline)
-    axes = _axes(0.45 * len(merged) + 1.3)
-    labelled: dict[str, None] = {}
-    for row, (_, spans) in enumerate(merged):
-        for category, bars in spans.items():
-            label = "" if category in labelled else category.replace("_", " ")
-            labelled[category] = None
-            colour = _COLOURS.get(category, _COLOURS["step"])
-            axes.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in bars], (row - 0.4, 0.8), color=colour, label=label)
-    axes.set_yticks(range(len(merged)), [name for name, _ in merged])
+    """The work of each stream over time, with gaps too small to see closed."""
+    streams = dict.fromkeys([COMPUTE, *(event.stream for event in timeline.events)])
+    spans: dict[str, dict[str, list[tuple[float, float]]]] = {stream: defaultdict(list) for stream in streams}
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        bars = spans[event.stream][event.category]
+        close = bars and event.start - bars[-1][1] < _FINEST * timeline.seconds
+        start, end = bars.pop() if close else (event.start, event.end)
+        bars.append((start, max(end, event.end)))
+    axes = _axes(0.45 * len(spans) + 1.3)
+    for row, of_stream in enumerate(spans.values()):
+        for category, bars in of_stream.items():
+            widths = [((start * 1e3), (end - start) * 1e3) for start, end in bars]
+            axes.broken_barh(widths, (row - 0.4, 0.8), **_look(category))
+    names = [stream if stream == COMPUTE else ", ".join(sorted(of)) for stream, of in spans.items()]
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, timeline.seconds * 1e3)
-    axes.set_xlabel("ms")
+    axes.set(xlim=(0, timeline.seconds * 1e3), xlabel="ms")
     return _svg(axes)
-
-
-def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
-    """Return the name of each stream and its busy intervals by category, with gaps too small to see closed."""
-    streams: dict[str, list[Event]] = defaultdict(list)
-    for event in timeline.events:
-        streams[event.stream].append(event)
-    rows = []
-    for stream in [COMPUTE, *(name for name in streams if name != COMPUTE)]:
-        spans: dict[str, list[tuple[float, float]]] = {}
-        for event in sorted(streams[stream], key=lambda event: event.start):
-            bars = spans.setdefault(event.category, [])
-            if bars and event.start - bars[-1][1] < _FINEST * timeline.seconds:
-                bars[-1] = (bars[-1][0], max(bars[-1][1], event.end))
-            else:
-                bars.append((event.start, event.end))
-        rows.append((stream if stream == COMPUTE else ", ".join(sorted(spans)), spans))
-    return rows
 
 
 def _stacked(
@@ -110,12 +102,11 @@ def _stacked(
     offsets = [0.0] * len(bars)
     for name in dict.fromkeys(name for bar in bars for name in bar):
         widths = [bar.get(name, 0.0) for bar in bars]
-        colour = _COLOURS.get(name, _COLOURS["step"])
-        axes.barh(places, widths, left=offsets, color=colour, label=name.replace("_", " "), height=0.7)
+        axes.barh(places, widths, left=offsets, height=0.7, **_look(name))
         offsets = [start + width for start, width in zip(offsets, widths, strict=True)]
     if limit is not None:
         axes.axvline(limit, color=_INK, linestyle="--", label=f"device, {limit:.1f}")
-    for place, mark in zip(places, marks, strict=False):
+    for place, mark in enumerate(marks):
         axes.plot([mark, mark], [place - 0.45, place + 0.45], color=_INK, linewidth=1.5)
     axes.set_yticks(places, [f"{f.stage}, {mesh_text(f.mesh)}" for f in candidates])
     axes.invert_yaxis()
@@ -123,18 +114,16 @@ def _stacked(
     return _svg(axes)
 
 
+def _look(category: str) -> dict[str, Any]:
+    return {"color": _COLOURS.get(category, _COLOURS["step"]), "label": category.replace("_", " ")}
+
+
 def _axes(height: float) -> Axes:
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.patch.set_visible(False)
-    figure.patch.set_visible(False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[:].set_color(_INK)
-    axes.tick_params(colors=_INK)
-    axes.xaxis.label.set_color(_INK)
-    return axes
+    with matplotlib.rc_context(_STYLE):
+        return Figure(figsize=(10, height), layout="constrained").add_subplot()
 
 
 def _svg(axes: Axes) -> str:
@@ -142,11 +131,12 @@ def _svg(axes: Axes) -> str:
     import matplotlib
 
     handles, labels = axes.get_legend_handles_labels()
+    handle_of = dict(zip(labels, handles, strict=True))
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.legend(handles, labels, loc="outside upper center", ncols=7, frameon=False, labelcolor=_INK, fontsize=8)
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon", "font.family": "sans-serif"}):
+    with matplotlib.rc_context(_STYLE):
+        figure.legend(list(handle_of.values()), list(handle_of), loc="outside upper center", ncols=7)
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)

@@ -32,29 +32,18 @@ class Machine(Costs):
     name: str  # as users call it
     device: str  # "cuda" or "cpu"
     memory_bytes: int  # of one rank's device
-    # Part of the rate of large products that fused attention in half precision reaches; None for the rate of products
-    # with its smallest dimension.
-    attention_fraction: float | None = None
-    # dtype -> ((sequence length, operations/s), ...) of fused causal attention, all pairs of positions counted;
-    # interpolated. A dtype in it does not use `attention_fraction`.
+    attention_fraction: float | None = None  # of the rate of large products; None: as its smallest product
+    # dtype -> ((sequence length, operations/s), ...), causal, of all pairs of positions; goes before the fraction
     attention_rates: Mapping[str, Table] = field(default_factory=dict)
-    # Seconds that an exponential, error function or the like takes an entry, beside its bytes.
-    function_seconds: float = 0.0
-    # Seconds of the thread that launches kernels, by kind: to enter a "graph", for each of its "parameter"s, for each
-    # "collective". On CPUs kernels wait for it, and each "byte" that a rank sends adds to it, since cores copy it. A
-    # GPU runs behind the host, and waits where it is late; there each launch counts too: "kernel", "product", "copy"
-    # (of buckets), "newton_schulz". A missing kind takes no time.
+    function_seconds: float = 0.0  # of an exponential or the like for one entry, beside its bytes
+    # Of the thread that launches kernels, by kind: "graph", "parameter", "collective"; on CPUs, where kernels wait for
+    # it, "byte" sent; on GPUs, which run behind it, each launch: "kernel", "product", "copy", "newton_schulz".
     host_seconds: Mapping[str, float] = field(default_factory=dict)
-    # How much later than this rank the last one issues a collective, where ranks share cores and another has just lost
-    # its core. A wait lasts at least until then; no core and no link is busy meanwhile.
-    late_seconds: float = 0.0
-    host_bandwidth: float = 0.0  # Bytes/s between a device and pinned host memory, each way; 0 where they are the same.
-    # Bytes/s of host memory that AdamW on a rank's cores reads and writes; 0 for no time.
-    host_memory_bandwidth: float = 0.0
-    disk_bandwidth: float = 0.0  # Bytes/s that a rank reads and writes on its disk, together; 0 without one.
-    # Of a GPU, as kernels/gpu/tiles.json names it ("sm_90"), for the model of Newton-Schulz launches; empty for
-    # products like all others.
-    architecture: str = ""
+    late_seconds: float = 0.0  # delay of the last rank's issue of a collective, where ranks share cores; none is busy
+    host_bandwidth: float = 0.0  # bytes/s between a device and pinned host memory, each way; 0 where they are the same
+    host_memory_bandwidth: float = 0.0  # bytes/s of host memory that AdamW on a rank's cores moves; 0 for no time
+    disk_bandwidth: float = 0.0  # bytes/s that a rank reads and writes on its disk, together; 0 without one
+    architecture: str = ""  # of a GPU in kernels/gpu/tiles.json ("sm_90"); empty: no model of its launches
     processors: int = 0  # multiprocessors of a GPU
     collective_processors: int = 0  # multiprocessors that a collective under way takes from products
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # field -> origin of its numbers

@@ -138,13 +138,14 @@ def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
 
 def _leave_meta(model: nn.Module) -> None:
     """Replace parameters and buffers on the meta device by fake ones on the CPU; tied ones stay tied."""
-    replacements: dict[torch.Tensor, torch.Tensor] = {}
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+    tables: list[dict[str, Any]] = []
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for tensors in tables:
-            for name, value in tensors.items():
-                if value is not None and value.device.type == "meta":
-                    fake = torch.empty_like(value, device="cpu")
-                    if isinstance(value, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=value.requires_grad)
-                    tensors[name] = replacements.setdefault(value, fake)
+        tables += module._parameters, module._buffers
+    for tensors in tables:
+        for name, value in tensors.items():
+            if value is not None and value.device.type == "meta":
+                fake = torch.empty_like(value, device="cpu")
+                if isinstance(value, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=value.requires_grad)
+                tensors[name] = fakes.setdefault(value, fake)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 from compile_muon.config import Config, FrameOptions, OffloadConfig
@@ -129,10 +130,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` writes; ``simulated`` is always true."""
-        numbers = {"simulated": True, **asdict(self)}
+        numbers = {"simulated": True, **asdict(replace(self, timelines=()))}
         del numbers["timelines"]
-        for written, world in zip(numbers["worlds"], self.worlds, strict=True):
-            written["prices"] = [price.to_json() for price in world.prices]
         return numbers
 
 
@@ -150,7 +149,6 @@ def make_plan(question: Question) -> Plan:
     config, machine = question.config, question.machine
     candidates_of = {world: candidates(config, world, machine) for world in question.worlds}
     trace_of = cache(partial(_traced, question))
-    traced = partial(trace_of, config.zero.micro_batches)
     worlds, timelines = [], []
     for world, compared in candidates_of.items():
         played: list[tuple[Figures, Timeline]] = []
@@ -158,50 +156,42 @@ def make_plan(question: Question) -> Plan:
             # With one micro-batch stages 1 and 2 are the same: they differ in gradients kept between micro-batches.
             alike = (1, candidate.axes) if candidate.stage == 2 and config.zero.micro_batches == 1 else None
             simulated = next((both for both in played if alike == (both[0].stage, both[0].mesh)), None)
-            figures, timeline = simulated or _simulated(traced(candidate.sharing), question, candidate, world)
+            trace = trace_of(candidate.sharing, config.zero.micro_batches)
+            figures, timeline = simulated or _simulated(trace, question, candidate, world)
             figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
             played.append((figures, timeline))
             question.progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
         answer = _world(world, [figures for figures, _ in played])
         unshared = config.sequence_parallel.size == 1
-        if answer.choice is None and unshared and (shared := _shared(traced, question, world)):
+        if answer.choice is None and unshared and (shared := _shared(trace_of, question, world)):
             answer = replace(answer, why=f"{answer.why}; {shared}")
         if question.price and config.algorithm == "muon":
             answer = replace(answer, prices=list(_prices(trace_of, question, compared[answer.shown], answer)))
         worlds.append(answer)
         timelines.append(played[answer.shown][1])
+    parameters = sum(param.numel() for param in question.subject.build().parameters())
     return Plan(
-        model=question.subject.name,
-        machine=machine.name,
-        parameters=sum(param.numel() for param in question.subject.build().parameters()),
-        tokens=question.batch.tokens,
-        sequence=question.batch.sequence,
-        micro_batches=config.zero.micro_batches,
-        memory_bytes=machine.memory_bytes,
-        took_seconds=time.perf_counter() - began,
-        worlds=worlds,
-        timelines=timelines,
-    )
+        question.subject.name, machine.name, parameters, **asdict(question.batch),
+        micro_batches=config.zero.micro_batches, memory_bytes=machine.memory_bytes,
+        took_seconds=time.perf_counter() - began, worlds=worlds, timelines=timelines,
+    )  # fmt: skip
 
 
 def _prices(
     traced: Callable[[int, int], Trace], question: Question, candidate: Candidate, world: World
 ) -> Iterator[Price]:
     """Yield the prices of the candidate shown, without offload."""
-    for price in prices(
-        lambda count: traced(count, candidate.sharing),
-        _resident(question, candidate, world.ranks),
-        question.machine,
-        rank=world.candidates[world.shown].rank,
-        tokens=question.batch.tokens,
-        counts=[tokens // question.batch.tokens for tokens in question.price],
-    ):
+    target, rank = _resident(question, candidate, world.ranks), world.candidates[world.shown].rank
+    tokens = question.batch.tokens
+    counts = [price // tokens for price in question.price]
+    traces = partial(traced, candidate.sharing)
+    for price in prices(traces, target, question.machine, rank=rank, tokens=tokens, counts=counts):
         price_of = f"{world.ranks} ranks, {price.tokens:,} tokens a step"
         question.progress(f"{price_of}: {price.share:+.1%} over AdamW, simulated")
         yield price
 
 
-def _traced(question: Question, micro_batches: int, sharing: int) -> Trace:
+def _traced(question: Question, sharing: int, micro_batches: int) -> Trace:
     """Trace a step of `micro_batches` with `sharing` ranks to a sequence; a ConfigError names a model that cannot be
     traced."""
     began, subject = time.perf_counter(), question.subject
@@ -213,13 +203,14 @@ def _traced(question: Question, micro_batches: int, sharing: int) -> Trace:
     return trace
 
 
-def _shared(traced: Callable[[int], Trace], question: Question, world: int) -> str:
+def _shared(traced: Callable[[int, int], Trace], question: Question, world: int) -> str:
     """Say how few ranks to a sequence make stage 3 fit; empty if none do, or the model cannot shard sequences."""
     sharing = 2
     while world % sharing == 0:
         axes = meshes(world, sharing, question.machine)[0]
         try:
-            figures, _ = _simulated(traced(sharing), question, Candidate(3, axes, False), world)
+            trace = traced(sharing, question.config.zero.micro_batches)
+            figures, _ = _simulated(trace, question, Candidate(3, axes, False), world)
         except MuonZeroError:
             return ""
         if figures.fits:
@@ -343,34 +334,29 @@ def _remedy(
     """
     if figures.fits or figures.offloaded_bytes:
         return ""
-    for device in ("cpu", "nvme"):
-        for tenths in range(1, 11):
-            offload = OffloadConfig(device, "/", ratio=tenths / 10)
-            with_it = with_offload(figures, offload, states, machine)
-            if with_it.fits:
-                share = "" if tenths == 10 else f", ratio {tenths / 10}"
-                slower = offloaded(offload).seconds / figures.step_seconds - 1
-                return f"fits with offload {device}{share}: {size(with_it.peak_bytes)}, {slower:.0%} slower"
+    for device, tenths in product(("cpu", "nvme"), range(1, 11)):
+        offload = OffloadConfig(device, "/", ratio=tenths / 10)
+        with_it = with_offload(figures, offload, states, machine)
+        if with_it.fits:
+            share = "" if tenths == 10 else f", ratio {tenths / 10}"
+            slower = offloaded(offload).seconds / figures.step_seconds - 1
+            return f"fits with offload {device}{share}: {size(with_it.peak_bytes)}, {slower:.0%} slower"
     return ""
 
 
 def _warned(figures: Figures, remedy: str = "") -> Figures:
     """Return the figures with their warnings."""
-    warnings = [remedy] if remedy else []
-    step = figures.step_seconds
+    warnings, step = [remedy] if remedy else [], figures.step_seconds
+    need = f"{size(figures.peak_bytes)} of {size(figures.limit_bytes)}"
     if not figures.fits:
-        warnings.append(f"does not fit: {size(figures.peak_bytes)} of {size(figures.limit_bytes)}")
+        warnings.append(f"does not fit: {need}")
     elif figures.peak_bytes > _TIGHT * figures.limit_bytes:
-        warnings.append(
-            f"tight: {size(figures.peak_bytes)} of {size(figures.limit_bytes)}, without the allocator's own"
-        )
+        warnings.append(f"tight: {need}, without the allocator's own")
     for cause, seconds in sorted(figures.exposed.items(), key=lambda item: -item[1]):
         if seconds > _EXPOSED * step:
             warnings.append(f"{cause} exposed: {seconds * 1e3:.1f} ms of {step * 1e3:.0f}")
-    if figures.owners_idle:
-        warnings.append(
-            "1 rank owns nothing" if figures.owners_idle == 1 else f"{figures.owners_idle} ranks own nothing"
-        )
+    if idle := figures.owners_idle:
+        warnings.append("1 rank owns nothing" if idle == 1 else f"{idle} ranks own nothing")
     if figures.owners_uneven > _UNEVEN:
         warnings.append(f"owners are uneven: one orthogonalizes {figures.owners_uneven:.1f} times the mean")
     return replace(figures, warnings=tuple(warnings))

@@ -123,7 +123,7 @@ class EagerGraph(TorchDispatchMode):
 
     def wait(self, tensor: Tensor) -> None:
         """Record a wait for the collective under way into `tensor`."""
-        self._add(_functional.wait_tensor.default, (self._node(tensor),), {}, tensor)
+        self._add(_functional.wait_tensor.default, (tensor,), {}, tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -136,29 +136,24 @@ class EagerGraph(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":
-            args, kwargs = tree_map_only(Tensor, self._node, (args, kwargs or {}))
-            kwargs = tree_map_only(
-                torch.Generator, lambda _: None, kwargs
-            )  # a graph cannot hold one, and no value is drawn
-            self._add(func, args, kwargs, results)
+            # A graph cannot hold a generator, and no value is drawn.
+            self._add(func, args, tree_map_only(torch.Generator, lambda _: None, kwargs or {}), results)
         return results
 
     def _collective(self, func: Any, given: Mapping[str, Any]) -> None:
         group = dist.ProcessGroup.unbox(given["process_group"])
+        size, kwargs = group.size(), dict[str, Tensor]()
         args: tuple[Any, ...]
-        kwargs: dict[str, Node] = {}
         if func is _c10d.allreduce_.default:
             (tensor,) = given["tensors"]
-            target, args = _functional.all_reduce_.default, (self._node(tensor), "sum")
+            target, args = _functional.all_reduce_.default, (tensor, "sum")
         elif func is _c10d._allgather_base_.default:
-            tensor = given["output_tensor"]
-            target = _functional.all_gather_into_tensor_out.default
-            args = (self._node(given["input_tensor"]), group.size())
-            kwargs = {"out": self._node(tensor)}
+            tensor = kwargs["out"] = given["output_tensor"]
+            target, args = _functional.all_gather_into_tensor_out.default, (given["input_tensor"], size)
         elif func is _c10d.alltoall_base_.default:
             tensor, sent = given["output"], given["input"]
-            splits = [sent.numel() // group.size()] * group.size()
-            target, args = _functional.all_to_all_single.default, (self._node(sent), splits, splits)
+            splits = [sent.numel() // size] * size
+            target, args = _functional.all_to_all_single.default, (sent, splits, splits)
         else:
             raise NotImplementedError(f"{func}: no functional collective is known for it")
         self._add(target, (*args, group.group_name), kwargs, tensor)
@@ -166,19 +161,17 @@ class EagerGraph(TorchDispatchMode):
             self.wait(tensor)
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
-        node = self._graph.call_function(target, args, dict(kwargs))
+        node = self._graph.call_function(target, *tree_map_only(Tensor, self._node, (args, dict(kwargs))))
         node.meta["val"] = results
         self.moves[node], self._pending = self._pending, ()
         if self._work is not None:
             note_work(node, self._work)
         if isinstance(results, Tensor):
             self._nodes[id(results)] = node
-        elif isinstance(results, (list, tuple)):
-            for number, value in enumerate(results):
-                if isinstance(value, Tensor):
-                    item = self._graph.call_function(operator.getitem, (node, number))
-                    item.meta["val"] = value
-                    self._nodes[id(value)] = item
+        for number, value in enumerate(results if isinstance(results, (list, tuple)) else ()):
+            if isinstance(value, Tensor):
+                item = self._nodes[id(value)] = self._graph.call_function(operator.getitem, (node, number))
+                item.meta["val"] = value
 
     def _node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self._nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.state_provider import StateProvider, StateRequest
+from compile_muon.engine.step import Step
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.step_graph import StepGraphs
 from compile_muon.offload.state import OffloadedStates
@@ -69,8 +71,8 @@ def step_graphs(
         projected: dict[str, Projected] = {}
         if late:
             grads = [sharded.local_grad for sharded in late]
-            with EagerGraph() as graph, _noting_moves(optimizer, graph):
-                projected = project(optimizer.engine.step, late, grads)
+            with EagerGraph() as graph:
+                projected = project(_noting_moves(optimizer, graph), late, grads)
             if projected:
                 # The step graph and the commit read them in place of gradients.
                 graphs.append(graph.played("projection", [each.gradient for each in projected.values()]))
@@ -82,14 +84,11 @@ def step_graphs(
                 for v in step.visits
             ]
             graphs.append(_late_checks(checks, late, [directions[sharded.name] for sharded in late]))
-        for sharded in trained:
-            state = optimizer.state[sharded.param]
-            for slot, value in state.items():
-                if not value.ndim:  # a step count that the method reads as a number: a fake tensor has no value
-                    state[slot] = torch.tensor(0.0)
-        step_directions = Directions(directions, projected=projected)
-        with EagerGraph() as graph, _noting_moves(optimizer, graph):
-            commit(optimizer.engine.step, step_directions, {})
+        for state in (optimizer.state[sharded.param] for sharded in trained):
+            # A step count that the method reads as a number: a fake tensor has no value.
+            state.update({slot: torch.tensor(0.0) for slot, value in state.items() if not value.ndim})
+        with EagerGraph() as graph:
+            commit(_noting_moves(optimizer, graph), Directions(directions, projected=projected), {})
         graphs.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
         recorded = options.cuda_graphs and Recorded().left_out(optimizer.engine.step) is None
         return [replace(played, replayed=recorded) for played in (*graphs, _refresh(trained))]
@@ -104,13 +103,13 @@ def _fused(optimizer: MuonZero) -> bool:
 
 def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, Played]:
     """Record the checks ahead of the first write; `ready` maps names to directions that backward made."""
-    sharded_params = [sharded for sharded in optimizer.engine.params if sharded.name in ready]
-    rows = fingerprint([sharded.local_grad for sharded in sharded_params]) if ready else ()
-    speculations = {
-        sharded.name: Speculation(ready[sharded.name], row, edits_of(sharded.momentum_buffer), sharded.rates)
-        for sharded, row in zip(sharded_params, rows, strict=True)
-    }
     steps = optimizer.engine.step
+    early = [sharded for sharded in optimizer.engine.params if sharded.name in ready]
+    rows = fingerprint([sharded.local_grad for sharded in early]) if ready else ()
+    speculations = {
+        a.name: Speculation(ready[a.name], row, edits_of(a.momentum_buffer), a.rates)
+        for a, row in zip(early, rows, strict=True)
+    }
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
         rates = steps.rates()
         agreed = agreement(steps, rates) if steps.compares else None
@@ -155,33 +154,26 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     if not isinstance(provider, OffloadedStates):
         return {}
     closing = Move.CLOSE if _writes(optimizer) else Move.LEAVE
-    sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     moves_by_node: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
-        sharded = sharded_params[states[inputs[node.args[0]]]]
-        if moves := [
-            move
-            for bucket in provider.layout.fetched(sharded.name)
-            for move in ((Move.OPEN, bucket), (closing, bucket))
-        ]:
+        buckets = provider.layout.fetched(states[inputs[node.args[0]]])
+        if moves := [move for bucket in buckets for move in ((Move.OPEN, bucket), (closing, bucket))]:
             moves_by_node[node] = moves
     return moves_by_node
 
 
-@contextmanager
-def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
-    """Inside this block, record in `graph` the buckets that the state provider opens and closes."""
-    steps = optimizer.engine.step
+def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Step:
+    """Return a copy of the optimizer's step that records in `graph` the buckets its state provider opens and closes."""
+    steps = copy(optimizer.engine.step)
     provider = steps.state_provider
     if isinstance(provider, OffloadedStates):
         # Where found_inf is only known on the device, a momentum written at its fetch may yet be rolled back.
-        written_at_fetch = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        muon_with_grad = [sharded for sharded in steps.muon if written_at_fetch and sharded.param.grad is not None]
-        fetched = frozenset(sharded for sharded in muon_with_grad if provider.layout.fetched(sharded.name))
-        steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
-    yield
-    steps.state_provider = provider
+        on_disk = _writes(optimizer)
+        written = steps.muon if on_disk and not optimizer.engine.ledger.checks_later else ()
+        fetched = frozenset(a for a in written if a.param.grad is not None and provider.layout.fetched(a.name))
+        steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk))
+    return steps
 
 
 def _writes(optimizer: MuonZero) -> bool:

@@ -150,7 +150,7 @@ def trace_step(
     model_factory: Callable[[], nn.Module],
     batch: Sequence[Any] | Mapping[str, Any],
     config: Config,
-    options: FrameOptions | None = None,
+    options: FrameOptions,
     *,
     sharing: int = 1,
 ) -> Trace:
@@ -158,7 +158,6 @@ def trace_step(
 
     `model_factory` is called again for every sharding; `sharing` ranks share a sequence.
     """
-    options = FrameOptions() if options is None else options
     # Stage 1: here an unshard marker has the resident weight as an input, which other stages leave out.
     zero = replace(config.zero, stage=1, shard_state_over="shard", offload=None, offload_param=None)
     config = with_sharing(replace(config, zero=zero, mesh=None), sharing)

@@ -63,10 +63,9 @@ def _calibrate(
     console, started = Console(), time.perf_counter()
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    group: dict[str, Any] = {}
-    if store is not None:
-        group = {"store": dist.FileStore(str(store), world), "rank": local_rank, "world_size": world}
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
+    meeting = {"init_method": f"file://{store}", "rank": local_rank, "world_size": world}
+    at_store: dict[str, Any] = meeting if store else {}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **at_store)
     try:
         first = dist.get_rank() == 0
         measured = measure(quick, console.print if first else lambda text: None, disk)
@@ -84,14 +83,13 @@ def report(measured: Measured, machine: Machine) -> Table:
     """Return a table of each sample, its prediction by the description, and the error, by group."""
     table = Table(Column("", no_wrap=True), "measured", "predicted", "error", title=f"machine {machine.name}")
     for group in dict.fromkeys(sample.group for sample in measured.samples):
-        samples = [sample for sample in measured.samples if sample.group == group]
-        errors = [abs(sample.error(machine)) for sample in samples]
-        for sample, error in zip(samples, errors, strict=True):
+        errors = []
+        for sample in (sample for sample in measured.samples if sample.group == group):
+            errors.append(abs(sample.error(machine)))
             seconds = [f"{value * 1e6:,.1f} µs" for value in (sample.seconds, sample.predicted(machine))]
-            table.add_row(f"{group}: {sample}", *seconds, f"{error:.0%}")
+            table.add_row(f"{group}: {sample}", *seconds, f"{errors[-1]:.0%}")
         worst = f"median {statistics.median(errors):.0%}, worst {max(errors):.0%}"
-        table.add_row(f"{len(errors)} {group}", "", "", worst)
-        table.add_section()
+        table.add_row(f"{len(errors)} {group}", "", "", worst, end_section=True)
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +17,6 @@ from compile_muon.planning.machine import Machine
 
 __all__ = ["Measured", "Sample", "completed", "fit"]
 
-#: bytes from which on a collective on CPUs is mostly copies
-_LARGE = 2**20
 #: graphs that the host enters in a measured step: forward, backward, the optimizer's step, each with all parameters
 _GRAPHS = 3
 
@@ -74,25 +73,6 @@ def _step(machine: Machine, parameters: float, ranks: int, collectives: int) -> 
     return _GRAPHS * alone + collectives * host.get("collective", 0.0)
 
 
-def _transfer(machine: Machine, nbytes: float, way: str, ranks: int) -> float:
-    """A transfer from host memory to a device ("host"), or from disk to host memory ("disk"), with as much going back
-    at the same time; or host memory that AdamW reads and writes ("adamw").
-
-    `nbytes` are those of the busier side; a disk counts both ways.
-    """
-    own = machine.shared_by(ranks)
-    return nbytes / {"host": own.host_bandwidth, "disk": own.disk_bandwidth, "adamw": own.host_memory_bandwidth}[way]
-
-
-def _collective(machine: Machine, nbytes: float, kind: str, ranks: int, core_seconds: float = 0.0) -> float:
-    """A collective of ranks 0 to ``ranks - 1``, each of which sends `nbytes`.
-
-    `core_seconds`, the CPU time of all threads of a rank meanwhile, 0 if not measured, is in the samples for
-    :func:`_host`.
-    """
-    return machine.shared_by(ranks).collective_seconds(kind, nbytes, range(ranks))
-
-
 _FORMULAS: dict[str, Callable[..., float]] = {
     # ``batch`` products (m, k) @ (k, n)
     "products": lambda machine, work, **of: machine.product_seconds(**of),
@@ -104,8 +84,14 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "steps": _step,
     # how much longer work takes with a small collective behind it: ``ranks`` ranks wait for the last of them
     "late ranks": lambda machine, work, ranks: machine.shared_by(ranks).late_seconds,
-    "offload": _transfer,
-    "collectives": _collective,
+    # bytes over a way of offload, a field of the machine, with as many going back at the same time; a disk counts both
+    "offload": lambda machine, nbytes, way, ranks: nbytes / getattr(machine.shared_by(ranks), way),
+    # ranks 0 to ``ranks - 1``, each of which sends the bytes
+    "collectives": lambda machine, nbytes, kind, ranks: machine.shared_by(ranks).collective_seconds(
+        kind, nbytes, range(ranks)
+    ),
+    # core time of a rank in a collective on CPUs that is mostly copies
+    "copies": lambda machine, nbytes: nbytes * machine.host_seconds.get("byte", 0.0),
 }
 
 
@@ -114,20 +100,18 @@ _FORMULAS: dict[str, Callable[..., float]] = {
 
 def fit(measured: Measured, name: str) -> Machine:
     """Return a machine description fitted to the samples."""
-    groups: dict[str, list[Sample]] = {group: [] for group in _FORMULAS}
-    for sample in measured.samples:
-        groups[sample.group].append(sample)
+    groups = defaultdict[str, list[Sample]](list, _by(lambda sample: sample.group, measured.samples))
     kernel_seconds = measured.kernel_seconds
-    # A kernel hardly slower than the least one would seem infinitely fast: subtract at most 90 % of its time.
-    bandwidths = tuple(
-        (float(s.work), s.work / max(s.seconds - kernel_seconds, 0.1 * s.seconds)) for s in groups["kernels"]
-    )
+    bandwidths = tuple((float(s.work), _rate(s, kernel_seconds)) for s in groups["kernels"])
     products = _by("dtype", groups["products"])
     starts = {dtype: _start(same, kernel_seconds) for dtype, same in products.items()}
     link, start_seconds, kinds = _link(groups["collectives"], measured.cores)
     late_seconds = [s.seconds / _load(s, measured.cores) for s in groups["late ranks"]]
-    # Bytes/s of a rank, by way.
-    bandwidth_of = {way: max(s.work / s.seconds for s in same) for way, same in _by("way", groups["offload"]).items()}
+    # Bytes/s of a rank; ranks that share cores share a disk.
+    by_way = _by("way", groups["offload"])
+    offload: dict[str, Any] = {way: max(s.work / s.seconds for s in same) for way, same in by_way.items()}
+    if measured.cores and "disk_bandwidth" in offload:
+        offload["disk_bandwidth"] *= min(measured.node, measured.cores)
     machine = Machine(
         name=name,
         device=measured.device,
@@ -143,9 +127,7 @@ def fit(measured: Measured, name: str) -> Machine:
         late_seconds=statistics.geometric_mean(late_seconds) if late_seconds else 0.0,
         collectives=kinds,
         cores=measured.cores,
-        host_bandwidth=bandwidth_of.get("host", 0.0),
-        host_memory_bandwidth=bandwidth_of.get("adamw", 0.0),
-        disk_bandwidth=bandwidth_of.get("disk", 0.0) * (min(measured.node, measured.cores) if measured.cores else 1),
+        **offload,
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
     # The largest sample only: smaller ones are mostly their bytes and their start.
@@ -154,10 +136,10 @@ def fit(measured: Measured, name: str) -> Machine:
         machine,
         function_seconds=max(0.0, *functions) if functions else 0.0,
         attention_rates={
-            dtype: _attention_rates(same, 2 * machine.product_start(dtype))
+            dtype: _rates_by("sequence", same, 2 * machine.product_start(dtype))
             for dtype, same in _by("dtype", groups["attention"]).items()
         },
-        host_seconds=_host(groups["steps"], groups["collectives"]),
+        host_seconds=_host(groups["steps"], groups["copies"]),
     )
 
 
@@ -180,9 +162,26 @@ def completed(machine: Machine, base: Machine) -> Machine:
     )
 
 
-def _by(name: str, samples: Sequence[Sample]) -> dict[Any, list[Sample]]:
-    """Group samples by one of their parameters, in the order of measurement."""
-    return {key: [s for s in samples if s.of[name] == key] for key in dict.fromkeys(s.of[name] for s in samples)}
+def _by(key: str | Callable[[Sample], Any], samples: Sequence[Sample]) -> dict[Any, list[Sample]]:
+    """Group samples by one of their parameters, or what `key` returns, in the order of measurement."""
+    keys = [sample.of[key] if isinstance(key, str) else key(sample) for sample in samples]
+    return {one: [s for s, k in zip(samples, keys, strict=True) if k == one] for one in dict.fromkeys(keys)}
+
+
+def _rate(sample: Sample, rest: float) -> float:
+    """Return the work a second beside `rest` seconds, of which at most 90 % of the time are subtracted: a sample hardly
+    longer would seem infinitely fast."""
+    return sample.work / max(sample.seconds - rest, 0.1 * sample.seconds)
+
+
+def _rates_by(
+    key: str | Callable[[Sample], Any], samples: Sequence[Sample], rest: float | Callable[[Sample], float]
+) -> Table:
+    """Return the mean rate of the samples of each key, beside `rest` seconds."""
+    return tuple(
+        (float(at), statistics.geometric_mean(_rate(s, rest(s) if callable(rest) else rest) for s in same))
+        for at, same in sorted(_by(key, samples).items())
+    )
 
 
 def _start(products: Sequence[Sample], least: float) -> float:
@@ -197,40 +196,26 @@ def _rates(products: Sequence[Sample], start: float) -> Table:
     """Return the rate for each smallest dimension that best fits the shapes with it."""
     rates = []
     best = max(s.work / s.seconds for s in products)
-    smallest = {id(s): min(s.of[dimension] for dimension in "mnk") for s in products}
-    for size in sorted(set(smallest.values())):
-        same = [s for s in products if smallest[id(s)] == size]
+    for size, same in sorted(_by(lambda s: min(s.of[dimension] for dimension in "mnk"), products).items()):
         (per_operation,) = _solve([[s.work] for s in same], [s.seconds for s in same], start)
         # The smallest products may take no longer than the start.
         rates.append((float(size), min(best, 1 / per_operation) if per_operation else best))
     return tuple(rates)
 
 
-def _attention_rates(attention: Sequence[Sample], start: float) -> Table:
-    """Return the rate by sequence length, over all widths."""
-    return tuple(
-        (float(sequence), statistics.geometric_mean(s.work / max(s.seconds - start, 0.1 * s.seconds) for s in same))
-        for sequence, same in sorted(_by("sequence", attention).items())
-    )
-
-
-def _host(steps: Sequence[Sample], collectives: Sequence[Sample]) -> dict[str, float]:
+def _host(steps: Sequence[Sample], copies: Sequence[Sample]) -> dict[str, float]:
     """Return host seconds by kind: of a graph and a parameter from single ranks; of a collective from what several
     ranks add."""
-    single_rank_steps = [sample for sample in steps if sample.of["ranks"] == 1]
-    if not single_rank_steps:
+    single = [sample for sample in steps if sample.of["ranks"] == 1]
+    if not single:
         return {}
-    graph, parameter = _solve(
-        [[_GRAPHS, _GRAPHS * s.work] for s in single_rank_steps], [s.seconds for s in single_rank_steps]
-    )
+    graph, parameter = _solve([[_GRAPHS, _GRAPHS * s.work] for s in single], [s.seconds for s in single])
     host_seconds = {"graph": graph, "parameter": parameter}
-    several = [s for s in steps if s.of["collectives"]]
-    if several:
+    if several := [s for s in steps if s.of["collectives"]]:
         rest = [s.seconds - _GRAPHS * (graph + s.work * parameter) for s in several]
         host_seconds["collective"] = max(0.0, sum(rest) / sum(s.of["collectives"] for s in several))
-    large = [s for s in collectives if s.work >= _LARGE and s.of["core_seconds"]]
-    if large:
-        host_seconds["byte"] = statistics.median(s.of["core_seconds"] / s.work for s in large)
+    if copies:
+        host_seconds["byte"] = statistics.median(s.seconds / s.work for s in copies)
     return host_seconds
 
 
@@ -242,25 +227,26 @@ def _link(collectives: Sequence[Sample], cores: int) -> tuple[Link, float, dict[
     """
     if not collectives:
         return Link(None, 1.0, 0.0), 0.0, {}
+
+    def hops(sample: Sample) -> float:
+        return _load(sample, cores) * (sample.of["ranks"] - 1)
+
+    def waits(sample: Sample) -> float:
+        return _load(sample, cores) * start + hops(sample) * latency
+
     (_, base), *other_kinds = _by("kind", collectives).items()
-    hops = {id(s): _load(s, cores) * (s.of["ranks"] - 1) for s in collectives}
     several = len(_by("ranks", base)) > 1  # with one number of ranks, start and hop cannot be told apart
-    columns = [[_load(s, cores) * several, hops[id(s)], s.work] for s in base]
+    columns = [[_load(s, cores) * several, hops(s), s.work] for s in base]
     start, latency, per_byte = _solve(columns, [s.seconds for s in base])
-    waits = {id(s): _load(s, cores) * start + hops[id(s)] * latency for s in collectives}
-    # Group samples that send about the same bytes, whatever the number of ranks.
-    by_size: dict[int, list[float]] = {}
-    for s in base:
-        # Where latency dominates, the time says nothing of the bandwidth.
-        if s.work * per_byte > waits[id(s)]:
-            rate = s.work / max(s.seconds - waits[id(s)], 0.1 * s.seconds)
-            by_size.setdefault(round(math.log2(s.work)), []).append(rate)
-    bandwidths = tuple((2.0**power, statistics.geometric_mean(same)) for power, same in sorted(by_size.items()))
+    # Where latency dominates, the time says nothing of the bandwidth. Samples that send about the same bytes count
+    # together, whatever the number of ranks.
+    telling = [s for s in base if s.work * per_byte > waits(s)]
+    bandwidths = _rates_by(lambda s: 2.0 ** round(math.log2(s.work)), telling, waits)
     bandwidth = bandwidths[-1][1] if bandwidths else 1 / max(per_byte, 1e-12)
     link = Link(None, bandwidth, latency, bandwidths=bandwidths)
     factors = {}
     for kind, same in other_kinds:
-        columns = [[hops[id(s)] * latency, link.transfer_seconds(s.work)] for s in same]
+        columns = [[hops(s) * latency, link.transfer_seconds(s.work)] for s in same]
         of_hops, of_bytes = _solve(columns, [s.seconds for s in same], [_load(s, cores) * start for s in same])
         factors[kind] = (of_hops, of_bytes)
     return link, start, factors

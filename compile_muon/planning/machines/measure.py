@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ _DTYPES = ("float32", "bfloat16")
 _SHAPES = ((1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 4, 1), (1, 4, 2, 1), (1, 1, 1, 4))
 #: bytes of the operands that take turns: as in a training step, no cache holds them
 _COLD = 64 * 2**20
+#: bytes from which on a collective on CPUs is mostly copies
+_LARGE = 2**20
 #: runs in one CUDA graph
 _REPLAYED = 20
 #: buckets that go to a disk and back, and buffers for those under way
@@ -45,7 +48,7 @@ def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Sizes and repetitions of the measurement."""
+    """Sizes and repetitions of the measurement; the defaults test the measurement itself."""
 
     sizes: tuple[int, ...] = (32, 64)  # smallest dimensions of products
     sequences: tuple[int, ...] = (32,)  # lengths for attention
@@ -59,34 +62,18 @@ class _Plan:
     stretch_seconds: float = 1e-3  # work ahead of the collective that shows how late ranks come
 
 
-#: tests the measurement itself
-_QUICK = _Plan()
 #: by device
 _PLANS = {
     # Half a second a round: in its first moments a GPU runs at clocks that it cannot sustain.
     "cuda": _Plan(
-        sizes=_powers(6, 13),
-        sequences=_powers(9, 13),
-        moved=_powers(14, 30, 4),
-        sent=_powers(12, 28, 4),
-        offloaded=2**28,
-        rounds=1,
-        round_seconds=0.5,
+        _powers(6, 13), _powers(9, 13), _powers(14, 30, 4), _powers(12, 28, 4), 2**28, rounds=1, round_seconds=0.5
     ),
+    # After a quarter of the stretch ranks come less late, after twice as much no later.
     "cpu": _Plan(
-        sizes=_powers(4, 9),
-        sequences=_powers(5, 10),
-        moved=_powers(12, 26),
-        sent=_powers(10, 24, 2),
-        offloaded=2**28,
-        rounds=7,
-        passes=3,
-        round_seconds=3e-3,
-        layers=(2, 8),
-        # After a quarter of it ranks come less late, after twice as much no later.
-        stretch_seconds=8e-3,
+        _powers(4, 9), _powers(5, 10), _powers(12, 26), _powers(10, 24, 2), 2**28, rounds=7, passes=3,
+        round_seconds=3e-3, layers=(2, 8), stretch_seconds=8e-3,
     ),
-}
+}  # fmt: skip
 
 
 def cores() -> int:
@@ -158,7 +145,7 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     or does not exist.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    plan = _QUICK if quick else _PLANS[device]
+    plan = _Plan() if quick else _PLANS[device]
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(1)
     busy = world if device == "cuda" else min(world, cores())
@@ -172,32 +159,29 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
         # A tiny product: the least that a call of aten from Inductor's code takes.
         a, out = torch.ones(2, 4, 4, device=device)
         kernel_seconds = clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
-        note("products")
-        samples += _products(clock)
-        note("kernels that move bytes")
-        samples += _kernels(clock, kernel_seconds)
-        note("attention")
-        samples += _attention(clock)
-        note("what offload goes by")
-        samples += _transfers(clock, disk, busy)
+        parts = {
+            "products": _products(clock),
+            "kernels that move bytes": _kernels(clock, kernel_seconds),
+            "attention": _attention(clock),
+            "what offload goes by": _transfers(clock, disk, busy),
+        }
         if device == "cpu":
-            note("training steps")
-            samples += _steps(_Clock(plan, device, busy_group, timer=time.process_time), own_group)
+            parts["training steps"] = _steps(_Clock(plan, device, busy_group, timer=time.process_time), own_group)
+        for part, timed in parts.items():
+            note(part)
+            samples += timed
     dist.barrier()
     for count in sorted({min(2, world), world} - {1}):
         group = dist.new_group(list(range(count)))
         note(f"collectives of {count} ranks")
         if rank < count:
-            clock = _Clock(plan, device, group)
-            samples += _collectives(clock, count)
-            if device == "cpu":
-                samples.append(_late(clock, count))
+            samples += _collectives(_Clock(plan, device, group), count)
         dist.barrier()
     if device == "cuda":
         node, memory = torch.cuda.device_count(), torch.cuda.get_device_properties().total_memory
-    else:
-        node, memory = world, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Measured(device, kernel_seconds, cores() if device == "cpu" else 0, node, memory, tuple(samples))
+        return Measured(device, kernel_seconds, 0, node, memory, tuple(samples))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Measured(device, kernel_seconds, cores(), world, memory, tuple(samples))
 
 
 def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
@@ -300,41 +284,40 @@ def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None]
         optimizer.step()
         optimizer.zero_grad()
 
-    def sent() -> int:
-        return sum(count for _, count in optimizer.traffic.collectives)
-
     step()
-    count_before = sent()
+    first = sum(count for _, count in optimizer.traffic.collectives)
     step()
+    sent = sum(count for _, count in optimizer.traffic.collectives) - first
     # The all-reduce of the step checks is not in `traffic`.
-    return step, len(list(model.parameters())), sent() - count_before + sharded
+    return step, len(list(model.parameters())), sent + sharded
 
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
     kinds = _kinds(clock.device, count, clock.group.group_name)
-    rounds: dict[tuple[str, int], list[float]] = {}
+    rounds: dict[tuple[str, int], list[float]] = defaultdict(list)
     at_work: dict[tuple[str, int], float] = {}
     for _ in range(clock.plan.passes):
         for (kind, start), sent_bytes in itertools.product(kinds.items(), clock.plan.sent):
-            part = _part(kind, sent_bytes, count)
+            # A rank sends a part to each other rank, in float32; an all-reduce sends it twice.
+            bytes_each = 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
+            part = max(1, sent_bytes // bytes_each)
+            nbytes = part * bytes_each
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
             runs, began = clock.runs, time.process_time()
-            seconds = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
-            at_work[kind, sent_bytes] = (time.process_time() - began) / (clock.runs - runs)
-            rounds.setdefault((kind, sent_bytes), []).extend(seconds)
-    for (kind, sent_bytes), seconds in rounds.items():
-        nbytes = _part(kind, sent_bytes, count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
-        core_seconds = at_work[kind, sent_bytes] if clock.device == "cpu" else 0.0
-        parameters = {"kind": kind, "ranks": count, "core_seconds": core_seconds}
-        yield Sample("collectives", statistics.median(seconds), nbytes, parameters)
+            rounds[kind, nbytes] += clock.rounds(partial(start, x))
+            at_work[kind, nbytes] = (time.process_time() - began) / (clock.runs - runs)
+    for (kind, nbytes), seconds in rounds.items():
+        yield Sample("collectives", statistics.median(seconds), nbytes, {"kind": kind, "ranks": count})
+        if clock.device == "cpu" and nbytes >= _LARGE:
+            yield Sample("copies", at_work[kind, nbytes], nbytes)
+    if clock.device == "cpu":
+        yield _late(clock, kinds["all_to_all"], count)
 
 
-def _late(clock: _Clock, count: int) -> Sample:
+def _late(clock: _Clock, exchange: Callable[[torch.Tensor], object], count: int) -> Sample:
     """Time how late ranks come: stretches of work with a collective behind each, against all the work with one at its
     end."""
-    plan = clock.plan
-    exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
-    x = torch.ones(count)
+    plan, x = clock.plan, torch.ones(count)
     multiply = _multiply(clock, [(256, 256)] * 3)
     product_seconds = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
     dist.all_reduce(product_seconds, dist.ReduceOp.MAX, group=clock.group)
@@ -356,12 +339,6 @@ def _late(clock: _Clock, count: int) -> Sample:
     ]
     # Noise may exceed it: a fitted time stays positive.
     return Sample("late ranks", max(1e-6, statistics.median(late_seconds)), 0.0, {"ranks": count})
-
-
-def _part(kind: str, sent: int, count: int) -> int:
-    """Return the elements that a rank sends to each other rank, for `sent` bytes in all; an all-reduce sends them
-    twice."""
-    return max(1, sent // (4 * (count - 1) * (2 if kind == "all_reduce" else 1)))
 
 
 def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -389,14 +366,13 @@ def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Ten
 
 def _transfers(clock: _Clock, disk: Path | None, ranks: int) -> Iterator[Sample]:
     """Time offload in both ways at once, as in a step: the next bucket comes while the last one goes."""
-    ways: dict[str, Callable[[int], Callable[[], object]]] = {}
-    if clock.device == "cuda":  # on CPUs both are what kernels do
-        ways |= {"host": _host_link, "adamw": _host_adamw}
-    if disk is not None:
-        ways["disk"] = partial(_disk, folder=disk)
     nbytes = clock.plan.offloaded
-    for way, copying in ways.items():
-        served = 2 * nbytes if way == "disk" else nbytes
+    # On CPUs both ways to the host are what kernels do. A disk serves both directions together.
+    ways = [("host_bandwidth", _host_link, nbytes), ("host_memory_bandwidth", _host_adamw, nbytes)]
+    ways = ways if clock.device == "cuda" else []
+    if disk is not None:
+        ways.append(("disk_bandwidth", partial(_disk, folder=disk), 2 * nbytes))
+    for way, copying, served in ways:
         yield Sample("offload", clock.seconds(copying(nbytes)), served, {"way": way, "ranks": ranks})
 
 
@@ -428,8 +404,7 @@ def _host_adamw(nbytes: int) -> Callable[[], object]:
 
 def _disk(nbytes: int, folder: Path) -> Callable[[], object]:
     """Return reads and writes through offload's store, which bypass the page cache where the file system allows it."""
-    shape = (nbytes // _BUCKETS,)
-    buckets = [Bucket((Slot(f"bucket {number}", shape, torch.uint8),)) for number in range(_BUCKETS)]
+    buckets = [Bucket((Slot(f"bucket {i}", (nbytes // _BUCKETS,), torch.uint8),)) for i in range(_BUCKETS)]
     store = FileStore(folder, buckets, buffers=_BUFFERS)
 
     def run() -> None:

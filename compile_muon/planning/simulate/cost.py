@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -78,10 +79,10 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
     work = operations(root)
     if not work:
         return moved
-    value = tensor_value(root.args[0])
-    dtype = encode_dtype(value.dtype)
+    dtype = encode_dtype(tensor_value(root.args[0]).dtype)
     if "attention" in str(root.target):
-        rate = machine.attention_rate(_smallest(root), _sequence(root), dtype, causal=_causal(root))
+        sequence = max(int(value.shape[-2]) for value in _attended(root))
+        rate = machine.attention_rate(_smallest(root), sequence, dtype, causal=_causal(root))
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
@@ -89,14 +90,10 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
 
 def _product(node: Node) -> tuple[int, int, int, int, str] | None:
     """Return ``(batch, m, n, k, dtype)`` of a matrix product; None for any other node."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in (_aten.mm, _aten.bmm):
-        left, right = node.args[:2]
-    elif packet in (_aten.addmm, _aten.baddbmm):
-        left, right = node.args[1:3]
-    else:
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if (first := {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}.get(packet)) is None:
         return None
-    a, b = tensor_value(left), tensor_value(right)
+    a, b = map(tensor_value, node.args[first : first + 2])
     *batch, m, k = (int(size) for size in a.shape)
     return math.prod(batch), m, int(b.shape[-1]), k, encode_dtype(a.dtype)
 
@@ -104,24 +101,23 @@ def _product(node: Node) -> tuple[int, int, int, int, str] | None:
 def _smallest(node: Node) -> int:
     """Return the smallest dimension of the products inside attention or a convolution."""
     sizes: list[int] = []
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.ndim >= 3:
-            if "attention" in str(node.target):
-                # Skips the log-sum-exp that the backward also takes, [batch, heads, sequence].
-                sizes += value.shape[-2:] if value.ndim >= 4 else ()
-            elif "convolution" in str(node.target):
+    if "attention" in str(node.target):
+        sizes = [size for value in _attended(node) for size in value.shape[-2:]]
+    elif "convolution" in str(node.target):
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.ndim >= 3:
                 sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
-    return max(1, min((int(size) for size in sizes), default=1))
+    return max(1, min(map(int, sizes), default=1))
+
+
+def _attended(node: Node) -> list[torch.Tensor]:
+    """Return the values that attention reads, [batch, heads, sequence, width]; not the log-sum-exp without width."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim >= 4]
 
 
 def _causal(node: Node) -> bool:
     names = [argument.name for argument in node.target._schema.arguments]
     place = names.index("is_causal") if "is_causal" in names else len(node.args)
     return bool(node.kwargs.get("is_causal", node.args[place] if place < len(node.args) else False))
-
-
-def _sequence(node: Node) -> int:
-    """Return the longest sequence of attention over [batch, heads, sequence, width]."""
-    values = [source.meta.get("val") for source in node.all_input_nodes]
-    return max(int(v.shape[-2]) for v in values if isinstance(v, torch.Tensor) and v.ndim >= 4)

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from compile_muon.offload.store import Bucket
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
@@ -29,15 +29,16 @@ from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
-from compile_muon.passes.pipeline import GraphKind, PassContext
+from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
 from compile_muon.planning.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
 from compile_muon.planning.simulate.memory import Held, Memory
 from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.offload_transfers import Move, Moves, OffloadTransfers, OnHost
+from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
+from compile_muon.planning.simulate.played import Played
 
-__all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Timeline", "simulate", "to_chrome_trace"]
 
 #: names of the compute stream and of the host; each other stream has the name of its process group
 COMPUTE, HOST = "compute", "host"
@@ -45,36 +46,6 @@ COMPUTE, HOST = "compute", "host"
 OFFLOAD = "offload"
 #: cause of waits for collectives of the model itself
 _MODEL = "model"
-
-
-@dataclass(frozen=True)
-class Played:
-    """A lowered graph and its role in the simulated step."""
-
-    gm: GraphModule
-    kind: GraphKind
-    frame: str = "frame"  # name that forward and backward of a frame share
-    user_outputs: int = 0  # of a forward graph: how many outputs are the model's; the others are saved for backward
-    drops: tuple[str, ...] = ()  # categories of memory freed ahead of the graph
-    eager: bool = False  # not compiled: every node is its own kernel
-    counted: bool = True  # its bytes are part of the traffic, as the optimizer counts its own
-    finished_by_forward: bool = False  # its gathers are waited for by forward graphs of the next step
-    # of a forward graph: node that waits for such a gather -> number of the gather
-    awaits: Mapping[Node, int] = field(default_factory=dict)
-    parameters: int | None = None  # parameters that the host handles on entry; None inside the call of another graph
-    waits: bool = False  # the host waits for the device behind the graph
-    replayed: bool = False  # a CUDA graph: the host launches it at once
-    fused: bool = False  # of eager code: on GPUs one kernel runs everything between two moves, for all parameters
-    moves: Mapping[Node, Moves] = field(default_factory=dict)  # moves of offloaded state ahead of each node
-
-    @classmethod
-    def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
-        """Return a graph that the lowering passes have run over."""
-        return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
-
-    @property
-    def title(self) -> str:
-        return f"{self.frame}.{self.kind.value}"
 
 
 @dataclass(frozen=True)
@@ -127,24 +98,19 @@ def simulate(
     """
     machine = machine.shared_by(ranks)
     player = _Player(machine, groups, others or {}, transfers)
-    memory = Memory(resident or {}, machine)
-    traffic = Traffic()
+    memory, traffic = Memory(resident or {}, machine), Traffic()
     # The refresh, which forward finishes, comes first: the previous step has started it.
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
         members_of = kernels(played.gm, "eager" if played.eager else codegen)
         player.run(played, _timed(played, members_of, machine, codegen))
-        for category in played.drops:
-            memory.drop(category)
-        roots = {node: root for root, members in members_of.items() for node in members}
-        memory.run(played.gm, played.kind, played.frame, played.user_outputs, roots, replayed=played.replayed)
+        memory.run(played, {node: root for root, members in members_of.items() for node in members})
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
+    moved = (0, 0) if transfers is None else (transfers.bytes_in, transfers.bytes_out)
     return Timeline(
         player.now, player.busy, dict(player.exposed), events, traffic, memory.peak,
-        issued=dict(player.issued),
-        offload_waits=dict(player.offload_waits),
-        moved=(0, 0) if transfers is None else (transfers.bytes_in, transfers.bytes_out),
+        issued=dict(player.issued), offload_waits=dict(player.offload_waits), moved=moved,
     )  # fmt: skip
 
 
@@ -227,33 +193,31 @@ class _Wires:
         sent.hops += max(0.0, sent.others - now)
 
 
+@dataclass
 class _Player:
-    def __init__(
-        self,
-        machine: Machine,
-        groups: Mapping[Axis, Sequence[int]],
-        others: Mapping[tuple[int, ...], Sequence[float]],
-        transfers: OffloadTransfers | None,
-    ) -> None:
-        self.machine = machine
-        self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
-        self.others = others
-        self.issued: dict[tuple[int, ...], dict[tuple[str, int], float]] = defaultdict(dict)
-        self._graphs = 0
-        self.now = 0.0
-        self.host = 0.0  # time of the host, where the device runs behind it
-        self._runs_behind = machine.device != "cpu"
-        #: whether the host launches each kernel, and starts each collective, of the current graph
-        self._launches = self._starts = False
-        self.busy = 0.0
-        self.exposed: dict[str, float] = defaultdict(float)
-        self.transfers = transfers
-        self._ways = transfers or OffloadTransfers((), buffers=1, host=machine.host_bandwidth, disk=0.0)
-        self.offload_waits: dict[str, float] = defaultdict(float)
-        self._wires = _Wires()
-        self._events: list[Event] = []
-        self._sent: list[_Sent] = []
-        self._refreshes: dict[int, list[Callable[[], None]]] = {}
+    machine: Machine
+    groups: Mapping[Axis, Sequence[int]]
+    others: Mapping[tuple[int, ...], Sequence[float]]
+    transfers: OffloadTransfers | None
+    now: float = 0.0
+    host: float = 0.0  # time of the host, where the device runs behind it
+    busy: float = 0.0
+    exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    offload_waits: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    issued: dict[tuple[int, ...], dict[tuple[str, int], float]] = field(default_factory=partial(defaultdict, dict))
+    _graphs: int = 0
+    # whether the host launches each kernel, and starts each collective, of the current graph
+    _launches: bool = False
+    _starts: bool = False
+    _wires: _Wires = field(default_factory=_Wires)
+    _events: list[Event] = field(default_factory=list)
+    _sent: list[_Sent] = field(default_factory=list)
+    _refreshes: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._axes = {axis.group: (axis, tuple(ranks)) for axis, ranks in self.groups.items()}
+        self._runs_behind = self.machine.device != "cpu"
+        self._ways = self.transfers or OffloadTransfers((), buffers=1, host=self.machine.host_bandwidth, disk=0.0)
 
     def run(self, played: Played, found: Mapping[Node, Kernel]) -> None:
         self._graphs += 1
@@ -361,7 +325,7 @@ class _Player:
         self.now += seconds * slower if math.isfinite(change) else seconds
 
     def _issue(self, node: Node, kind: str, title: str) -> _Sent:
-        axis, ranks = self.groups[node.args[-1]]
+        axis, ranks = self._axes[node.args[-1]]
         nbytes = bytes_sent(node, kind, axis)
         if "all_to_all" in str(node.target):
             # Also a reduce-scatter lowered to an all-to-all, whose sum is a node of its own. The busier way counts: a

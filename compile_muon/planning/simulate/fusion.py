@@ -69,16 +69,13 @@ def _is_pointwise(node: Node) -> bool:
     return (_tagged(node, torch.Tag.pointwise) or packet in _ALSO_POINTWISE) and not mutated(node)
 
 
-def _users(node: Node) -> list[Node]:
-    """Return the nodes that read the result of `node`, seen through views."""
-    users, pending = [], [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "call_function" and is_free(user):
-                pending.append(user)
-            else:
-                users.append(user)
-    return users
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield the nodes that read the result of `node`, seen through views, collectives and the output among them."""
+    for user in node.users:
+        if user.op == "call_function" and is_free(user) and not is_collective(user) and tensors(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
@@ -88,11 +85,9 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
     """
     root: dict[Node, Node] = {}
     for node in reversed(gm.graph.nodes):
-        if is_free(node):
-            continue
-        root[node] = node
-        if codegen != "eager" and _is_pointwise(node):
-            readers = _users(node)
+        if not is_free(node):
+            root[node] = node
+            readers = list(_readers(node)) if codegen != "eager" and _is_pointwise(node) else []
             if len(readers) == 1 and (_is_pointwise(readers[0]) or _tagged(readers[0], torch.Tag.reduction)):
                 root[node] = root.get(readers[0], node)
     members: dict[Node, list[Node]] = defaultdict(list)
@@ -104,9 +99,7 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
 
 def moved_bytes(members: list[Node]) -> int:
     """Return the bytes that a kernel of these nodes moves: each input once, and the result of the last node."""
-    last = members[-1]
-    written = mutated(last)
-    return _read_bytes(members) + (sum(nbytes(node) for node in written) if written else nbytes(last))
+    return _read_bytes(members) + sum(map(nbytes, mutated(members[-1]) or members[-1:]))
 
 
 def _read_bytes(members: list[Node]) -> int:
@@ -139,8 +132,8 @@ def function_entries(members: list[Node]) -> int:
 class Kernel:
     """Nodes that run as one kernel."""
 
-    nodes: list[Node] = field(default_factory=list)  # in graph order
-    moved: int = 0  # bytes read and written
+    nodes: list[Node]  # in graph order
+    moved: int  # bytes read and written
 
 
 @dataclass(frozen=True)
@@ -186,8 +179,7 @@ def gpu_kernels(gm: GraphModule) -> dict[Node, Kernel]:
         group.rows |= space is not None and not space.columns and _reduces(node)
         group_of[node] = group
         place_of_result[node] = group.place
-    outside = _outside(gm, inlined, group_of)
-    return {group.written[0]: _kernel(group, inlined, outside) for group in groups}
+    return {group.written[0]: _kernel(group, inlined, group_of) for group in groups}
 
 
 def fused_step(gm: GraphModule, ahead: set[Node]) -> dict[Node, Kernel]:
@@ -196,27 +188,26 @@ def fused_step(gm: GraphModule, ahead: set[Node]) -> dict[Node, Kernel]:
     A kernel reads each input once and writes each mutated tensor once. A new one begins at each node in `ahead` and at
     each collective.
     """
-    kernels_by_first: dict[Node, Kernel] = {}
-    kernel, results, read, written = Kernel(), set[Node](), dict[Node, int](), dict[Node, int]()
+    parts: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
-        if node in ahead or is_collective(node) or not kernels_by_first:
-            kernel, results, read, written = Kernel(), set(), {}, {}
-        if is_free(node):
-            continue
-        if not kernel.nodes:
-            kernels_by_first[node] = kernel
-        kernel.nodes.append(node)
-        changed = {base(target): nbytes(target) for target in mutated(node)}
-        for source in node.all_input_nodes:
-            if base(source) not in results:
-                read[base(source)] = max(read.get(base(source), 0), nbytes(source))
-        for target, size in changed.items():
-            if target not in results:
-                written[target] = max(written.get(target, 0), size)
-        if not changed:
+        if node in ahead or is_collective(node):
+            parts.append([])
+        if not is_free(node):
+            parts[-1].append(node)
+    return {nodes[0]: Kernel(nodes, _moved_in_step(nodes)) for nodes in parts if nodes}
+
+
+def _moved_in_step(nodes: list[Node]) -> int:
+    """Return the bytes of inputs and mutated tensors, each read and written once."""
+    results, moved = set[Node](), dict[tuple[str, Node], int]()
+    for node in nodes:
+        written = mutated(node)
+        for way, memory in [*(("read", x) for x in node.all_input_nodes), *(("written", x) for x in written)]:
+            if base(memory) not in results:
+                moved[way, base(memory)] = max(moved.get((way, base(memory)), 0), nbytes(memory))
+        if not written:
             results |= {node, *(user for user in node.users if is_free(user))}
-        kernel.moved = sum(read.values()) + sum(written.values())
-    return kernels_by_first
+    return sum(moved.values())
 
 
 def _inlined(gm: GraphModule) -> set[Node]:
@@ -260,15 +251,6 @@ def _maker(node: Node) -> Node:
     return node
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Yield the nodes that read the result of `node`, seen through views, collectives and the output among them."""
-    for user in node.users:
-        if user.op == "call_function" and is_free(user) and not is_collective(user) and tensors(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
 def _space(node: Node) -> _Space | None:
     """Return the iteration space of a node; None if Inductor generates no kernel for it."""
     if _computes_entries(node):
@@ -304,26 +286,13 @@ def _members(node: Node, inlined: set[Node]) -> Iterator[Node]:
     yield node
 
 
-def _outside(gm: GraphModule, inlined: set[Node], of: dict[Node, _Group]) -> set[Node]:
-    """Return the nodes whose results another kernel reads, or the graph returns."""
-    outside: set[Node] = set()
-    for node, group in of.items():
-        pending = list(_readers(node))
-        while pending:
-            reader = pending.pop()
-            if reader in inlined:
-                pending += _readers(reader)
-            elif of.get(reader) is not group:
-                outside.add(node)
-                break
-    return outside
+def _kernel(group: _Group, inlined: set[Node], group_of: dict[Node, _Group]) -> Kernel:
+    """Return the kernel of a group; only results that another kernel reads, or the graph returns, are written."""
 
+    def outlives(node: Node) -> bool:
+        readers = _readers(node)
+        return any(outlives(reader) if reader in inlined else group_of.get(reader) is not group for reader in readers)
 
-def _kernel(group: _Group, inlined: set[Node], outside: set[Node]) -> Kernel:
-    """Return the kernel of a group; only results in `outside` are written."""
     nodes = list(dict.fromkeys(member for node in group.written for member in _members(node, inlined)))
-    results = 0
-    for node in group.written:
-        changed = mutated(node)
-        results += sum(map(nbytes, changed)) if changed else nbytes(node) * (node in outside)
-    return Kernel(nodes, _read_bytes(nodes) + results)
+    results = [mutated(node) or [node] * outlives(node) for node in group.written]
+    return Kernel(nodes, _read_bytes(nodes) + sum(nbytes(node) for written in results for node in written))

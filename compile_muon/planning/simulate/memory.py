@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.language.work import Category, work_of
@@ -22,6 +23,7 @@ from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.newton_schulz import Call
+from compile_muon.planning.simulate.played import Played
 
 __all__ = ["Held", "Memory"]
 
@@ -92,31 +94,17 @@ class Memory:
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
         return Held({**self._peak, **idle}, self._largest)
 
-    def drop(self, category: str) -> None:
-        """Free everything of this category."""
+    def run(self, played: Played, roots: Mapping[Node, Node]) -> None:
+        """Count the bytes of one run of a graph; `roots` maps each node to the last node of its kernel."""
+        gm, kind, frame = played.gm, played.kind, played.frame
         for live in self._live.values():
-            live[category] = 0
-
-    def run(
-        self,
-        gm: GraphModule,
-        kind: GraphKind,
-        frame: str,
-        user_outputs: int,
-        roots: Mapping[Node, Node],
-        *,
-        replayed: bool = False,
-    ) -> None:
-        """Count the bytes of one run of a graph.
-
-        Forward and backward share the name `frame`. Outputs of a forward graph after the first `user_outputs` are saved
-        for backward. `roots` maps each node to the last node of its kernel.
-        """
+            for category in played.drops:
+                live[category] = 0
         # Replayed forward and backward graphs share a private pool; those of the step have another.
-        pool = "" if not replayed else "step" if kind is GraphKind.STEP else "model"
+        pool = "" if not played.replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
-        outputs = _outputs(gm)
-        saved = outputs[user_outputs:] if kind is GraphKind.FORWARD else []
+        outputs = [node for node in tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
+        saved = outputs[played.user_outputs :] if kind is GraphKind.FORWARD else []
         output_memory, saved_memory = {base(node) for node in outputs}, {base(node) for node in saved}
         storages: dict[Node, _Storage] = {}
         allocated: dict[int, list[_Storage]] = {}
@@ -129,7 +117,10 @@ class Memory:
                 category = _category(memory, kind, saved_memory, output_memory)
                 storages[memory] = _Storage(pool, category, nbytes(memory), memory)
                 allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
-        storages |= self._taken(gm, kind, frame)
+        # The inputs of a backward graph are first the values that forward saved, in that order.
+        taken = self._saved.pop(frame, ()) if kind is GraphKind.BACKWARD else ()
+        inputs = filter(_is_tensor, gm.graph.find_nodes(op="placeholder"))
+        storages |= {node: storage for storage, node in zip(taken, inputs, strict=False) if storage is not None}
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
                 last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, roots, place))
@@ -146,19 +137,8 @@ class Memory:
         # The run of the next micro-batch adds to these gradients, or replaces them: only one copy stays live.
         for storage in self._returned.get((frame, kind), ()):
             self._live[storage.pool][storage.category] -= storage.nbytes
-        self._returned[frame, kind] = [
-            storages[memory]
-            for memory in output_memory - saved_memory
-            if memory.op == "call_function" and memory in storages
-        ]
-
-    def _taken(self, gm: GraphModule, kind: GraphKind, frame: str) -> dict[Node, _Storage]:
-        """Return the storages that inputs of a backward graph show: the values that forward saved, in that order."""
-        if kind is not GraphKind.BACKWARD:
-            return {}
-        inputs = [node for node in gm.graph.find_nodes(op="placeholder") if _is_tensor(node)]
-        pairs = zip(self._saved.pop(frame, ()), inputs, strict=False)
-        return {node: storage for storage, node in pairs if storage is not None}
+        returned = [memory for memory in output_memory - saved_memory if memory.op == "call_function"]
+        self._returned[frame, kind] = [storages[memory] for memory in returned if memory in storages]
 
     def _step(self, node: Node, pool: str, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in made:
@@ -189,11 +169,6 @@ class Memory:
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _outputs(gm: GraphModule) -> list[Node]:
-    (results,) = gm.graph.output_node().args
-    return [node for node in (results if isinstance(results, list | tuple) else [results]) if isinstance(node, Node)]
 
 
 def _maker(memory: Node) -> Node:

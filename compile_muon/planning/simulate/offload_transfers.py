@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from compile_muon.offload.store import Bucket
 
@@ -145,19 +146,13 @@ def _reads(moves: Moves) -> Iterator[Bucket]:
     """Yield the buckets that a step reads. A bucket opened again right after it was left is still on the device."""
     left_bucket = None
     for move, bucket in moves:
-        if isinstance(bucket, OnHost):
-            continue
-        if move is Move.OPEN and bucket is not None and bucket is not left_bucket:
+        if move is Move.OPEN and isinstance(bucket, Bucket) and bucket is not left_bucket:
             yield bucket
-        if move is not Move.CLOSE:
+        if move not in (Move.CLOSE, Move.COMPUTE):
             left_bucket = bucket if move is Move.LEAVE else None
 
 
 def _together(moves: Moves) -> int:
     """Return the most buckets that are open at a time."""
-    steps = {Move.OPEN: 1, Move.CLOSE: -1, Move.LEAVE: -1, Move.COMMIT: 0, Move.COMPUTE: 0}
-    count = peak = 0
-    for move, _ in moves:
-        count += steps[move]
-        peak = max(peak, count)
-    return peak
+    steps = {Move.OPEN: 1, Move.CLOSE: -1, Move.LEAVE: -1}
+    return max(accumulate(steps.get(move, 0) for move, _ in moves), default=0)

@@ -15,7 +15,6 @@ __all__ = ["simulate_together"]
 
 #: ranks of a group -> when the last of them issues each of its collectives
 Others = Mapping[tuple[int, ...], tuple[float, ...]]
-
 #: seconds; a smaller difference between rounds counts as none
 _NOTHING = 1e-6
 
@@ -34,10 +33,9 @@ def simulate_together(
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
         timelines = {rank: play(others[rank]) for rank, play in plays.items()}
-        last_issued = _last_of_all(timelines, kind)
-        if all(_as_early(last_issued[rank], others[rank]) for rank in plays):
+        before, others = others, _last_of_all(timelines, kind)
+        if all(_as_early(others[rank], before[rank]) for rank in plays):
             return timelines
-        others = last_issued
 
 
 def _last_of_all(timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> dict[int, Others]:

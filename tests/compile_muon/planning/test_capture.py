@@ -27,10 +27,12 @@ from compile_muon.passes.lowering import buckets
 from compile_muon.passes.lowering.schedule import SCHEDULE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
+from compile_muon.planning.capture import shard, simulated_job
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move
+from compile_muon.planning.step import step_graphs
 
 WORLD = 4
 
@@ -208,6 +210,19 @@ def test_the_process_group_is_gone_behind_it_even_if_the_model_fails() -> None:
     with pytest.raises(RuntimeError, match="no model"):
         capture_step(broken, (TOKENS,), world=2)
     assert not dist.is_initialized()
+
+
+def test_the_optimizer_keeps_its_state_provider_even_if_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: object) -> None:
+        raise RuntimeError("no write")
+
+    monkeypatch.setattr("compile_muon.planning.step.commit", failing)
+    with simulated_job(2, 0):
+        optimizer = shard(ONE(), configured(1, offload="cpu"), axes=None, backend=None)
+        provider = optimizer.engine.state_provider
+        with pytest.raises(RuntimeError, match="no write"):
+            step_graphs(optimizer, optimizer.engine.params, set(), OPTIONS)
+        assert optimizer.engine.state_provider is provider
 
 
 @pytest.mark.full

@@ -97,11 +97,12 @@ def of_the_truth() -> list[Sample]:
     ]
     samples += [Sample("kernels", 1, 10**power) for power in (4, 5, 6, 7, 8)]
     samples += [
-        Sample("collectives", 1, 4.0**power, {"kind": kind, "ranks": ranks, "core_seconds": 4.0**power * 1e-9})
+        Sample("collectives", 1, 4.0**power, {"kind": kind, "ranks": ranks})
         for kind in ("all_to_all", "reduce_scatter", "all_reduce")
         for power in range(6, 13)
         for ranks in (2, 4)
     ]
+    samples += [Sample("copies", 1, 4.0**power) for power in range(10, 13)]
     samples += [
         Sample("attention", 1, 56.0 * sequence**2 * width, {"sequence": sequence, "width": width, "dtype": "float32"})
         for sequence in (64, 256)
@@ -137,8 +138,8 @@ def test_the_fit_finds_what_made_the_samples() -> None:
 
 def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
     given = [
-        Sample("offload", 3.0, (1 + (way == "disk")) * 6e8, {"way": way, "ranks": 2})
-        for way in ("host", "disk", "adamw")
+        Sample("offload", 3.0, (1 + (way == "disk_bandwidth")) * 6e8, {"way": way, "ranks": 2})
+        for way in ("host_bandwidth", "disk_bandwidth", "host_memory_bandwidth")
     ]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, (*of_the_truth(), *given)), "found")
     assert found.host_bandwidth == found.host_memory_bandwidth == 2e8
@@ -156,7 +157,7 @@ def test_products_that_are_all_large_start_as_the_least_kernel_does() -> None:
 
 def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
     """One GPU has met nobody, and its host was not timed; several of a node know the link inside it."""
-    samples = [s for s in of_the_truth() if s.group not in ("steps", "late ranks")]
+    samples = [s for s in of_the_truth() if s.group not in ("steps", "late ranks", "copies")]
     alone = [s for s in samples if s.group != "collectives"]
     found = completed(fit(Measured("cuda", 2e-6, 0, 1, 10**10, tuple(alone)), "one"), H100)
     assert (found.links, found.protocols, found.collectives) == (H100.links, H100.protocols, H100.collectives)

@@ -20,10 +20,10 @@ from compile_muon.errors import ConfigError
 from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import Candidate, Price, candidates, planned_for, with_adamw
+from compile_muon.planning.command import page, price_text, rows
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
-from compile_muon.planning.report import page, price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
@@ -192,7 +192,7 @@ def worlds_of(written: dict[str, Any]) -> list[World]:
             **{
                 **world,
                 "candidates": [Figures(**f) for f in world["candidates"]],
-                "prices": [Price(**{f.name: p[f.name] for f in fields(Price)}) for p in world["prices"]],
+                "prices": [Price(**{f.name: p[f.name] for f in fields(Price) if f.init}) for p in world["prices"]],
             }
         )
         for world in written["worlds"]
@@ -348,7 +348,7 @@ def test_where_nothing_fits_sequences_may_be_shared(tmp_path: Path, monkeypatch:
 
 
 def test_models_that_cannot_share_are_not_told_to() -> None:
-    def traced(sharing: int) -> Any:
+    def traced(sharing: int, micro_batches: int) -> Any:
         raise ConfigError(f"sequence_parallel.size = {sharing}: there are no blocks")
 
     assert plans._shared(traced, question(world=4), 4) == ""

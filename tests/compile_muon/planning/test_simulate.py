@@ -357,6 +357,10 @@ def into_a_product(draw):
     return (draw.call(_aten.mm.default, x, x),)
 
 
+def sent(draw):
+    return (draw.neg(draw.wait(draw.gather(draw.neg(draw.input(4))))),)
+
+
 def behind_a_sum(draw):
     return (draw.neg(draw.call(_aten.sum.dim_IntList, draw.neg(draw.input(4, 2)), [1])),)
 
@@ -384,7 +388,8 @@ def inputs_that_come_later(draw):
 
 @pytest.mark.parametrize(
     ("drawn", "number"),
-    [(read_by_two, 3), (into_a_product, 2), (behind_a_sum, 2)],  # written once and read by each; read; ended
+    # written once and read by each; read; sent, and read as it came; ended
+    [(read_by_two, 3), (into_a_product, 2), (sent, 2), (behind_a_sum, 2)],
 )
 def test_kernels_of_inductor_end_where_something_is_written(drawn, number) -> None:
     draw = Drawing()

@@ -1,0 +1,43 @@
+"""A lowered graph as a part of a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from compile_muon.passes.pipeline import GraphKind, PassContext
+from compile_muon.planning.simulate.offload_transfers import Moves
+
+__all__ = ["Played"]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A lowered graph and its role in the simulated step."""
+
+    gm: GraphModule
+    kind: GraphKind
+    frame: str = "frame"  # name that forward and backward of a frame share
+    user_outputs: int = 0  # of a forward graph: how many outputs are the model's; the others are saved for backward
+    drops: tuple[str, ...] = ()  # categories of memory freed ahead of the graph
+    eager: bool = False  # not compiled: every node is its own kernel
+    counted: bool = True  # its bytes are part of the traffic, as the optimizer counts its own
+    finished_by_forward: bool = False  # its gathers are waited for by forward graphs of the next step
+    # of a forward graph: node that waits for such a gather -> number of the gather
+    awaits: Mapping[Node, int] = field(default_factory=dict)
+    parameters: int | None = None  # parameters that the host handles on entry; None inside the call of another graph
+    waits: bool = False  # the host waits for the device behind the graph
+    replayed: bool = False  # a CUDA graph: the host launches it at once
+    fused: bool = False  # of eager code: on GPUs one kernel runs everything between two moves, for all parameters
+    moves: Mapping[Node, Moves] = field(default_factory=dict)  # moves of offloaded state ahead of each node
+
+    @classmethod
+    def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
+        """Return a graph that the lowering passes have run over."""
+        return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
+
+    @property
+    def title(self) -> str:
+        return f"{self.frame}.{self.kind.value}"
