@@ -303,15 +303,6 @@ class MuonTrainer(Trainer):
 
     # ------------------------------------------------------------------ saving and loading
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save on every rank; before Transformers 5.20 the Trainer calls ``_save`` on the first rank alone."""
-        if self.optimizer is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write whole weights by all ranks together, and other files by one."""
         if self.optimizer is None:  # nothing is sharded yet
