@@ -2,8 +2,8 @@
 
 A message is what a call to an exception's class, to `config_error`, to `warn_user` or to a logger's `warning` is given,
 and what is given to a function that makes an error and is raised; in a file that calls `refuse`, each tuple of five,
-and each `Why`. What is inserted at run time is "…". Names are followed to what the function assigns to them, so that of
-a message in two forms both are listed.
+and each `Why`. What is inserted at run time is "…", one word of several too. Names are followed to what the function
+assigns to them on the way there, so that of a message in two forms both are listed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "messages.md"
@@ -74,9 +75,10 @@ def of_source(source: str, module: str) -> tuple[Message, ...]:
 
 def _made(tree: ast.Module, module: str) -> Iterator[Message]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    blocks = _blocks(tree, ())
     refuses = any(isinstance(node, ast.Name) and node.id in ("Refusal", "refuse") for node in ast.walk(tree))
     for scope, names in _scopes(tree, _assigned(tree.body)):
-        reader = _Reader(names, functions)
+        reader = _Reader(names, functions, blocks)
         for node in _own(scope):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and not _kind(node.exc):
                 made = node.exc
@@ -151,15 +153,16 @@ def _words(text: str) -> str:
 class _Reader:
     """Expressions to the texts they may be."""
 
-    def __init__(self, names: Names, functions: Mapping[str, ast.FunctionDef]) -> None:
+    def __init__(self, names: Names, functions: Mapping[str, ast.FunctionDef], blocks: Blocks) -> None:
         self._names = names
         self._functions = functions
+        self._blocks = blocks
         self._under_way: set[str] = set()
 
     def said(self, call: ast.Call) -> list[str]:
         """Of an exception, `config_error(field, value, problem, remedy)` or what makes one of fewer arguments."""
         if _name(call.func) == "contradiction":
-            return self.joined(call.args, f" = {GAP}: ", "; ")
+            return self._about(call.args[0], call.args[1:])
         if _name(call.func) == "Why":
             return [f"{GAP} = {GAP}: {text}" for text in self.joined(call.args, "; ")]
         if _name(call.func) != "config_error":
@@ -170,22 +173,74 @@ class _Reader:
         if starred := [arg for arg in given if isinstance(arg, ast.Starred)]:
             pairs = [node for arg in starred for node in self._rows(arg.value)]
             return [f"{GAP} = {GAP}: {'; '.join(pair)}" for pair in pairs]
-        return self.joined([given[0], *given[2:]], f" = {GAP}: ", "; ") if len(given) > 2 else []
+        return self._about(given[0], given[2:]) if len(given) > 2 else []
+
+    def _about(self, field: ast.expr, parts: Sequence[ast.expr]) -> list[str]:
+        known = self._facts(self.texts(field)) != [GAP]
+        return self.joined([field if known else _UNKNOWN, *parts], f" = {GAP}: ", "; ")
 
     def joined(self, parts: Sequence[ast.expr], first: str, then: str = ": ") -> list[str]:
-        """All combinations of what the parts may be."""
-        choices = [self.texts(part) for part in parts]
+        """All combinations of what the parts may be; parts that one statement assigns are chosen together."""
+        choices = [self._choices(part) for part in parts]
+        rows = [{id(row) for row, _ in each} for each in choices]
+
+        def meet(chosen: tuple[tuple[ast.AST | None, str], ...]) -> bool:
+            """Whether no part is of another row than one that assigns it too."""
+            own = [id(row) for row, _ in chosen if row is not None]
+            return all(row is None or not rows[n].intersection(own) - {id(row)} for n, (row, _) in enumerate(chosen))
+
         found = []
-        for chosen in itertools.islice(itertools.product(*choices), _MOST):
-            text = chosen[0]
-            for number, part in enumerate(chosen[1:]):
+        for chosen in itertools.islice(filter(meet, itertools.product(*choices)), _MOST):
+            text = chosen[0][1]
+            for number, (_, part) in enumerate(chosen[1:]):
                 text += (first if number == 0 else then) + part
             found.append(_tidy(text))
         return found
 
+    def _choices(self, part: ast.expr) -> list[tuple[ast.AST | None, str]]:
+        """The texts of a part, each with the row that assigns it if the part is a name."""
+        if not isinstance(part, ast.Name) or part.id in self._under_way:
+            return [(None, text) for text in self.texts(part)]
+        self._under_way.add(part.id)
+        found = [(each.row, text) for each in self._reaching(part) for text in self.texts(each.value)]
+        self._under_way.remove(part.id)
+        return found or [(None, GAP)]
+
+    def _reaching(self, use: ast.Name, name: str = "") -> list[Assigned]:
+        """What a name, or the list called so, may have at `use`: what no later assignment on its way replaces."""
+        values = self._names.get(name or use.id, [])
+        if inside := [each for each in values if isinstance(each.by, _COMPREHENSIONS) and _within(use, each.by)]:
+            return inside
+        block = self._blocks[id(use)]
+        values = [each for each in values if not isinstance(each.by, _COMPREHENSIONS)]
+        before = [each for each in values if _start(each.by) < _start(use) and self._leads(each.by, block)]
+        around = [(each.by, self._blocks[id(each.by)]) for each in before]
+        sure = [by for by, its in around if its == block[: len(its)]]
+        branches = [its[-1] for _, its in around if its and its[:-1] == block[: len(its) - 1]]
+        sure += [node for node, branch in branches if branch == "body" and (node, "orelse") in branches]
+        if sure and not name:
+            last = max(sure, key=_start)
+            before = [each for each in before if each.by is last or _start(each.by) > _start(last)]
+        return before or values
+
+    def _leads(self, by: ast.AST, to: Block) -> bool:
+        """Whether control may go on from a statement to the block: none of its own ends or excludes it."""
+        for depth, (node, branch) in enumerate(self._blocks[id(by)]):
+            if to[depth : depth + 1] == ((node, branch),):
+                continue
+            if len(to) > depth and to[depth][0] is node and isinstance(node, ast.If):
+                return False
+            return not isinstance(getattr(node, branch)[-1], (ast.Raise, ast.Return))
+        return True
+
+    @staticmethod
+    def _facts(texts: list[str]) -> list[str]:
+        """Alternatives that are a word each, as names and places are, count as filled in."""
+        return texts if len(texts) < 2 or any(" " in text for text in texts) else [GAP]
+
     def _rows(self, node: ast.expr) -> list[list[str]]:
         """Problem and remedy of each row of a table that errors are made of."""
-        rows = [row for name in self._names.values() for value in name for row in ast.walk(value)]
+        rows = [row for name in self._names.values() for each in name for row in ast.walk(each.value)]
         found = []
         for row in rows:
             if isinstance(row, ast.Tuple) and len(row.elts) >= 3:
@@ -201,7 +256,7 @@ class _Reader:
         if isinstance(node, ast.JoinedStr):
             return self._all(node.values)
         if isinstance(node, ast.FormattedValue):
-            return [text if _words(text) else GAP for text in self.texts(node.value)]
+            return self._facts([text if _words(text) else GAP for text in self.texts(node.value)])
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._all([node.left, node.right])
         if isinstance(node, ast.IfExp):
@@ -209,7 +264,7 @@ class _Reader:
         if isinstance(node, ast.BoolOp):
             return [text for value in node.values for text in self.texts(value)][:_MOST]
         if isinstance(node, ast.Name):
-            return self._named(node.id)
+            return self._named(node)
         if isinstance(node, ast.Call):
             return self._called(node)
         return [GAP]
@@ -218,18 +273,18 @@ class _Reader:
         """What a function of the file returns; of `listed(problems)` and `"; ".join(problems)` the elements."""
         made = self._functions.get(_name(call.func))
         if made is not None and not call.args:
-            reader = _Reader(_assigned(made.body), {})
+            reader = _Reader(_assigned(made.body), {}, self._blocks)
             returned = [node.value for node in _own(made) if isinstance(node, ast.Return) and node.value is not None]
             return [text for value in returned for text in reader.texts(value) if _words(text)] or [GAP]
-        names = [arg.id for arg in call.args if isinstance(arg, ast.Name)]
-        return [text for name in names for text in self._named(f"{name}[]") if _words(text)] or [GAP]
+        lists = [arg for arg in call.args if isinstance(arg, ast.Name)]
+        return [text for each in lists for text in self._named(each, f"{each.id}[]") if _words(text)] or [GAP]
 
-    def _named(self, name: str) -> list[str]:
-        if name not in self._names or name in self._under_way:
+    def _named(self, use: ast.Name, name: str = "") -> list[str]:
+        if (name or use.id) in self._under_way:
             return [GAP]
-        self._under_way.add(name)
-        found = [text for value in self._names[name] for text in self.texts(value)]
-        self._under_way.remove(name)
+        self._under_way.add(name or use.id)
+        found = [text for each in self._reaching(use, name) for text in self.texts(each.value)]
+        self._under_way.remove(name or use.id)
         return list(dict.fromkeys(found)) or [GAP]
 
     def _all(self, parts: Iterable[ast.expr]) -> list[str]:
@@ -244,7 +299,39 @@ def _tidy(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------- names
 
 
-Names = dict[str, list[ast.expr]]
+class Assigned(NamedTuple):
+    """A value of a name."""
+
+    value: ast.expr
+    row: ast.AST  # that assigns this name, and perhaps others, together
+    by: ast.AST  # the statement or comprehension
+
+
+Names = dict[str, list[Assigned]]
+#: the branches around a node, from the outermost: what branches, and the field with the statements
+Block = tuple[tuple[ast.AST, str], ...]
+Blocks = dict[int, Block]
+_UNKNOWN = ast.Constant(None)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+def _blocks(node: ast.AST, block: Block) -> Blocks:
+    """The block of each node, by its id."""
+    found = {id(node): block}
+    for name, value in ast.iter_fields(node):
+        children = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, ast.AST)]
+        inner = (*block, (node, name)) if children and isinstance(children[0], ast.stmt) else block
+        for child in children:
+            found |= _blocks(child, inner)
+    return found
+
+
+def _start(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _within(node: Any, outer: Any) -> bool:
+    return _start(outer) <= _start(node) < (outer.end_lineno, outer.end_col_offset)
 
 
 def _scopes(tree: ast.Module, outer: Names) -> Iterator[tuple[ast.AST, Names]]:
@@ -280,37 +367,40 @@ def _assigned(body: Sequence[ast.stmt]) -> Names:
     """
     found: Names = {}
 
-    def note(target: ast.expr, value: ast.expr) -> None:
+    def note(target: ast.expr, value: ast.expr, by: ast.AST, row: ast.AST | None = None) -> None:
+        row = row or value
         if isinstance(target, ast.Name):
-            found.setdefault(target.id, []).append(value)
-            if isinstance(value, (ast.ListComp, ast.GeneratorExp)):
-                found.setdefault(f"{target.id}[]", []).append(value.elt)
-            elif isinstance(value, ast.List):
-                found.setdefault(f"{target.id}[]", []).extend(value.elts)
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, other in zip(target.elts, value.elts, strict=True):
-                note(one, other)
+            found.setdefault(target.id, []).append(Assigned(value, row, by))
+            elements = [value.elt] if isinstance(value, (ast.ListComp, ast.GeneratorExp)) else []
+            for each in value.elts if isinstance(value, ast.List) else elements:
+                found.setdefault(f"{target.id}[]", []).append(Assigned(each, row, by))
+        elif isinstance(target, ast.Tuple):
+            alike = isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
+            for one, other in zip(target.elts, value.elts if alike else [_UNKNOWN] * len(target.elts), strict=True):
+                note(one, other, by, row)
 
-    for node in itertools.chain.from_iterable((statement, *_own(statement)) for statement in body):
+    within = [statement for statement in body if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for node in itertools.chain.from_iterable((statement, *_own(statement)) for statement in within):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                note(target, node.value)
+                note(target, node.value, node)
         elif isinstance(node, ast.AugAssign):
             before = found.get(ast.unparse(node.target), [])
             if before and not isinstance(node.value, (ast.List, ast.ListComp)):
-                before[-1] = ast.BinOp(before[-1], ast.Add(), node.value)
+                before[-1] = before[-1]._replace(value=ast.BinOp(before[-1].value, ast.Add(), node.value))
             else:
-                note(node.target, node.value)
+                note(node.target, node.value, node)
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            note(node.target, node.value)
+            note(node.target, node.value, node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
             if isinstance(node.func.value, ast.Name):
-                found.setdefault(f"{node.func.value.id}[]", []).extend(node.args)
-        elif isinstance(node, (ast.For, ast.comprehension)):
-            rows = node.iter.elts if isinstance(node.iter, (ast.Tuple, ast.List)) else []
-            for row in rows:
-                note(node.target, row)
-            found.setdefault("", []).append(node.iter)
+                found.setdefault(f"{node.func.value.id}[]", []).extend(Assigned(arg, arg, node) for arg in node.args)
+        elif isinstance(node, (ast.For, *_COMPREHENSIONS)):
+            for loop in [node] if isinstance(node, ast.For) else node.generators:
+                rows = loop.iter.elts if isinstance(loop.iter, (ast.Tuple, ast.List)) else [_UNKNOWN]
+                for row in rows:
+                    note(loop.target, row, node)
+                found.setdefault("", []).append(Assigned(loop.iter, loop.iter, node))
     return found
 
 

@@ -799,6 +799,19 @@ def f(name, several):
     raise helper(name)
 def silent(text):
     raise CheckpointError(text)
+def g(one, other, names):
+    field, problem = "a", "is early"
+    if one:
+        problem, remedy = "is one", "take two"
+        raise config_error(field, one, problem, remedy)
+    if other:
+        problem, remedy = "is many", "take few"
+    else:
+        problem, remedy = "is none", "take one"
+    yield config_error(field, other, problem, remedy)
+    yield from (config_error(field, 0, "is no name", "write it") for field in names)
+    for field in ("lr", "eps"):
+        yield config_error(field, 0, f"{'many' if other else 'few'} {field}", "leave it out")
 """
     found = {message.text for message in errors.of_source(source, "m")}
     assert found == {
@@ -806,5 +819,10 @@ def silent(text):
         "….x = …: is even; leave it out",
         "…: missing",
         "… is … long",
+        "a = …: is one; take two",
+        "a = …: is many; take few",
+        "a = …: is none; take one",
+        "… = …: is no name; write it",
+        "… = …: …; leave it out",
     }
     assert errors.unlisted({"m": source + "def helper(x): return ValueError(x)\n"}) == ["m.silent"]

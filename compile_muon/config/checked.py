@@ -52,7 +52,7 @@ def setting(
 
     def accept(path: str, value: object) -> Any:
         if value is None and default is None and not none:
-            raise config_error(path, value, "is missing", "write the number")
+            raise config_error(path, value, "is missing", "write it")
         if (value is None and none) or (also is not None and type(value) is type(also) and value == also):
             return value
         return check(path, value, **limits)

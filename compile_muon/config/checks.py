@@ -8,7 +8,8 @@ import numbers
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "check_folder",
     "check_instance",
     "check_integer",
+    "check_known",
     "check_mapping",
     "check_pair",
     "check_pairs",
@@ -32,15 +34,15 @@ __all__ = [
     "check_ranges",
     "check_rate",
     "check_real",
+    "check_type",
     "integers",
     "key_name",
     "nearest",
     "taken",
     "takes",
-    "unknown_name",
 ]
 
-_INTEGERS = 2**63  # torch cannot hold larger ones
+_LARGEST = 2**63 - 1  # torch cannot hold larger integers
 _NAME_WIDTH = 80  # longer than any name: comparing takes the product of both lengths
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -109,18 +111,25 @@ def _refuse_auto(field: str, value: object, remedy: str) -> None:
         raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
 
 
+def check_type(field: str, value: Any, kind: type, expected: str, remedy: str) -> Any:
+    """Accept an instance of `kind`; a boolean counts as no number, and a string as no sequence."""
+    alien: Any = str if kind is Sequence else () if kind is bool else bool
+    if not isinstance(value, kind) or isinstance(value, alien):
+        raise config_error(field, value, f"must be {expected}, not {type(value).__name__}", remedy)
+    return value
+
+
 @takes(_numbers)
 def check_real(
     field: str, value: object, *, positive: bool = False, below: float = math.inf, most: float = math.inf
 ) -> float:
     """Accept a finite float from 0, or above 0 if `positive`, below `below` and at most `most`."""
     _refuse_auto(field, value, "write the number")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
+    real = check_type(field, value, numbers.Real, "a number", "write a plain number")
     try:
-        number = float(value)
+        number = float(real)
     except OverflowError:
-        raise config_error(field, value, "is more than a float can hold", "give a smaller number") from None
+        number = math.inf
     if not math.isfinite(number):
         raise config_error(field, value, "is not finite", "give a finite number")
     if number < 0 or (positive and number == 0) or number >= below or number > most:
@@ -148,10 +157,11 @@ def check_rate(field: str, value: object) -> float | Tensor:
 def check_pair(field: str, value: object) -> tuple[float, float]:
     """Accept two floats in [0, 1)."""
     _refuse_auto(field, value, "write the two numbers")
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
+    pair = check_type(field, value, Sequence, "a pair", "use two numbers in [0, 1)")
+    if len(pair) != 2:
+        raise config_error(field, value, "is not a pair", "use two numbers in [0, 1)")
     try:
-        first, second = (check_real(field, number, below=1.0) for number in value)
+        first, second = (check_real(field, number, below=1.0) for number in pair)
     except ConfigError as error:
         raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
     return first, second
@@ -161,12 +171,8 @@ def check_pair(field: str, value: object) -> tuple[float, float]:
 def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
     _refuse_auto(field, value, "write the number")
     span = integers(low, high)
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
-    number = int(value)
-    if number >= _INTEGERS:
-        raise config_error(field, value, "is more than 64 bits hold", f"use {span}")
-    if number < low or (high is not None and number > high):
+    number = int(check_type(field, value, numbers.Integral, "an integer", f"use {span}"))
+    if not low <= number <= (_LARGEST if high is None else high):
         raise config_error(field, value, "is out of range", f"use {span}")
     return number
 
@@ -174,9 +180,7 @@ def check_integer(field: str, value: object, low: int, high: int | None = None) 
 @takes("a boolean")
 def check_boolean(field: str, value: object) -> bool:
     _refuse_auto(field, value, "write true or false")
-    if not isinstance(value, bool):
-        raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
-    return value
+    return bool(check_type(field, value, bool, "true or false", "use a boolean"))
 
 
 @takes("a boolean")
@@ -196,16 +200,26 @@ def key_name(key: object) -> str:
     return key if isinstance(key, str) else shown(key)
 
 
-def unknown_name(
-    field: str, value: object, name: object, known: Collection[str], problem: str, also: tuple[str, ...] = ()
-) -> ConfigError:
-    """Return the error about a setting called `name`; the remedy is the nearest known name, or lists all.
+def check_known(
+    field: str,
+    value: object,
+    name: object,
+    known: Collection[str],
+    kind: str,
+    also: Collection[str] = (),
+    remedies: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise about `value` at `field` unless `name` is known; `kind` says of what: "a known key".
 
-    `also` are further names that may be the nearest, but are not listed.
+    The remedy is that of `remedies`, the nearest name, or a list of all. `also` are further names that may be the
+    nearest, but are not listed.
     """
+    if isinstance(name, str) and name in known:
+        return
     near = nearest(name, (*known, *also))
     remedy = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
-    return config_error(field, value, problem, remedy)
+    remedy = remedies.get(name, remedy) if isinstance(name, str) else remedy
+    raise config_error(field, value, f"is not {kind}", remedy)
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -218,41 +232,33 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 @takes(_choices)
 def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
-        near = nearest(value, allowed)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise config_error(field, value, "is not a known choice", f"{hint}use one of {', '.join(map(repr, allowed))}")
+        raise config_error(field, value, "is not a known choice", f"use one of {', '.join(map(repr, allowed))}")
     return value
 
 
 @takes("a path")
 def check_folder(field: str, value: object) -> Path:
     """Accept a path, which need not exist yet."""
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise config_error(field, value, "is not a folder", "give a path, or None")
-    if "\0" in os.fsdecode(value):
-        raise config_error(field, value, "holds a NUL, as no path does", "give a path, or None")
-    return Path(os.fsdecode(value))
+    path = os.fsdecode(value) if isinstance(value, (str, os.PathLike)) else ""
+    if not path or "\0" in path:
+        raise config_error(field, value, "is no path", "give one, or None")
+    return Path(path)
 
 
 @takes(lambda kind: f"fields of {kind.__name__}")
 def check_instance(field: str, value: object, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
-    return value
+    return check_type(field, value, kind, f"a {kind.__name__}", f"build it with {kind.__name__}(...)")
 
 
-def check_pairs(field: str, value: object, example: str, problem: str) -> Mapping[Any, Any]:
+def check_pairs(field: str, value: object, example: str, expected: str) -> Mapping[Any, Any]:
     """Accept a mapping, or the tuple of its items, which is how frozen dataclasses keep a mapping."""
     if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
         value = {key: entry for key, entry in value if isinstance(key, Hashable)}
-    return check_mapping(field, value, example, problem)
+    return check_mapping(field, value, example, expected)
 
 
-def check_mapping(field: str, value: object, example: str = "{...}", problem: str = "") -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        problem = problem or f"must be an object, not {type(value).__name__}"
-        raise config_error(field, value, problem, f"write {example}")
-    return value
+def check_mapping(field: str, value: object, example: str = "{...}", expected: str = "an object") -> Mapping[Any, Any]:
+    return cast(Mapping[Any, Any], check_type(field, value, Mapping, expected, f"write {example}"))
 
 
 @takes(lambda extra=(): _choices([*extra, *_DTYPES]))
@@ -262,9 +268,7 @@ def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> st
     if isinstance(name, str):
         name = _SHORT_DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
     allowed = (*extra, *_DTYPES)
-    if not isinstance(name, str) or name not in allowed:
-        raise config_error(field, value, "is not a supported dtype", f"use one of {', '.join(allowed)}")
-    return name
+    return name if name in allowed else check_choice(field, value, allowed)
 
 
 @takes(_choices(_DTYPES))
@@ -276,13 +280,12 @@ def check_dtype(field: str, value: object) -> torch.dtype:
 def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]:
     if callable(value):
         return value
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        problem = "must be a predicate f(name, param) or a list of name patterns"
-        raise config_error(field, value, problem, 'write ["pattern", ...]')
-    if not value:
+    expected = "a predicate f(name, param) or a list of name patterns"
+    patterns = tuple(check_type(field, value, Sequence, expected, 'write ["pattern", ...]'))
+    if not patterns:
         raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
-    for pattern in value:
+    for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             problem = f"holds {shown(pattern)}, which is not a name pattern"
             raise config_error(field, value, problem, "use non-empty strings")
-    return tuple(value)
+    return patterns

@@ -12,9 +12,9 @@ from compile_muon.config.checks import (
     check_boolean,
     check_choice,
     check_folder,
+    check_known,
     check_ranges,
     check_real,
-    unknown_name,
 )
 from compile_muon.errors import shown, warn_user
 from compile_muon.passes import PassOptions
@@ -78,12 +78,12 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
     mistakes, known = Mistakes(), {}
     names = [f.name for f in fields(CompileOptions)]
     for name, value in (options or {}).items():
-        if name in names:
-            known[name] = value
-        elif name in _FORMER:
+        if name in _FORMER:
             warn_user(f"no effect here: options[{name!r}]")
-        else:
-            mistakes.add(unknown_name(f"options[{shown(name)}]", value, name, names, "is an unknown option"))
+            continue
+        with mistakes.collected():
+            check_known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
+            known[name] = value
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()
     if "bucket_mb" in values:

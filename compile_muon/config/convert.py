@@ -71,8 +71,7 @@ def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> Non
 
 
 def _written(config: Config) -> dict[str, Any]:
-    if callable(config.muon_params):
-        raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
+    _patterns("muon_params", config.muon_params or ())
     parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
     parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
     settings = {
@@ -121,10 +120,15 @@ def _changed(record: Checked) -> dict[str, Any]:
 
 
 def _group(group: GroupConfig) -> dict[str, Any]:
-    if callable(group.params):
-        raise config_error(f"groups[{group.name}].params", group.said, "is no list of patterns", 'write ["pattern"]')
     method = {} if group.method is None else {"method": group.method}
-    return {"name": group.name, "params": list(group.params), **method, **_plain(dict(group.rates))}
+    params = _patterns(f"groups[{group.name}].params", group.params)
+    return {"name": group.name, "params": params, **method, **_plain(dict(group.rates))}
+
+
+def _patterns(field: str, params: Callable[..., Any] | tuple[str, ...]) -> list[str]:
+    if callable(params):
+        raise config_error(field, params, "is no list of patterns", 'write ["pattern", ...]')
+    return list(params)
 
 
 def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from compile_muon.config.checks import check_boolean
+from compile_muon.config.checks import check_boolean, check_known
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.offload import check_offload, check_offload_param
 from compile_muon.config.settings import (
@@ -115,8 +115,8 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> tuple[Config, Giv
 
 def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
     name = kind.lower() if isinstance(kind, str) else ""
-    problem = "is not an optimizer of compile_muon"
-    remedy = f'use "Muon" or "AdamW", or one of {", ".join(method_names(MatrixMethod)[1:])}'
+    others = ", ".join(method_names(MatrixMethod)[1:])
+    problem, remedy = "is not an optimizer of compile_muon", f'use "Muon" or "AdamW", or one of {others}'
     if name == "adam":
         # DeepSpeed's Adam decays as AdamW does unless adam_w_mode is false, with a default decay of 0.
         optimizer_params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
@@ -125,8 +125,7 @@ def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
             if "weight_decay" not in params:
                 given.put("adamw_weight_decay", 0.0, "optimizer.params.weight_decay")
             return "adamw"
-        problem = "with adam_w_mode = False adds the decay to the gradient, which is not done here"
-        remedy = 'use "AdamW", whose decay is decoupled'
+        problem, remedy = "adds the decay to the gradient (adam_w_mode)", 'use "AdamW", whose decay is decoupled'
     elif name in ALGORITHMS:
         return name
     elif name in method_names(MatrixMethod):
@@ -271,9 +270,9 @@ def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> Sc
     params = {}
     for key, value in source_params.items():
         with given.mistakes.collected():
-            if key not in parameters(kind):
-                remedy = f"remove it: there are {', '.join(parameters(kind))}"
-                raise config_error(prefix + key, value, f"is not a parameter of {kind.__name__}", remedy)
+            known = parameters(kind)
+            remedies = {key: f"remove it: there are {', '.join(known)}"}
+            check_known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
             if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
                 if len(value) != 1:
                     problem = "is a list, and AdamW trains everything here"

@@ -16,16 +16,17 @@ from compile_muon.config.checks import (
     check_boolean,
     check_choice,
     check_integer,
+    check_known,
     check_mapping,
     check_pair,
     check_pairs,
     check_patterns,
     check_rate,
     check_real,
+    check_type,
     key_name,
     taken,
     takes,
-    unknown_name,
 )
 from compile_muon.config.elsewhere import OF_GROUPS
 from compile_muon.errors import config_error
@@ -41,6 +42,7 @@ __all__ = [
     "setting_of",
 ]
 
+OF_A_VIEW = "write some of split, heads, groups and dim: docs/how-to/methods.md"
 _GROUP = '{"lr": 0.01}'
 _NOT_RATES = ("params", "method", "name")
 _WILDCARDS = re.compile(r"[*?\[]")
@@ -91,7 +93,7 @@ def setting_of(rate: Rate) -> Mapping[str, Any]:
 @takes("rates by name")
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Accept rates of methods that have no field in the configuration."""
-    value = check_pairs(field, value, '{"beta2": 0.95}', "must be a mapping")
+    value = check_pairs(field, value, '{"beta2": 0.95}', "a mapping")
     for name in ("lr", "momentum", "weight_decay"):
         if name in value:
             problem, remedy = "is an argument of its own", f"write {name}=..., or adamw_{name} of AdamW's half"
@@ -104,12 +106,9 @@ def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]
     mistakes, rates = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
-            if not isinstance(name, str) or name not in known_rates:
-                path, problem = f"{field}.{key_name(name)}", "is no rate of any method"
-                if isinstance(name, str) and name in OF_GROUPS:
-                    raise config_error(path, value, problem, OF_GROUPS[name])
-                raise unknown_name(path, value, name, known_rates, problem)
-            rates.append((name, setting_of(known_rates[name])["check"](f"{field}.{name}", value)))
+            path = f"{field}.{key_name(name)}"
+            check_known(path, value, name, known_rates, "a rate of any method", remedies=OF_GROUPS)
+            rates.append((name, setting_of(known_rates[name])["check"](path, value)))
     mistakes.raise_all()
     return tuple(rates)
 
@@ -122,12 +121,9 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
             {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{key_name(pattern)}", settings, _GROUP)}
             for pattern, settings in value.items()
         ]
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise config_error(
-            field, value, "must be a mapping of patterns or a list", 'write {"*.qkv.weight": {"lr": 0.01}}'
-        )
+    expected, remedy = "a mapping of patterns or a list", 'write {"*.qkv.weight": {"lr": 0.01}}'
     mistakes, groups = Mistakes(), list[GroupConfig]()
-    for number, group in enumerate(value):
+    for number, group in enumerate(check_type(field, value, Sequence, expected, remedy)):
         with mistakes.collected():
             groups.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
     names = set[str]()
@@ -156,9 +152,8 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
     if method is not None and not mistakes.found:
         method_rates = [rate.name for rate in method_of(method).rates]
         for rate, value in rates:
-            if rate not in method_rates:
-                problem = f"is no rate of {method}"
-                mistakes.add(config_error(f"{path}.{rate}", value, problem, f"use some of {', '.join(method_rates)}"))
+            with mistakes.collected():
+                check_known(f"{path}.{rate}", value, rate, method_rates, f"a rate of {method}")
     mistakes.raise_all()
     return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
 
@@ -168,14 +163,13 @@ def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, 
     """Accept a mapping of patterns to views; sizes are checked against the model later."""
     example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'
     views = []
-    for pattern, view in check_pairs(field, value, example, "must be a mapping of patterns").items():
+    for pattern, view in check_pairs(field, value, example, "a mapping of patterns").items():
         try:
             entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
         except (TypeError, ValueError):  # a tuple that is not of pairs
             entries = None
         if not isinstance(pattern, str) or not entries:
-            remedy = 'write {"heads": 8} or {"split": [8, 2, 2]}'
-            raise config_error(f"{field}.{key_name(pattern)}", view, "is no view", remedy)
+            raise config_error(f"{field}.{key_name(pattern)}", view, "is no view", OF_A_VIEW)
         plain = ((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in entries.items())
         views.append((pattern, tuple(plain)))
     return tuple(views)

@@ -73,7 +73,7 @@ class ScheduleConfig(Checked):
         rate_key: both halves' rates (docs/reference/configuration.md#rates-in-a-schedule).
     """
 
-    rate_key: ClassVar[str] = ""
+    rate_key: ClassVar[str] = ""  #: DeepSpeed's name of them; "" if there is none
     low_key: ClassVar[str] = ""  #: field with both halves' lowest rates; "" if there is none
     rate_default: ClassVar[float | None] = None  #: DeepSpeed's default of rate_key; None keeps the optimizer's rates
 
@@ -98,12 +98,11 @@ class ScheduleConfig(Checked):
             own_rate = float(group.get("initial_lr", group["lr"]))
             low = lowest[half] if isinstance(lowest, tuple) else lowest
             # Unlike a lambda, a partial can be pickled, and LambdaLR's state dict holds an empty dict for it.
-            shares.append(partial(_share, self, own_rate, low))
+            shares.append(partial(self._share, own_rate, low))
         return LambdaLR(optimizer, shares)
 
-
-def _share(schedule: ScheduleConfig, own: float, low: float, step: int) -> float:
-    return schedule.rate(step, own, low) / own if own else 0.0
+    def _share(self, own: float, low: float, step: int) -> float:
+        return self.rate(step, own, low) / own if own else 0.0
 
 
 def _warmup(iteration: int, steps: int, kind: str) -> float:

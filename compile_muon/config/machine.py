@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from compile_muon.config.checks import (
     check_boolean,
     check_choice,
+    check_folder,
     check_integer,
+    check_known,
     check_mapping,
     check_real,
+    check_type,
     taken,
     takes,
 )
@@ -79,10 +82,9 @@ def costs_for(name_or_path: str | None, device: str) -> Costs:
 @takes(lambda: f"{taken(check_choice, allowed=known_machines())}, or a file")
 def check_machine(field: str, value: object) -> str:
     """Accept the name or path of a machine whose file can be read."""
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise config_error(field, value, "is not the name or path of a machine", f"use one of {known_machines()}")
-    load_costs(value, field)
-    return os.fspath(value)
+    path = os.fspath(check_folder(field, value))
+    load_costs(path, field)
+    return path
 
 
 def read_machine(kind: type[C], record: object, where: str = "machine") -> C:
@@ -111,11 +113,10 @@ def _fields(
     """Read the fields of `record`; a field whose reader is None is skipped."""
     entries = check_mapping(prefix.rstrip(":. "), record)
     for name, value in entries.items():
-        if name not in readers:
-            raise config_error(f"{prefix}{name}", value, "is not a field", f"use some of {', '.join(readers)}")
+        check_known(f"{prefix}{name}", value, name, readers, "a field")
     for name in required:
         if name not in entries:
-            raise config_error(f"{prefix}{name}", None, "is missing", "add it")
+            raise config_error(f"{prefix}{name}", None, "is missing", "write it")
     return {name: reader(f"{prefix}{name}", value) for name, value in entries.items() if (reader := readers[name])}
 
 
@@ -132,9 +133,8 @@ def _or_none(reader: Reader, path: str, value: object) -> Any:
 
 
 def _list(entry: Reader, path: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise config_error(path, value, f"must be a list, not {type(value).__name__}", "write [...]")
-    return tuple(entry(f"{path}[{row}]", each) for row, each in enumerate(value))
+    rows = check_type(path, value, Sequence, "a list", "write [...]")
+    return tuple(entry(f"{path}[{row}]", each) for row, each in enumerate(rows))
 
 
 def _pair(first: Reader, second: Reader, path: str, value: object) -> tuple[float, float]:
@@ -177,16 +177,8 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
     return links
 
 
-def _one_of(allowed: Collection[str], path: str, value: object) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        raise config_error(path, value, "is none that is known", f"use one of {', '.join(map(repr, allowed))}")
-    return value
-
-
 def _text(path: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise config_error(path, value, "is not a text", 'write "..."')
-    return value
+    return cast(str, check_type(path, value or None, str, "a text", 'write "..."'))
 
 
 _tables = partial(_by_dtype, partial(_filled, _table))
@@ -209,36 +201,36 @@ _KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, check_real
 _HOST: dict[str, Reader] = dict.fromkeys(
     ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz"), check_real
 )
+
+
+def _each(reader: Reader, names: str) -> dict[str, Reader]:
+    return dict.fromkeys(names.split(), reader)
+
+
 #: field -> reader, of the planner's machines and of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
-    "device": partial(_one_of, ("cuda", "cpu")),
+    "device": partial(check_choice, allowed=("cuda", "cpu")),
+    "architecture": lambda path, value: check_choice(path, value, ("", *load_tables())),
     "memory_bytes": _count,
+    "memory_fraction": _share,
     "attention_fraction": partial(_or_none, _share),
     "attention_rates": _tables,
-    "function_seconds": check_real,
-    "host_seconds": lambda path, value: _fields(f"{path}.", value, _HOST),
-    "late_seconds": check_real,
-    "host_bandwidth": check_real,
-    "host_memory_bandwidth": check_real,
-    "disk_bandwidth": check_real,
-    "architecture": lambda path, value: _one_of(("", *load_tables()), path, value),
-    "processors": _natural,
-    "collective_processors": _natural,
-    "sources": lambda path, value: {
-        name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()
-    },
-    "memory_bandwidth": _positive,
-    "kernel_seconds": _positive,
     "rates": partial(_filled, _tables),
     "links": _links,
-    "memory_fraction": _share,
     "product_starts": partial(_by_dtype, _positive),
     "rate_fractions": partial(_table, entry=_share),
     "bandwidths": _table,
-    "start_seconds": check_real,
     "protocols": partial(_list, partial(_record, Protocol, _PROTOCOL)),
     "collectives": lambda path, value: _fields(f"{path}.", value, _KINDS),
-    "cores": _natural,
-    "fill_entries": _natural,
+    "host_seconds": lambda path, value: _fields(f"{path}.", value, _HOST),
+    "sources": lambda path, value: {
+        name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()
+    },
+    **_each(_positive, "memory_bandwidth kernel_seconds"),
+    **_each(_natural, "processors collective_processors cores fill_entries"),
+    **_each(
+        check_real,
+        "function_seconds late_seconds start_seconds host_bandwidth host_memory_bandwidth disk_bandwidth",
+    ),
 }

@@ -13,11 +13,11 @@ from compile_muon.config.checks import (
     check_choice,
     check_folder,
     check_integer,
+    check_known,
     check_mapping,
     check_real,
     key_name,
     takes,
-    unknown_name,
 )
 from compile_muon.errors import ConfigError
 
@@ -86,8 +86,8 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
 
 def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]) -> None:
     for key, entry in section.items():
-        if key not in (*known, *_NOT_READ):
-            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
+        if key not in _NOT_READ:
+            check_known(f"{field}.{key_name(key)}", entry, key, known, "a known key")
 
 
 @takes('"cpu"')
@@ -95,6 +95,6 @@ def check_offload_param(field: str, value: object) -> str | None:
     """Accept the device, alone or in DeepSpeed's section. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
         return check_choice(field, value, allowed=("cpu",))
-    _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ))
+    _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count"))
     device = value.get("device", "none")
     return None if device in (None, "none") else check_choice(field, device, allowed=("cpu",))

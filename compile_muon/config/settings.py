@@ -28,13 +28,14 @@ from compile_muon.config.checks import (
     check_dtype_name,
     check_instance,
     check_integer,
+    check_known,
     check_pair,
     check_patterns,
     check_rate,
     check_real,
+    check_type,
     taken,
     takes,
-    unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
 from compile_muon.config.elsewhere import OF_OPTIMIZERS
@@ -73,22 +74,22 @@ ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 
+SCALES = ("original", "match_rms_adamw", "spectral")
 _FLOATS: Any = sys.float_info.max  # float() overflows on larger integers
 
 
 @takes(lambda: f"{taken(check_choice, allowed=COEFFICIENTS)}, a triple, or a triple per step")
-def _check_coefficients(field: str, value: object) -> str | tuple:
+def _check_coefficients(field: str, value: Any) -> str | tuple:
     """Accept a known name, one triple (a, b, c) for every step, or one triple per step."""
     if isinstance(value, str):
         return check_choice(field, value, COEFFICIENTS)
     remedy = "use a known name, one triple (a, b, c), or one triple per step"
-    if not isinstance(value, Sequence) or not value:
-        raise config_error(field, value, "is neither a name nor a sequence of coefficients", remedy)
+    check_type(field, value, Sequence, "a name or triples", remedy)
     if len(value) > MAX_STEPS:
         raise config_error(field, value, f"has {len(value)} triples", f"give at most {MAX_STEPS}, one per step")
     is_single = any(isinstance(x, numbers.Real) for x in value)
     triples = []
-    for row in [value] if is_single else value:
+    for row in [value] if is_single or not value else value:
         if not isinstance(row, Sequence) or len(row) != 3 or not all(map(_is_coefficient, row)):
             raise config_error(field, row, "is no triple of finite numbers, as Newton-Schulz takes", remedy)
         triples.append(tuple(float(x) for x in row))
@@ -108,7 +109,7 @@ def matches_adamw(adjust_lr: object) -> bool:
 def _check_scale(field: str, value: object) -> str | float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return check_real(field, value, positive=True)
-    return check_choice(field, value, ("original", "match_rms_adamw", "spectral"))
+    return check_choice(field, value, SCALES)
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,12 @@ class NSConfig(Checked):
         """Yield an error if ``steps`` is not the length of a schedule of coefficients that must run as a whole."""
         if isinstance(self.coefficients, str):
             chosen = COEFFICIENTS[self.coefficients]
-            length, problem = len(chosen.steps) if chosen.fixed_length else None, "is a schedule of {} steps, not {}"
+            length = len(chosen.steps) if chosen.fixed_length else None
         else:
-            triples = isinstance(self.coefficients[0], tuple)
-            length, problem = len(self.coefficients) if triples else None, "has {} triples for {} steps"
+            length = len(self.coefficients) if isinstance(self.coefficients[0], tuple) else None
         if length is not None and self.steps not in (None, length):
-            problem, remedy = problem.format(length, self.steps), f"set ns_steps={length}, or leave ns_steps out"
-            yield self.contradiction("coefficients", problem, remedy)
+            remedy = f"set ns_steps={length}, or leave ns_steps out"
+            yield self.contradiction("coefficients", f"has {length} triples for {self.steps} steps", remedy)
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,6 @@ class MuonConfig(Checked):
     qk_clip_alpha: float = setting(0.5, check_real, below=1.0)
     ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
 
-    @property
-    def matches_adamw(self) -> bool:
-        """Whether updates have the same root mean square whatever their shape; see :func:`matches_adamw`."""
-        return matches_adamw(self.adjust_lr)
-
 
 @dataclass(frozen=True)
 class AdamWConfig(Checked):
@@ -209,13 +204,6 @@ class AdamWConfig(Checked):
     eps: float = setting(1e-8, check_real)
     weight_decay: float = setting(0.1, check_real)
     decay_vectors: bool = setting(False, check_boolean)
-
-
-@takes("a number above 0")
-def _check_clipping(field: str, value: object) -> float:
-    if value == 0 and not isinstance(value, bool):
-        raise config_error(field, value, "would erase every gradient", "use None")
-    return check_real(field, value, positive=True)
 
 
 @dataclass(frozen=True)
@@ -254,7 +242,7 @@ class ZeroConfig(Checked):
     stage: int = setting(2, check_integer, low=0, high=3)
     update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
     gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)
-    gradient_clipping: float | None = setting(None, _check_clipping, none=True)
+    gradient_clipping: float | None = setting(None, check_real, none=True, positive=True)
     nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
     max_skipped_steps: int = setting(100, check_integer, low=1)
     checks: str | None = setting(None, check_choice, none=True, allowed=("in_step", "next_step"))
@@ -557,13 +545,9 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     """
     given = Given()
     for name, value in kwargs.items():
-        problem = "is not an argument of MuonZero"
-        if name in ARGUMENTS:
+        with given.mistakes.collected():
+            check_known(name, value, name, ARGUMENTS, "an argument of MuonZero", _OBJECTS, OF_OPTIMIZERS)
             given.put(name, value, name)
-        elif name in OF_OPTIMIZERS:
-            given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
-        else:
-            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
     config = given.best()
     given.mistakes.raise_all()
     return config

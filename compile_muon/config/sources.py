@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from compile_muon.config.checked import Checked, Mistakes
-from compile_muon.config.checks import key_name
+from compile_muon.config.checks import check_type, key_name
 from compile_muon.config.settings import Config
 from compile_muon.errors import config_error
 
@@ -22,6 +22,7 @@ __all__ = ["as_mapping"]
 
 _DEPTH = 64  # of nested sections, also in a mapping that contains itself; a config has four
 _NAMESPACES = (Namespace, SimpleNamespace)
+_NESTED = f"is nested more than {_DEPTH} deep"
 _SECTIONS = "write sections as they are known"
 _GIVE = "give the path of a JSON file, a dict, or a Config"
 
@@ -39,9 +40,7 @@ def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
         whole = _read_file(source, mistakes)
     else:
         whole = _values_of(source)
-    if not isinstance(whole, Mapping):
-        raise config_error("config", whole, f"must be an object, not {type(whole).__name__}", _remedy(whole))
-    return _plain(whole, "", {})
+    return _plain(check_type("config", whole, Mapping, "an object", _remedy(whole)), "", {})
 
 
 def _remedy(value: object) -> str:
@@ -79,7 +78,7 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
     `known` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
     """
     if depth > _DEPTH:
-        raise config_error(path or "config", "...", f"is nested more than {_DEPTH} deep", _SECTIONS)
+        raise config_error(path, "...", _NESTED, _SECTIONS)
     is_ours = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
     if depth and not is_ours and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
         value = _values_of(value)
@@ -131,6 +130,6 @@ def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> obje
     try:
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
-        raise config_error("config", shown, "is nested deeper than can be read", _SECTIONS) from None
+        raise config_error("config", shown, _NESTED, _SECTIONS) from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None

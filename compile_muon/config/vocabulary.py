@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from compile_muon.config.checks import key_name, nearest
+from compile_muon.config.checks import check_mapping, key_name, nearest
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, PARTS, Given
 from compile_muon.errors import ConfigError, config_error
@@ -20,7 +20,7 @@ from compile_muon.passes.methods import rates_of_methods
 
 __all__ = ["FOREIGN", "KEYS", "SECTIONS", "full_name", "is_off", "parameters", "read_keys", "refusal"]
 
-_MOST_UNKNOWN = 20  # unknown keys of a section that errors name one by one
+_MOST_COMPARED = 20  # unknown keys of a section that get a hint; comparing is slow
 
 
 def full_name(section: str, key: str) -> str:
@@ -78,11 +78,12 @@ def _sections() -> dict[str, tuple[str, ...]]:
 SECTIONS = _sections()
 
 
-def _both(names: str) -> str:
-    """Return `names` without and with the prefix ``stage3_``: DeepSpeed reads both."""
-    return f"{names} " + " ".join(f"stage3_{name}" for name in names.split())
-
-
+#: Keys of zero_optimization that DeepSpeed reads with and without the prefix ``stage3_``
+_OF_STAGE_3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential"
+)
 _OF_BF16 = "immediate_grad_update check_grad_overflow check_overflow"
 #: Section -> keys that have no effect here.
 IGNORED: dict[str, str] = {
@@ -98,12 +99,7 @@ IGNORED: dict[str, str] = {
     "load_from_fp32_weights elastic_checkpoint legacy_stage1 grad_hooks ignore_unused_parameters "
     "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
     "enable_sanity_checks leaf_module cpu_offload_use_pin_memory mics_hierarchical_params_gather "
-    "stage3_gather_fp16_weights_on_model_save aio "
-    + _both(
-        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
-        "use_all_reduce_for_fetch_params allgather_sequential"
-    ),
+    f"stage3_gather_fp16_weights_on_model_save aio {_OF_STAGE_3} stage3_{_OF_STAGE_3.replace(' ', ' stage3_')}",
     "compile": "backend free_activation free_activation_threshold offload_activation_pin_memory double_buffer "
     "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
     "keep_int_input_tensors keep_all_input_tensors exchange_mb",
@@ -121,77 +117,86 @@ IGNORED: dict[str, str] = {
 }
 
 
+_OFF = (None, False, 0, "", "none")
+
+
+class Foreign(NamedTuple):
+    """A key of DeepSpeed that is not read here."""
+
+    remedy: str = ""  # "" for a key without effect
+    off: tuple[object, ...] = _OFF  # values by which a key with a remedy has no effect
+    heeded: tuple[str, ...] = ()  # of an object the keys that switch it on in DeepSpeed; () for every key
+
+
+_UNSPLIT = (*_OFF, 1, -1)  # a size that splits nothing
+_SWITCHES = (
+    *("enabled", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
+    *("channel_pruning", "layer_reduction", "shared_parameters"),
+)
+_RESUMED = "a checkpoint brings back where the schedule was"
+_SPLIT = "shards are split over all ranks"
 _OFFLOADED = "offload_optimizer and offload_param are what there is"
 _MASTERS = 'write "master_dtype": "bfloat16" in optimizer.params, which keeps masters, gradients and state in it'
-#: Section, keys in it that are errors unless they are off, and the remedy.
-REFUSED: tuple[tuple[str, str, str], ...] = (
-    ("zero_optimization", "cpu_offload_param cpu_offload_params zenflow", _OFFLOADED),
-    ("zero_optimization", "zero_hpz_partition_size mics_shard_size", "shards are split over all ranks"),
+_CASTS = 'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params'
+_MASTER_DTYPE = "gradients are accumulated in the masters' dtype, master_dtype in optimizer.params"
+_MEAN = "gradients are averaged; for their sum multiply the loss by the number of ranks"
+_ELASTIC = "the loop chooses batch sizes, and a checkpoint loads on any number of ranks"
+_BY_HAND = "do it in the model or in the training loop"
+#: Section, keys in it that are errors unless they are off, and when these are.
+REFUSED: tuple[tuple[str, str, Foreign], ...] = (
+    ("zero_optimization", "cpu_offload_param cpu_offload_params zenflow", Foreign(_OFFLOADED)),
+    (
+        "zero_optimization",
+        "zero_hpz_partition_size mics_shard_size",
+        Foreign(_SPLIT, _UNSPLIT),
+    ),
     (
         "zero_optimization",
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param",
-        "there is no ZeRO++ here",
+        Foreign("there is no ZeRO++ here"),
     ),
-    ("compile", "offload_activation offload_opt_states offload_parameters", _OFFLOADED),
-    ("compile", "passes", '"compile": true is the whole switch'),
-    ("compile", "disable", 'write "enabled": false'),
-    ("compile", "kwargs", "write compile.fullgraph and compile.dynamic"),
-    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
-    ("bfloat16", "bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
-    ("optimizer.params", "max_grad_norm", "use gradient_clipping"),
-    ("optimizer.params", "bias_correction", "the AdamW of torch is bias-corrected"),
+    ("compile", "offload_activation offload_opt_states offload_parameters", Foreign(_OFFLOADED)),
+    ("compile", "passes", Foreign('"compile": true is the whole switch', (*_OFF, "z1", "z3"))),
+    ("compile", "disable", Foreign('write "enabled": false')),
+    ("compile", "kwargs", Foreign("write compile.fullgraph and compile.dynamic", (None,))),
+    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", Foreign(_MASTERS)),
+    ("bfloat16", "bf16_master_weights_and_grads bf16_optimizer_states", Foreign(_MASTERS)),
+    ("optimizer.params", "max_grad_norm", Foreign("use gradient_clipping")),
+    ("optimizer.params", "bias_correction", Foreign("the AdamW of torch is bias-corrected", (None, True))),
     (
         "optimizer.params",
         "amsgrad maximize freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
         "local_step_clipper coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff",
-        "Muon and the AdamW of torch are what there is here",
+        Foreign("Muon and the AdamW of torch are what there is here"),
     ),
-    ("scheduler.params", "last_batch_iteration", "a checkpoint brings back where the schedule was"),
-    ("expert_parallel", "enabled", 'say by "size" how many ranks share experts'),
-    ("", "torch_autocast amp", 'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params'),
-    ("", "data_types", "gradients are accumulated in the masters' dtype, master_dtype in optimizer.params"),
-    ("", "gradient_allreduce_op", "gradients are averaged; for their sum multiply the loss by the number of ranks"),
-    ("", "tensor_parallel", "all ranks are data-parallel"),
-    ("", "elasticity", "the loop chooses batch sizes, and a checkpoint loads on any number of ranks"),
+    (
+        "scheduler.params",
+        "last_batch_iteration",
+        Foreign(_RESUMED, (None, -1)),
+    ),
+    ("expert_parallel", "enabled", Foreign('say by "size" how many ranks share experts')),
+    ("", "torch_autocast amp", Foreign(_CASTS, (*_OFF, "auto"), _SWITCHES)),  # "auto": a choice of the Trainer's
+    ("", "data_types", Foreign(_MASTER_DTYPE, (*_OFF, "fp32", "float32", "torch.float32"))),
+    ("", "gradient_allreduce_op", Foreign(_MEAN, (None, "mean"))),
+    (
+        "",
+        "tensor_parallel",
+        Foreign("all ranks are data-parallel", _UNSPLIT, ("autotp_size", "tp_size", "tp", "tensor_parallel")),
+    ),
+    ("", "elasticity", Foreign(_ELASTIC, heeded=_SWITCHES)),
     (
         "",
         "data_efficiency curriculum_learning progressive_layer_drop eigenvalue compression_training "
-        "weight_quantization quantize_training sparse_attention hybrid_engine",
-        "do it in the model or in the training loop",
+        "weight_quantization quantize_training hybrid_engine",
+        Foreign(_BY_HAND, heeded=_SWITCHES),
     ),
+    ("", "sparse_attention", Foreign(_BY_HAND)),
 )
 
-_OFF = (None, False, 0, "", "none")
-#: Path of a refused key -> its values that mean off, where these are not `_OFF`.
-_OFF_AT: dict[str, tuple[object, ...]] = {
-    "scheduler.params.last_batch_iteration": (None, -1),
-    "optimizer.params.bias_correction": (None, True),
-    "gradient_allreduce_op": (None, "mean"),
-    "compile.passes": (*_OFF, "z1", "z3"),
-    "compile.kwargs": (None,),
-    "data_types": (*_OFF, "fp32", "float32", "torch.float32"),
-    **dict.fromkeys(("torch_autocast", "amp"), (*_OFF, "auto")),  # a choice of the Trainer of Transformers
-    **dict.fromkeys(
-        ("tensor_parallel", "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
-        (*_OFF, 1, -1),  # a size that splits nothing
-    ),
-}
-_SWITCHES = "enabled weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
-_SWITCHES += "channel_pruning layer_reduction shared_parameters"
-_SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
-#: Path of a refused object -> the keys that switch it on in DeepSpeed; in other objects every key does.
-_HEEDED: dict[str, tuple[str, ...]] = {"tensor_parallel": _SIZES} | {
-    path: tuple(_SWITCHES.split())
-    for path in (
-        *("torch_autocast", "amp", "elasticity", "hybrid_engine", "data_efficiency", "curriculum_learning"),
-        *("progressive_layer_drop", "eigenvalue", "compression_training", "weight_quantization", "quantize_training"),
-    )
-}
-
-#: Path of each DeepSpeed key that is not read here -> the remedy, or None if the key has no effect.
-FOREIGN: dict[str, str | None] = {
-    **{full_name(section, key): None for section, keys in IGNORED.items() for key in keys.split()},
-    **{full_name(section, key): remedy for section, keys, remedy in REFUSED for key in keys.split()},
+#: Path of each DeepSpeed key that is not read here -> what becomes of it.
+FOREIGN: dict[str, Foreign] = {
+    **{full_name(section, key): Foreign() for section, keys in IGNORED.items() for key in keys.split()},
+    **{full_name(section, key): row for section, keys, row in REFUSED for key in keys.split()},
 }
 
 
@@ -229,17 +234,18 @@ def refusal(path: str, value: object) -> ConfigError | None:
     'zero_optimization.zenflow = True: is a setting of DeepSpeed that is not honoured here'
     >>> refusal("zero_optimization.zenflow", False)
     """
-    remedy, heeded = FOREIGN[path], _HEEDED.get(path, ())
+    remedy, off, heeded = FOREIGN[path]
     if slip := _slip(value, heeded, path):
         return slip
-    if remedy is None or is_off(value, _OFF_AT.get(path, _OFF), heeded):
+    if not remedy or is_off(value, off, heeded):
         return None
     return config_error(path, value, "is a setting of DeepSpeed that is not honoured here", f"remove it: {remedy}")
 
 
 # --------------------------------------------------------------------------------------------------- reading by it
 
-_EXAMPLES = {"bf16": '{"enabled": true}', "bfloat16": '{"enabled": true}', "fp16": '{"enabled": false}'}
+_EXAMPLES = dict.fromkeys(("bf16", "bfloat16"), '{"enabled": true}') | {"fp16": '{"enabled": false}'}
+_EXAMPLES |= {"compile": "true", "zero_optimization": '{"stage": 2}'}
 #: Sections where null and false mean that the section is absent.
 _MAY_LACK = ("bf16", "bfloat16", "fp16", "scheduler")
 
@@ -252,11 +258,10 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
         given.hints.append(section)
         return {}
     if not isinstance(value, Mapping):
-        example = _EXAMPLES.get(section, "true" if section == "compile" else "{...}")
-        if section == "zero_optimization":  # DeepSpeed still takes an old true, which is stage 1
-            example = f'{{"stage": {int(value) if isinstance(value, bool) else 2}}}'
-        problem = f"must be an object, not {type(value).__name__}"
-        given.mistakes.add(config_error(section, value, problem, f"write {example}"))
+        with given.mistakes.collected():
+            old = section == "zero_optimization" and isinstance(value, bool)  # DeepSpeed takes true, which is stage 1
+            example = f'{{"stage": {value:d}}}' if old else _EXAMPLES.get(section, "{...}")
+            check_mapping(section, value, example)
         return {}
     if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # keys of a foreign schedule are unknown here
         if value.get("type"):
@@ -284,24 +289,20 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
 
 
 def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
+    for number, key in enumerate(keys):
+        remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
+        yield config_error(full_name(section, key_name(key)), value[key], "is not a known key", remedy)
+
+
+def _known_keys(section: str, key: object) -> str:
+    """Name the same key in another section, else the nearest in `section` or anywhere, else all keys of `section`."""
     known_keys = f"known here are {', '.join(SECTIONS[section])}"
-    for key in keys[:_MOST_UNKNOWN]:
-        path = full_name(section, key_name(key))
-        yield config_error(path, value[key], "is not a known key", _nearest_key(section, key) or known_keys)
-    if (more := len(keys) - _MOST_UNKNOWN) > 0:
-        path = full_name(section, key_name(keys[-1]))
-        problem = f"is one of {more} more keys that are not known"
-        yield config_error(path, value[keys[-1]], problem, f"remove them: {known_keys}")
-
-
-def _nearest_key(section: str, key: object) -> str:
-    """Return a hint, or "": the same key in another section, else the nearest in `section`, else anywhere."""
     if not isinstance(key, str):
-        return ""
+        return known_keys
     paths = [*(full_name(place, name) for place, section_keys in SECTIONS.items() for name in section_keys), *FOREIGN]
     names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     if key in names and key != "enabled":
         return f"did you mean {names[key]}?"
     if near := nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
         return f"did you mean {full_name(section, near)}?"
-    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else ""
+    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else known_keys

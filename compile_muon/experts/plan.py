@@ -178,7 +178,7 @@ def _wrong_module(path: str, module: Any) -> list[ConfigError]:
         remedy = f"load the model without it (no ep_size, tp_plan or device_map), or leave {FIELD} out"
         return [config_error(path, kind, problem, remedy)]
     if _interface(module) is not ALL_EXPERTS_FUNCTIONS:
-        return [config_error(path, kind, "holds quantized experts", "load the model without quantization")]
+        return [config_error(path, kind, "is quantized", "load the model without quantization")]
     if missing := [name for name in _stack_names(module) if module._parameters.get(name) is None]:
         problem = f"has no parameter {listed(missing)} of its own (a parametrization, an adapter, pruning?)"
         remedy = "share the experts of the model itself, before anything is put around its parameters"

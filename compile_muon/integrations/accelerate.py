@@ -142,10 +142,11 @@ def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]
     models = [next((model for model in modules if _trains(optimizer, model)), None) for optimizer in optimizers]
     unpaired = [model for model in modules if not any(model is other for other in models)]
     kinds = ", ".join(type(thing).__name__ for thing in objects)
+    lonely = [("optimizer", "MuonZero") for model in models if model is None]
+    lonely += [("model", type(model).__name__) for model in unpaired]
     refuse([
-        *((model is None, "optimizer", "MuonZero", "comes without the model it trains", remedy) for model in models),
-        *((True, "model", type(m).__name__, "is sharded, and its MuonZero is not there", remedy) for m in unpaired),
-        (needed and not modules + optimizers, "objects", kinds, "hold no sharded model and MuonZero", remedy),
+        *((True, field, kind, "comes without its other half", remedy) for field, kind in lonely),
+        (needed and not modules + optimizers, "objects", kinds, "come without a sharded model", remedy),
     ])  # fmt: skip
     return list(zip(models, optimizers, strict=True))
 
@@ -269,9 +270,7 @@ class _Sharded:
     def _plain_ones(self) -> Iterator[list[AcceleratedMuonZero]]:
         """Hide sharded models and their optimizers from Accelerate, which would save rank 0's rows."""
         accelerator, muon_optimizers = self._accelerator, _optimizers(self._accelerator)
-        hidden = {id(optimizer) for optimizer in muon_optimizers} | {
-            id(optimizer.model) for optimizer in muon_optimizers
-        }
+        hidden = {id(thing) for optimizer in muon_optimizers for thing in (optimizer, optimizer.model)}
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if id(model) not in hidden]
         accelerator._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in hidden]
@@ -327,7 +326,10 @@ class _Sharded:
         step_of = {}
         for folder, wrapped in folders.items():
             with weights_of(wrapped.model).meet("load_state").together(f"{state}: nothing was loaded"):
-                _check_count(state, folders)
+                stored = {path for path in state.glob(f"{_FOLDER}*") if path.is_dir()}
+                if surplus := sorted(path.name for path in stored - folders.keys()):
+                    problem = "is of a model that is not prepared; prepare as many as were saved"
+                    raise CheckpointError(f"{listed(surplus)}: {problem}")
                 step_of[folder], self._step = _choose(state, folder)
         for folder, wrapped in folders.items():
             Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=step_of[folder])
@@ -356,12 +358,6 @@ def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
 
 def _record(folder: Path, step: int) -> Path:
     return folder / f"accelerate-{step}.json"
-
-
-def _check_count(state: Path, folders: dict[Path, AcceleratedMuonZero]) -> None:
-    stored = {path for path in state.glob(f"{_FOLDER}*") if path.is_dir()}
-    if surplus := sorted(path.name for path in stored - folders.keys()):
-        raise CheckpointError(f"{listed(surplus)}: is of a model that is not prepared; prepare as many as were saved")
 
 
 def _choose(state: Path, folder: Path) -> tuple[int, int]:

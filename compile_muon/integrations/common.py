@@ -39,9 +39,11 @@ WHY = {
         'leave it out, or use "bf16"',
     ),
     "compiles": Why("would compile the model a second time", 'leave it out, and set "compile": true in the config'),
-    "other": Why("is another optimizer", "leave it out: the config says which optimizer trains what"),
+    "other": Why("is another optimizer, or belongs to one", "leave it out: the config says what trains what"),
     "shards": Why("shards the model too", "leave it out, and start with torchrun or `accelerate launch --multi_gpu`"),
-    "starts over": Why("starts over with a sharded model", "leave it out, and set the value yourself"),
+    "starts over": Why(
+        "starts over with a sharded model", "leave it out, and set the value yourself, or give each trial a new model"
+    ),
     "tensor": Why(
         "needs the same batches on its ranks, and loaders here give each process its own",
         "leave it out, or write the loop yourself (docs/how-to/meshes.md)",

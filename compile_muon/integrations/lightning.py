@@ -169,11 +169,8 @@ class MuonZeroStrategy(DDPStrategy):
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
         is_default = isinstance(self.config, Config) and steps == 1  # a Config cannot tell 1 from absent
-        count, value, tensor = (
-            trainer.accumulate_grad_batches,
-            trainer.gradient_clip_val,
-            config.mesh and config.mesh.tensor,
-        )
+        count, value = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+        tensor = config.mesh and config.mesh.tensor
         rows = [
             (tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]),
             contradicting(

@@ -48,13 +48,10 @@ class _Shared:
         Raises a ConfigError if it is prepared already, or ``dispatch_batches`` would give each rank a part of a batch.
         """
         accelerator, kind = self._accelerator, type(data_loader).__name__
-        is_prepared, remedy = (
-            getattr(data_loader, "_is_accelerate_prepared", False),
-            "prepare it with the sharded model, or later",
-        )
+        is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
         problem = "gives each process batches or parts of its own, and ranks share a sequence here"
         refuse([
-            (is_prepared, "data_loader", kind, problem, remedy),
+            (is_prepared, "data_loader", kind, problem, "prepare it with the sharded model, or later"),
             (accelerator.dispatch_batches, "dispatch_batches", True, problem, "leave it out"),
         ])  # fmt: skip
         prepared = prepare_data_loader(

@@ -101,7 +101,7 @@ def _refusals(training: TrainingConfig, parallelism: Any, compile_config: Any, a
         (reshard != "default", "parallelism.fsdp_reshard_after_forward", reshard, "belongs to FSDP",
          'leave it out, and set "compile": {"reshard_after_forward": ...} in muon_config'),
         (parallelism.enable_fsdp_symm_mem, "parallelism.enable_fsdp_symm_mem", True, "belongs to FSDP", _OFF),
-        (training.enable_cpu_offload, "training.enable_cpu_offload", True, "moves what FSDP has sharded", _OFF),
+        (training.enable_cpu_offload, "training.enable_cpu_offload", True, "belongs to FSDP", _OFF),
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", False,
          "replays forward and backward without the Python that accounts for gradients", "set it to True"),
         (compiled, "compile.components", compile_config.components, *WHY["compiles"]),

@@ -93,7 +93,7 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
 _REFUSED: dict[str, Why] = {
     **dict.fromkeys(("deepspeed", "fsdp"), WHY["shards"]),
     **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), WHY["casts"]),
-    **dict.fromkeys(("optim_args", "optim_target_modules"), Why("belongs to another optimizer", "leave it out")),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), WHY["other"]),
     "torch_compile": WHY["compiles"],
     "auto_find_batch_size": WHY["starts over"],
     "save_on_each_node": Why("would leave folders without weights", "share output_dir"),
@@ -133,9 +133,8 @@ def _refused_beside(config: Config, args: TrainingArguments) -> Iterator[Refusal
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, (key, values_of) in _SETTINGS.items():
         value, config_values = getattr(args, name), values_of(config)
-        problem = (
-            f"is not what muon_config says, {' and '.join(dict.fromkeys(map(str, config_values)))}, and has no effect"
-        )
+        said = " and ".join(dict.fromkeys(map(str, config_values)))
+        problem = f"is not what muon_config says, {said}, and has no effect"
         remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
         yield value not in (defaults[name], *config_values), f"TrainingArguments.{name}", value, problem, remedy
     tensor, inputs = config.mesh and config.mesh.tensor, config.sequence_parallel.inputs
@@ -211,9 +210,8 @@ class MuonTrainer(Trainer):
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
                     setattr(param, "_no_weight_decay", True)  # noqa: B010 - an attribute that no type declares
             groups = self._muon_groups(model) if callable(self._muon_groups) else self._muon_groups
-            self.model, self.optimizer = initialize(
-                model, self.muon_config, groups=groups, extensions=self._muon_extensions
-            )
+            more: dict[str, Any] = {"groups": groups, "extensions": self._muon_extensions}
+            self.model, self.optimizer = initialize(model, self.muon_config, **more)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -259,9 +257,7 @@ class MuonTrainer(Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raise a ConfigError: trials cannot share a sharded model."""
-        problem = "starts over with a sharded model, and with muon_config as it was"
-        remedy = "start each trial with a MuonTrainer of its own"
-        refuse([(True, "hyperparameter_search", kwargs, problem, remedy)])
+        refuse([(True, "hyperparameter_search", kwargs, *WHY["starts over"])])
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with rank 0's buffers (BatchNorm's statistics) on every rank, as a checkpoint has them."""
@@ -306,15 +302,6 @@ class MuonTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     # ------------------------------------------------------------------ saving and loading
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save on every rank; before Transformers 5.20 the Trainer calls ``_save`` on the first rank alone."""
-        if self.optimizer is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write whole weights by all ranks together, and other files by one."""

@@ -33,6 +33,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from compile_muon.config.checks import check_boolean
+from compile_muon.config.settings import SCALES
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
 from compile_muon.passes.language.views import View
@@ -170,9 +172,7 @@ def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
         return adjust_lr * math.sqrt(max(rows, cols))
     if adjust_lr == "spectral":
         return math.sqrt(rows / cols)
-    raise config_error(
-        "adjust_lr", adjust_lr, "is not a known scale", 'use "original", "match_rms_adamw" or "spectral"'
-    )
+    raise config_error("adjust_lr", adjust_lr, "is not a known choice", f"use one of {', '.join(SCALES)}")
 
 
 # -------------------------------------------------------------------------------------- the decision
@@ -215,12 +215,10 @@ def _use_muon(name: str, param: nn.Parameter) -> bool | None:
     override = getattr(param, "use_muon", None)
     if override is None:
         return None
-    if not isinstance(override, bool):
-        raise config_error(f"{name}.use_muon", override, "must be True or False", "set a bool, or delete the attribute")
-    if override and (param.ndim < 2 or not param.numel()):
+    if check_boolean(f"{name}.use_muon", override) and (param.ndim < 2 or not param.numel()):
         shape = list(param.shape)
         raise config_error(f"{name}.use_muon", override, f"shape {shape} is not a matrix", "leave it to AdamW")
-    return override
+    return bool(override)
 
 
 def _matrix(param: nn.Parameter, uses: Sequence[_Use]) -> tuple[int, int, int]:
@@ -311,8 +309,6 @@ def _choose(
     matrices = {n: p for n, p in parameters.items() if p.requires_grad and p.ndim >= 2 and p.numel()}
     if callable(muon_params):
         return {name: "selected by muon_params" for name, param in matrices.items() if muon_params(name, param)}
-    if isinstance(muon_params, str):
-        raise config_error("muon_params", muon_params, "is a string, not a list of patterns", 'write ["pattern"]')
     chosen: dict[str, str] = {}
     for pattern in muon_params:
         hits = [n for n, p in matrices.items() if any(fnmatchcase(u.name, pattern) for u in uses[id(p)])]

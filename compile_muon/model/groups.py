@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
+from compile_muon.config.checks import check_known
 from compile_muon.config.groups import GroupConfig, setting_of
-from compile_muon.errors import ConfigError, config_error, listed, warn_user
+from compile_muon.config.settings import matches_adamw
+from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.views import with_views
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
@@ -60,7 +62,7 @@ def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.P
                 mistakes.add(config_error("groups", name, problem, "let one pattern match it"))
             group_of[name] = group
     if config.groups and config.groups[0].complete and (rest := [name for name in names if name not in group_of]):
-        problem = "in no group, so nothing would train them" if len(rest) > 1 else "in no group: nothing would train it"
+        problem = "in no group, so nothing would train them"
         remedy = "add them to one, set requires_grad=False, or give groups by patterns, which leave the rest as it is"
         mistakes.add(config_error("groups", listed(rest), problem, remedy))
     mistakes.raise_all()
@@ -132,17 +134,17 @@ def _check_rates(config: Config, groups: Collection[Group]) -> None:
         methods_of[group.configured][group.method.name] = group.method
     for entry in config.groups:
         methods = methods_of[entry.name]
-        known_rates = [rate.name for method in methods.values() for rate in method.rates]
+        known_rates = list(dict.fromkeys(rate.name for method in methods.values() for rate in method.rates))
         for name, value in entry.rates:
-            if methods and name not in known_rates:
-                mistakes.add(_unknown(f"groups[{entry.name}].{name}", value, methods, known_rates))
+            with mistakes.collected():
+                check_known(f"groups[{entry.name}].{name}", value, name, known_rates or [name], _rate_of(methods))
     used_methods = [config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary]
     methods = {name: method_of(name) for name in used_methods} | {group.method.name: group.method for group in groups}
     # A rate that is an argument of MuonZero itself, as lr, has no default here and is not read from `rates`.
     known_rates = [rate.name for method in methods.values() for rate in method.rates if rate.default is not None]
     for name, value in config.rates:
-        if name not in known_rates:
-            mistakes.add(_unknown(f"rates.{name}", value, methods, known_rates))
+        with mistakes.collected():
+            check_known(f"rates.{name}", value, name, known_rates, _rate_of(methods))
     rates_of_group = {entry.name: dict(entry.rates) for entry in config.groups}
     for group in groups:  # methods may bound a rate of one name, as `eps`, differently
         group_rates = rates_of_group.get(group.configured or "", {})
@@ -153,9 +155,8 @@ def _check_rates(config: Config, groups: Collection[Group]) -> None:
     mistakes.raise_all()
 
 
-def _unknown(path: str, value: object, methods: Collection[str], known: Sequence[str]) -> ConfigError:
-    remedy = f"use some of {', '.join(dict.fromkeys(known))}"
-    return config_error(path, value, f"is no rate of {listed(sorted(methods))}", remedy)
+def _rate_of(methods: Collection[str]) -> str:
+    return f"a rate of {listed(sorted(methods))}"
 
 
 def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConfig | None = None) -> None:
@@ -167,7 +168,7 @@ def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConf
     for entry in (*config.groups, *([] if own is None else [own])):
         rate, derived = dict(entry.rates).get("lr"), [group for group in groups if group.configured == entry.name]
         others = [group for group in derived if isinstance(group.method, ElementMethod)]
-        if rate is None or entry.method is not None or not others or config.muon.matches_adamw:
+        if rate is None or entry.method is not None or not others or matches_adamw(config.muon.adjust_lr):
             continue
         if len(others) < len(derived) or float(rate) >= 10 * AdamWConfig.lr:
             names = listed([name for group in others for name in group.members])

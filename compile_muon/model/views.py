@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_muon.config import Config
 from compile_muon.config.checked import Mistakes
+from compile_muon.config.groups import OF_A_VIEW
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.fused import halves_meet, rows_of
@@ -19,7 +20,6 @@ from compile_muon.passes.language.views import View
 __all__ = ["with_views"]
 
 _KEYS = ("split", "heads", "groups", "dim")
-_REMEDY = "write some of split, heads, groups and dim: docs/how-to/methods.md"
 
 
 class _Said(NamedTuple):
@@ -61,7 +61,7 @@ def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.
 def _checked(name: str, given: _Said, shape: tuple[int, ...]) -> View:
     value = given.value
     if not isinstance(value, Mapping) or not set(value) <= set(_KEYS) or not value:
-        raise config_error(given.field, value, "is no view", _REMEDY)
+        raise config_error(given.field, value, "is no view", OF_A_VIEW)
     if len(shape) != 2:
         problem = f"is for parameters of two dimensions, and {name} is {list(shape)}"
         raise config_error(given.field, dict(value), problem, "leave it out: a stack is one of matrices already")
@@ -69,7 +69,7 @@ def _checked(name: str, given: _Said, shape: tuple[int, ...]) -> View:
         return View.of(shape[1 if value.get("dim") == 1 else 0], **value)
     except (TypeError, ValueError) as error:
         problem = f"does not fit {name}, {list(shape)}: {error}"
-        raise config_error(given.field, dict(value), problem, _REMEDY) from None
+        raise config_error(given.field, dict(value), problem, OF_A_VIEW) from None
 
 
 def _of_patterns(

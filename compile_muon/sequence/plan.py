@@ -140,11 +140,10 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.blocks is None and len(paths) != 1:
         _check_model(model, mistakes)
         mistakes.raise_all()
-        listing = f"finds {listed(list(paths))}" if paths else "finds no stack of blocks"
-        problem, fitting = f"{listing} behind Transformers' attention interface", _fitting(lists, attentions)
-        if not fitting:
-            problem += ", nor one that calls scaled_dot_product_attention and mixes positions by that alone"
-        remedy = f'name the ModuleList, "blocks": ["{fitting[0]}"]' if fitting else f"leave {FIELD} out"
+        fitting = _fitting(lists, attentions)
+        problem = f"finds other than one stack of blocks behind attention interfaces ({listed(list(paths)) or 'none'})"
+        remedy = f"leave {FIELD} out: no other calls scaled_dot_product_attention and mixes positions by that alone"
+        remedy = f'name the ModuleList, "blocks": ["{fitting[0]}"]' if fitting else remedy
         mistakes.add(config_error(FIELD, config.size, problem, remedy))
     if unknown := [path for path in paths if path not in lists]:
         problem = "is no ModuleList of the model"

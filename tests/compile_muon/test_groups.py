@@ -109,14 +109,17 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"q.weight": {"method": "normun"}}, r"groups\[q.weight\].method = 'normun': is not a known choice; did"),
-        ({"q.weight": {"method": "muon", "beta2": 0.9}}, r"groups\[q.weight\].beta2 = 0.9: is no rate of muon"),
-        ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is no rate of adamw"),
-        ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is no rate of any method"),
+        (
+            {"q.weight": {"method": "normun"}},
+            r"groups\[q.weight\].method = 'normun': is not a known choice; use",
+        ),
+        ({"q.weight": {"method": "muon", "beta2": 0.9}}, r"groups\[q.weight\].beta2 = 0.9: is not a rate of muon"),
+        ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is not a rate of adamw"),
+        ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is not a rate of any method"),
         ({"q.*": {"lr": 1.0}, "*.weight": {"lr": 0.1}}, r"q.weight.*: is in the groups q.\* and \*.weight"),
         ({"z*": {"lr": 0.1}}, r"groups\[z\*\] = 'z\*': holds no parameter"),
         ({"q.bias": {"method": "muonh"}}, r"method = 'muonh': is for matrices, and group q.bias holds q.bias"),
-        ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is no rate of muonh"),
+        ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is not a rate of muonh"),
         ({"q.weight": {"lr": -1.0}}, r"groups\[q.weight\].lr = -1.0: lies outside"),
         ({"q.weight": {"method": "muonbp", "period": 2.5}}, r"period = 2.5: must be an integer"),
         ({"q.weight": {"method": "soap", "basis_every": 0}}, "basis_every = 0: is out of range; use an integer from 1"),
@@ -136,11 +139,11 @@ def test_mistakes_name_group_value_and_remedy(groups: dict[str, Any], said: str)
     ("settings", "said"),
     [
         ({"method": "normuon", "rates": {"eps": 0.0}}, r"rates.eps = 0.0: lies outside \(0, inf\)"),
-        ({"rates": {"beta2": 0.9}}, r"rates.beta2 = 0.9: is no rate of adamw, muon; use some of cautious_decay"),
-        ({"rates": {"eps": 1e-6}}, r"rates.eps = 1e-06: is no rate of adamw, muon; use"),  # it is adamw_eps
+        ({"rates": {"beta2": 0.9}}, r"rates.beta2 = 0.9: is not a rate of adamw, muon; use one of cautious_decay"),
+        ({"rates": {"eps": 1e-6}}, r"rates.eps = 1e-06: is not a rate of adamw, muon; use"),  # it is adamw_eps
         (
             {"rates": {"fraction": 0.5}, "groups": {"up.weight": {"method": "soap"}}},
-            r"rates.fraction = 0.5: is no rate of adamw, muon, soap",
+            r"rates.fraction = 0.5: is not a rate of adamw, muon, soap",
         ),
     ],
 )
@@ -215,7 +218,7 @@ def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
     bad = {
         r"more than one parameter group: up.bias, up.weight|up.weight, up.bias": {"params": model.up.parameters()},
         r"add_param_group = 'norm.weight, norm.bias': needs no gradient": {"params": model.norm.parameters()},
-        r"add_param_group\[x\].betaz = 1: is no rate": {"params": ["norm.*"], "name": "x", "betaz": 1},
+        r"add_param_group\[x\].betaz = 1: is not a rate": {"params": ["norm.*"], "name": "x", "betaz": 1},
         r"is no parameter of the model": {"params": [nn.Parameter(torch.zeros(2))]},
         r"name = 'all_muon': is the name of another": {"params": ["norm.*"], "name": "all_muon"},
     }

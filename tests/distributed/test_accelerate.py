@@ -194,9 +194,13 @@ def test_pairs_that_are_not_are_refused() -> None:
         accelerator, plain_one = Accelerator(cpu=True), nn.Linear(4, 4)
         model, optimizer = compile_muon.initialize(small(), CONFIG)
         for said, *objects in (
-            ("objects = 'Linear, SGD': hold no sharded model", plain_one, torch.optim.SGD(plain_one.parameters())),
-            ("optimizer = 'MuonZero': comes without the model it trains", plain_one, optimizer),
-            ("model = 'Net': is sharded, and its MuonZero is not", model),
+            (
+                "objects = 'Linear, SGD': come without a sharded model",
+                plain_one,
+                torch.optim.SGD(plain_one.parameters()),
+            ),
+            ("optimizer = 'MuonZero': comes without its other half", plain_one, optimizer),
+            ("model = 'Net': comes without its other half", model),
             ("optimizer = 'SGD': trains a sharded model too", model, optimizer, torch.optim.SGD(model.parameters())),
         ):
             assert said in refusal(lambda objects=objects: prepare(accelerator, *objects))

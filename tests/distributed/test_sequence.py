@@ -605,11 +605,11 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(
         built("Llama"), "sequence_parallel.blocks = 'layers'", "is no ModuleList", "model.layers", blocks=("layers",)
     )
-    refused(Masked(), "finds no stack of blocks", '"blocks": ["blocks"]')
+    refused(Masked(), "finds other than one stack of blocks", '"blocks": ["blocks"]')
     refused(Masked(), "joined = False", "causal loss of Transformers", blocks=("blocks",), joined=False)
     moe = built("Qwen3Moe", output_router_logits=True)
     refused(moe, "output_router_logits", "each rank's own tokens")
-    explicit = "nor one that calls scaled_dot_product_attention"  # naming their blocks would not help
+    explicit = "no other calls scaled_dot_product_attention"  # naming their blocks would not help
     refused(built("Bloom"), explicit, "leave sequence_parallel out")
     refused(built("Bloom"), "transformer.h.1 = 'BloomBlock'", "attends neither", blocks=("transformer.h",))
     refused(built("GPTJ", rotary_dim=4), explicit)

@@ -152,7 +152,7 @@ REFUSED = [
      "sequence_parallel.size = 2: is checked where a causal language model"),
     ("transformers", "torch_compile=True", "Arguments.torch_compile = True: would compile .*\"compile\": true"),
     ("transformers", "auto_find_batch_size=True", "TrainingArguments.auto_find_batch_size = True"),
-    ("transformers", "optim='adafactor'", "TrainingArguments.optim = 'adafactor': is another optimizer; leave it out"),
+    ("transformers", "optim='adafactor'", "Arguments.optim = 'adafactor': is another optimizer, or .*; leave it out"),
     ("transformers", "save_on_each_node=True", "TrainingArguments.save_on_each_node = True: .* share output_dir"),
     ("transformers", "bf16_full_eval=True", "Arguments.bf16_full_eval = True: scales the loss or casts weights"),
     ("transformers", "weight_decay=0.01", r'weight_decay = 0.01: is not .*, 0.1, .* "weight_decay": "auto"'),

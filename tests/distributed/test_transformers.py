@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,18 +338,3 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
         trainer = trainer_of(str(tmp_path), 2)
         with pytest.raises(compile_muon.ConfigError, match="saving checkpoint-3 was cut off, and there is no other"):
             trainer.train(resume_from_checkpoint=True)
-
-
-def test_every_rank_saves_whichever_the_trainer_would_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Transformers 5.20 it asks the first one alone, which would wait for the others."""
-    from transformers import Trainer
-
-    from compile_muon.integrations.transformers import MuonTrainer
-
-    saved: list[str | None] = []
-    monkeypatch.setattr(Trainer, "save_model", lambda *_: pytest.fail("was asked"))
-    monkeypatch.setattr(MuonTrainer, "_save", lambda self, folder=None, state_dict=None: saved.append(folder))
-    trainer = object.__new__(MuonTrainer)
-    trainer.optimizer, trainer.args = object(), SimpleNamespace(push_to_hub=False, should_save=False)
-    trainer.save_model("weights")
-    assert saved == ["weights"]

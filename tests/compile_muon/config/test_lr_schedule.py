@@ -296,7 +296,7 @@ def test_one_rate_for_halves_that_have_two_is_an_error(kind, rate, optimizer, ow
 @pytest.mark.parametrize(
     ("kind", "given", "field", "words"),
     [
-        ("WarmupDecayLR", {}, "params.total_num_steps", ["is missing", "write the number"]),
+        ("WarmupDecayLR", {}, "params.total_num_steps", ["is missing", "write it"]),
         ("OneCycle", {"cycle_momentum": False}, "params.cycle_min_lr", ["is missing"]),
         ("OneCycle", {"cycle_min_lr": 0.1}, "params.cycle_momentum", ["= True", '"cycle_momentum": false']),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "params.warmup_min_lr", ["1 rates", "the two of Muon and AdamW"]),
