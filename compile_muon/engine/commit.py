@@ -67,6 +67,7 @@ def commit(
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(sharded.spec.master for sharded in trained.muon)
     with provider.writing(fetches, found_inf) as confirm:
+        trained.torn = True
         with ledger.range("step commit muon"):
             prepared = commit_states(matrices, trained.provide, found_inf, all_resident=provider.all_resident)
             if masters and trained.summed:

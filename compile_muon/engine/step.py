@@ -7,9 +7,13 @@ Facts are what :mod:`~compile_muon.engine.facts` finds, the decision is a functi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -67,11 +71,13 @@ class Step(Trained):
             NonFiniteError, LedgerError, UnsupportedModelError: nothing was written.
         """
         begun = begin(self)
-        written = self._launch(begun) if begun.mode.later else self._wait_and_write(begun)
-        self.ledger.close([*begun.muon, *begun.rest])
+        with ExitStack() as writes:
+            written = (self._launch if begun.mode.later else self._wait_and_write)(begun, writes)
+            self.ledger.close([*begun.muon, *begun.rest])
+            self.torn = False
         return written
 
-    def _wait_and_write(self, begun: Begun) -> bool:
+    def _wait_and_write(self, begun: Begun, writes: ExitStack) -> bool:
         """A step that the host knows to be right before it writes. It waits for the device once, and again only where
         some directions were made in backward and others must be made here."""
         self.grad_norm = norm = measure(self, begun)
@@ -92,6 +98,7 @@ class Step(Trained):
         peers.confirm(wrong=bool(wrong))
         if refused(self, begun.checks, wrong):
             return False
+        writes.enter_context(_uninterrupted())
         self.ledger.written()
         note(self, begun, decision, clipped=facts.clipped)
         self.fetches = fetches_of(self, begun, decision)
@@ -100,9 +107,10 @@ class Step(Trained):
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
-    def _launch(self, begun: Begun) -> bool:
+    def _launch(self, begun: Begun, writes: ExitStack) -> bool:
         """A step whose checks are read in the next one, and on which nothing here depends: all of it is launched, and
         nothing waited for. A CUDA graph holds it where there is :attr:`recorded`."""
+        writes.enter_context(_uninterrupted())
         decision = decide(begun.facts, begun.mode)
         self.fetches = fetches_of(self, begun, decision)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
@@ -147,14 +155,19 @@ class Step(Trained):
         Returns:
             Whether it was not left out; None if there was nothing to read.
         Raises:
-            NonFiniteError, LedgerError: for that step, which has written nothing.
+            NonFiniteError, LedgerError: for that step, which has written nothing; or a step broke off while it wrote.
         """
-        pending, self.pending = self.pending, None
-        if pending is None:
+        if self.torn:
+            raise LedgerError(
+                "a step broke off while it wrote: weights and state are partly those of before, and nothing puts them "
+                "back; load a checkpoint"
+            )
+        if self.pending is None:
             return None
+        checks, agreement, directions = self.pending
+        facts = read(self, checks, Facts())  # a wait that is interrupted is repeated
+        self.pending = None
         self.count_step(-1)  # until it is known to be written
-        checks, agreement, directions = pending
-        facts = read(self, checks, Facts())
         self.norm = facts.norm
         check_agreement(self, checks, agreement)
         edited = sorted(checks.names("differs"))
@@ -202,3 +215,24 @@ class Step(Trained):
         # Whether all ranks have the same gradients may not be known yet, and they must refresh the same.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this block; a second one does not."""
+    handler, came = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, handler)
+        came.append(frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])

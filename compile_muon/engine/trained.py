@@ -40,6 +40,7 @@ class Trained:
         compares: whether ranks answer.
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
+        torn: whether a step has begun to write and has not come to its end.
     Attributes:
         state_provider: of the states that are not resident.
         sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
@@ -56,6 +57,7 @@ class Trained:
     check_model: Callable[[], None]
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
+    torn: bool = False
     state_provider: StateProvider = field(init=False)
 
     def __post_init__(self) -> None:

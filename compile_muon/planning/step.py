@@ -180,8 +180,10 @@ def _noting_moves(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
         muon_with_grad = [sharded for sharded in steps.muon if written_at_fetch and sharded.param.grad is not None]
         fetched = frozenset(sharded for sharded in muon_with_grad if provider.layout.fetched(sharded.name))
         steps.state_provider = cast("StateProvider", _Noted(provider, graph, fetched, on_disk=_writes(optimizer)))
-    yield
-    steps.state_provider = provider
+    try:
+        yield
+    finally:
+        steps.state_provider = provider
 
 
 def _writes(optimizer: MuonZero) -> bool:
