@@ -57,6 +57,8 @@ def commit(
             new = {sharded: made.states.pop(sharded.name) for sharded in own if sharded.name in made.states}
             if method.has(STEP.name) and own:
                 own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
+            if own and own[0].now.muon_settings.phase in method.idle:
+                own_rates = {**own_rates, "weight_decay": 0.0}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
             projected = {a: made.projected.pop(a.name) for a in own if a.name in made.projected}

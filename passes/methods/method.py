@@ -191,7 +191,8 @@ class After:
     Args:
         direction: to move the weight along, like the piece's.
         states: by name, the new ones; what is not named stays.
-        facts: ``[n, k]``, sums over the elements of the piece: the engine adds up those of all pieces of a matrix.
+        facts: ``[n, k]``, sums over the elements of the piece (:func:`summed`): the engine adds up, in fp64, those of
+            all pieces of a matrix.
         keep: ``[n, r, 1]``, what rows of the weight are multiplied by instead of ``keep``; None for that.
     """
 
@@ -247,6 +248,12 @@ Before = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], bool, torch.dtype], Te
 NewtonSchulz = Callable[[list[Tensor]], list[Tensor]]
 
 
+def summed(numbers: Tensor) -> Tensor:
+    """Sums over matrices ``[n, r, c]``, ``[n]``: over rows as whoever has them does, and of these in fp64, so that the
+    ranks that rows are dealt to do not show in the last bit."""
+    return numbers.sum(-1).sum(-1, dtype=torch.float64)
+
+
 def averaged(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
@@ -267,7 +274,8 @@ class MatrixMethod(Method):
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
             is kept, and ``before`` is given an empty one.
-        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where no setting of it has an effect.
+        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where no setting of it has an effect, and
+            gradients and directions travel in fp32 at least.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, what stands for the gradient in ``before`` and in the momentum, of a piece that
             has no rates, whose direction is the gradient, and whose states are those of rows; pure. Directions are made
@@ -284,6 +292,7 @@ class MatrixMethod(Method):
         joined: ``rates -> bool``, likewise: whether a step sees each parameter as one matrix, whatever its view.
         launched: phases whose steps no CUDA graph holds, because ``whole`` asks a library that waits for the host; None
             among them is that of a method without phases.
+        idle: phases whose steps move nothing: weights do not decay either.
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
@@ -304,6 +313,7 @@ class MatrixMethod(Method):
     phase: Callable[[Mapping[str, Any]], Any] | None = None
     joined: Callable[[Mapping[str, Any]], Any] | None = None
     launched: tuple[Any, ...] = ()
+    idle: tuple[Any, ...] = ()
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0

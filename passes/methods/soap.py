@@ -6,9 +6,10 @@
 
 The paper's algorithm 3 with what its authors' code adds: the correction of the bias, the columns of a basis in falling
 order of what they explain, and a first step that begins the bases (by eigenvectors) and moves nothing. Decay is
-AdamW's, ahead of the step, where that code has it behind. All states are at the owner of a matrix: a gradient travels
-to it and a direction back, as for Muon. A side of more than 8,192 has no basis, and of a matrix whose sides both are
-longer it is AdamW.
+AdamW's, ahead of the step, where that code has it behind. Directions in which there was no gradient yet have no
+eigenvectors but rounding's, which that code takes: here they follow from the others. All states are at the owner of a
+matrix: a gradient travels to it and a direction back, as for Muon, both in fp32 at least. A side of more than 8,192 has
+no basis, and of a matrix whose sides both are longer it is AdamW.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return matrix @ right if right.numel() else matrix
 
 
+def _basis(vectors: Tensor, energy: Tensor) -> Tensor:
+    """An orthonormal basis of vectors in falling order of their energy. One with no more than rounding has any
+    direction, which numbers of ranks change, and is none: Householder's reflections of the others complete the
+    basis."""
+    none = energy <= energy[..., :1] * (energy.shape[-1] * torch.finfo(energy.dtype).eps)
+    return torch.linalg.qr(vectors.masked_fill(none.unsqueeze(-2), 0)).Q
+
+
 def _begun(gram: Tensor) -> Tensor:
     """Eigenvectors, those of the largest eigenvalues first."""
     if not gram.numel():
@@ -46,7 +55,8 @@ def _begun(gram: Tensor) -> Tensor:
     usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     # Of torch.eye, decomposed, eager code has no kernel from 256 rows on (torch 2.13: an arange of uint16).
     one = torch.ones_like(gram[..., 0, :]).diag_embed()
-    return torch.linalg.eigh(torch.where(usable, gram, one)).eigenvectors.flip(-1)
+    values, vectors = torch.linalg.eigh(torch.where(usable, gram, one))
+    return _basis(vectors.flip(-1), values.flip(-1))
 
 
 def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -57,10 +67,10 @@ def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Ten
     """
     if not gram.numel():
         return basis, moments
-    order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True).indices
+    energy, order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True)
     moments = moments.take_along_dim(order.unsqueeze(-1 if dim == -2 else -2), dim)
     basis = basis.take_along_dim(order.unsqueeze(-2), -1)
-    return torch.linalg.qr(gram @ basis).Q, moments
+    return _basis(gram @ basis, energy), moments
 
 
 def _step(gradient: Tensor, seen: Seen) -> Made:
@@ -118,4 +128,5 @@ SOAP = MatrixMethod(
     orthogonalizes=False,
     phase=_phase,
     launched=(_FIRST, _TURN),
+    idle=(_FIRST,),
 )
