@@ -165,9 +165,8 @@ def totals_of(
         return {}
     shapes = [(sharded.now.matrix_count, matrix_method(sharded.spec.muon_settings.method).facts) for sharded in summed]
     sizes = [math.prod(shape) for shape in shapes]
-    wide = any(after.facts is not None and after.facts.dtype is torch.float64 for _, after in own)
     # A rank without rows of a matrix, or without a gradient, brings zeros: every rank as many numbers.
-    vector = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=summed[0].local.device)
+    vector = torch.zeros(sum(sizes), dtype=torch.float64, device=summed[0].local.device)
     views = [own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)]
     found = dict(zip(summed, views, strict=True))
     for part, after in own:
