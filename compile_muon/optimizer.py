@@ -312,7 +312,8 @@ class MuonZero(Optimizer):
             UnsupportedModelError: the model no longer holds the parameters that were sharded.
             LedgerError: some ranks have a gradient that others lack, other hyperparameters, ran other frames or hold
                 other copies, or another rank or pipeline stage refused the step; or at stage 1 a gradient was edited
-                between micro-batches. Parameters and state are unchanged.
+                between micro-batches. Parameters and state are unchanged. Or an earlier step raised while it wrote what
+                nothing puts back: load a checkpoint.
             PeerError: a rank or pipeline stage did not come to the step; the message says where each is.
         """
         loss = None
@@ -469,7 +470,7 @@ class MuonZero(Optimizer):
         Args:
             steps: how many steps of training they have behind them, if known; counts in errors alone.
         """
-        self.engine.step.pending = None  # checks of a step whose weights are gone
+        self.engine.step.pending, self.engine.step.torn = None, False  # checks of a step whose weights are gone
         if steps is not None:
             self.engine.status.step = steps + 1
         for sharded in self.engine.step.muon:

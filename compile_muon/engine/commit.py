@@ -55,6 +55,8 @@ def commit(
             new_states = {sharded: made.states.pop(sharded.name) for sharded in params if sharded.name in made.states}
             if method.has(STEP.name) and params:
                 own_rates = {**own_rates, STEP.name: params[0].hyper[2 + method.given.index(STEP.name)]}
+            if params and params[0].now.muon_settings.phase in method.idle:
+                own_rates = {**own_rates, "weight_decay": 0.0}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
             projected = {a: made.projected.pop(a.name) for a in params if a.name in made.projected}
@@ -66,6 +68,7 @@ def commit(
     # so that a failing disk leaves them as they were.
     masters = any(sharded.spec.master for sharded in trained.muon)
     with provider.writing(fetches, found_inf) as confirm:
+        trained.torn = True
         with ledger.range("step commit muon"):
             prepared = commit_states(matrices, trained.provide, found_inf, all_resident=provider.all_resident)
             if masters and trained.summed:

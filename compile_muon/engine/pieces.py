@@ -154,9 +154,8 @@ def totals_of(
         return {}
     shapes = [(sharded.now.matrix_count, matrix_method(sharded.spec.muon_settings.method).facts) for sharded in summed]
     sizes = [math.prod(shape) for shape in shapes]
-    wide = any(after.facts is not None and after.facts.dtype is torch.float64 for _, after in own)
     # Every rank reduces as many numbers: zeros for matrices of which it has no rows or no gradient.
-    vector = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=summed[0].local.device)
+    vector = torch.zeros(sum(sizes), dtype=torch.float64, device=summed[0].local.device)
     views = [own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)]
     totals = dict(zip(summed, views, strict=True))
     for part, after in own:

@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -57,11 +61,13 @@ class Step(Trained):
         """Run one step on ``.grad``; return False if it was skipped. NonFiniteError, LedgerError and
         UnsupportedModelError leave everything unwritten."""
         begun = begin(self)
-        written = self._launch(begun) if begun.mode.later else self._wait_and_write(begun)
-        self.ledger.close([*begun.muon, *begun.rest])
+        with ExitStack() as writes:
+            written = (self._launch if begun.mode.later else self._wait_and_write)(begun, writes)
+            self.ledger.close([*begun.muon, *begun.rest])
+            self.torn = False
         return written
 
-    def _wait_and_write(self, begun: Begun) -> bool:
+    def _wait_and_write(self, begun: Begun, writes: ExitStack) -> bool:
         """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
         directions come from backward and others are made here."""
         self.grad_norm = norm = measure(self, begun)
@@ -82,6 +88,7 @@ class Step(Trained):
         peers.confirm(wrong=bool(wrong))
         if refused(self, begun.checks, wrong):
             return False
+        writes.enter_context(_uninterrupted())
         self.ledger.written()
         note(self, begun, decision, clipped=facts.clipped)
         self.fetches = fetches_of(self, begun, decision)
@@ -90,9 +97,10 @@ class Step(Trained):
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
-    def _launch(self, begun: Begun) -> bool:
+    def _launch(self, begun: Begun, writes: ExitStack) -> bool:
         """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
         :attr:`recorded` has one."""
+        writes.enter_context(_uninterrupted())
         decision = decide(begun.facts, begun.mode)
         self.fetches = fetches_of(self, begun, decision)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
@@ -136,14 +144,19 @@ class Step(Trained):
         Returns:
             False if that step was skipped, None if nothing was pending.
         Raises:
-            NonFiniteError, LedgerError: for that step, which has written nothing.
+            NonFiniteError, LedgerError: for that step, which has written nothing; or a step broke off while it wrote.
         """
-        pending, self.pending = self.pending, None
-        if pending is None:
+        if self.torn:
+            raise LedgerError(
+                "a step broke off while it wrote: weights and state are partly those of before, and nothing puts them "
+                "back; load a checkpoint"
+            )
+        if self.pending is None:
             return None
+        checks, agreement, directions = self.pending
+        facts = read(self, checks, Facts())  # a wait that is interrupted is repeated
+        self.pending = None
         self.count_step(-1)  # counted again below, once it is known to be written
-        checks, agreement, directions = pending
-        facts = read(self, checks, Facts())
         self.norm = facts.norm
         check_agreement(self, checks, agreement)
         edited = sorted(checks.names("differs"))
@@ -190,3 +203,24 @@ class Step(Trained):
         # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of this block; a second one comes through."""
+    handler, came = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def later(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, handler)
+        came.append(frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])

@@ -41,6 +41,7 @@ class Trained:
     # ``(adjust_lr, rows, cols)`` -> factor on the learning rate of a matrix.
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
+    torn: bool = False  # a step has begun to write and has not come to its end
     state_provider: StateProvider = field(init=False)  # of states that are not resident
 
     def __post_init__(self) -> None:

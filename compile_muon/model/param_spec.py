@@ -17,6 +17,7 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.passes.language.layout import Layout
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec, encode_dtype, exchange_of
 from compile_muon.passes.language.views import most_work
+from compile_muon.passes.methods import matrix_method
 
 __all__ = ["describe", "muon_spec"]
 
@@ -41,6 +42,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         # Arguments of the kernels are our settings without the prefix `ns_`.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     symmetric = plan.method == "auto" and symmetric_kernels(plan.dtype, device, ns.backend)
+    orthogonalizes = matrix_method(assignment.algorithm).orthogonalizes
     return MuonSpec(
         batch=batch,
         rows=rows,
@@ -50,7 +52,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         coefficients=tuple(value for triple in plan.steps for value in triple),
         safety=plan.safety,
         restarts=plan.restarts,
-        dtype=encode_dtype(plan.dtype),
+        dtype=encode_dtype(plan.dtype if orthogonalizes else torch.promote_types(plan.dtype, torch.float32)),
         eps=ns.eps,
         exchange=exchange_of(layout, batch, view),
         backend=ns.backend,

@@ -56,6 +56,11 @@ class DeviceBuffers:
         self._in_use: dict[Bucket, dict[Slot, Tensor]] = {}
         self._clock = 0
 
+    @property
+    def in_use(self) -> bool:
+        """Return whether a bucket is open, by work that goes on or that broke off."""
+        return bool(self._in_use)
+
     def in_file(self, bucket: Bucket) -> bool:
         """Return whether a bucket is in a file."""
         return self._store_of[bucket].folder is not None
@@ -76,46 +81,45 @@ class DeviceBuffers:
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Return a bucket's slots on the device, by their whole slots, until :meth:`leave` or :meth:`close`."""
         store = self._store_of[bucket]
+        self._in_use[bucket] = found = dict[Slot, Tensor]()
         if bucket not in self._copied:
-            return store.open(bucket)
-        if self._has(bucket):
+            found |= store.open(bucket)
+        elif self._has(bucket):
             buffer = self._lift(bucket)
             assert buffer.arrived is not None
             torch.accelerator.current_stream().wait_event(buffer.arrived)
-            found = bucket.views(buffer.memory)
+            found |= bucket.views(buffer.memory)
         else:
-            found = {slot: tensor.to(self._users[bucket]) for slot, tensor in store.open(bucket).items()}
-        self._in_use[bucket] = found
+            found |= {slot: tensor.to(self._users[bucket]) for slot, tensor in store.open(bucket).items()}
         return found
 
     def leave(self, bucket: Bucket) -> None:
         """End the work on a bucket that was only read."""
-        self._in_use.pop(bucket, None)
         self._store_of[bucket].leave(bucket, self._worked(bucket))
         if self._has(bucket):
             self._buffer_of(bucket).free = torch.accelerator.current_stream().record_event()
+        self._in_use.pop(bucket, None)
 
     def close(self, bucket: Bucket) -> None:
         """End the work on a bucket that was written to, and copy it back to its store."""
-        store = self._store_of[bucket]
+        store, found = self._store_of[bucket], self._in_use[bucket]
         if bucket not in self._copied:
             store.close(bucket, self._worked(bucket))
-            return
-        found, host = self._in_use.pop(bucket), store.open(bucket, read=False)
-        if not self._has(bucket):
-            for slot, tensor in host.items():
+        elif not self._has(bucket):
+            for slot, tensor in store.open(bucket, read=False).items():
                 tensor.copy_(found[slot])
-            return
-        buffer = self._buffer_of(bucket)
-        # The copy to the host comes behind the device's work on the bucket.
-        self._out.wait_event(torch.accelerator.current_stream().record_event())
-        with self._out:
-            for slot, tensor in host.items():
-                tensor.copy_(found[slot], non_blocking=True)
-            written = self._out.record_event()
-        buffer.free = self._written[bucket] = written
-        buffer.bucket = None  # read again from the store: a file's new generation is current only after the commit
-        store.close(bucket, written.synchronize)
+        else:
+            buffer, host = self._buffer_of(bucket), store.open(bucket, read=False)
+            # The copy to the host comes behind the device's work on the bucket.
+            self._out.wait_event(torch.accelerator.current_stream().record_event())
+            with self._out:
+                for slot, tensor in host.items():
+                    tensor.copy_(found[slot], non_blocking=True)
+                written = self._out.record_event()
+            buffer.free = self._written[bucket] = written
+            buffer.bucket = None  # read again from the store: a file's new generation is current only after the commit
+            store.close(bucket, written.synchronize)
+        del self._in_use[bucket]
 
     def commit(self, buckets: Collection[Bucket]) -> None:
         """Make the contents with which these buckets were closed current."""

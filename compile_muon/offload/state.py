@@ -129,6 +129,7 @@ class OffloadedStates(StateProvider, Extension):
         A momentum in a file is moved toward the gradient here and written to the file's next generation, which a step
         that uses the direction commits.
         """
+        self._drop_broken_off()
         wrong: list[Tensor] = []
         method = method_of_matrix(sharded)
         assert method is not None
@@ -162,6 +163,7 @@ class OffloadedStates(StateProvider, Extension):
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """Provide states by the bucket."""
+        self._drop_broken_off()
         self.provided = [], []
         if resident := [sharded for sharded in sharded_params if sharded.name not in self.layout.kept]:
             self._note(resident, what)
@@ -250,12 +252,8 @@ class OffloadedStates(StateProvider, Extension):
     @contextmanager
     def writing(self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None) -> Iterator[Callable[[], None]]:
         """Enclose a step's writes in a transaction: an OffloadError of one rank's disk is raised on every rank."""
-        # With `found_inf` only the device knows whether the step writes, so momenta moved at a fetch are not kept.
-        self.moved = frozenset(self._flags.kept(fetches if found_inf is None else {}))
-        self._step.written = [bucket for sharded in self.moved for bucket in self.layout.fetched(sharded.name)]
         own = [[self._sharded_params[name] for name in chunk.names] for chunk in self.layout.chunks if chunk.on_host]
         graded = [[sharded for sharded in each if sharded.grad is not None] for each in own]
-        self._host.begin([each for each in graded if each], found_inf)
         what = "could not keep optimizer state: weights and state are as they were"
         agreeing = functools.partial(self._step.agreeing, what, meets=self._buffers.on_disk)
 
@@ -263,14 +261,27 @@ class OffloadedStates(StateProvider, Extension):
             with agreeing():
                 self._buffers.finish()
 
-        with agreeing():
-            yield confirm
-            self._buffers.finish()
+        try:
+            with agreeing():
+                # With `found_inf` only the device knows whether the step writes: momenta moved at a fetch are not kept.
+                self.moved = frozenset(self._flags.kept(fetches if found_inf is None else {}))
+                self._step.written = [bucket for sharded in self.moved for bucket in self.layout.fetched(sharded.name)]
+                self._host.begin([each for each in graded if each], found_inf)
+                yield confirm
+                self._buffers.finish()
+        except BaseException:
+            self.engine.step.torn &= not self._buffers.on_disk  # whose steps are put back
+            raise
         self._buffers.commit(self._step.written)
         self._step.end()
         self._new_momenta()
         self._shown.show()
         self._ahead.next_step()
+
+    def _drop_broken_off(self) -> None:
+        """Nobody works on a bucket now: what is open is of a fetch or step that raised, and may be half-written."""
+        if self._buffers.in_use:
+            self._forget()
 
     def _forget(self) -> None:
         """Drop buffers and flags: the stored states were replaced, or a step is given up."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, averaged
+from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, averaged, summed
 
 __all__ = ["ADAMUON"]
 
@@ -32,7 +32,7 @@ def _after(piece: Piece) -> After:
     old, beta = piece.states["second_moment"], piece.rates["beta2"]
     new = old.lerp(piece.direction.square().to(old.dtype), 1 - beta)
     divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
-    return After(divided, {"second_moment": new}, divided.square().sum((-2, -1))[:, None])
+    return After(divided, {"second_moment": new}, summed(divided.square())[:, None])
 
 
 def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:

@@ -156,7 +156,8 @@ class After:
 
     direction: Tensor  # like the piece's: the weight moves along it
     states: Mapping[str, Tensor] = field(default_factory=dict)  # new states by name; the others stay
-    facts: Tensor | None = None  # [n, k], sums over the piece's elements; the engine adds up all pieces of a matrix
+    # [n, k], sums over the piece's elements (:func:`summed`); the engine adds up all pieces of a matrix, in float64.
+    facts: Tensor | None = None
     keep: Tensor | None = None  # [n, r, 1]: factor of each row of the weight in place of the step's ``keep``
 
 
@@ -194,6 +195,12 @@ Before = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], bool, torch.dtype], Te
 NewtonSchulz = Callable[[list[Tensor]], list[Tensor]]
 
 
+def summed(numbers: Tensor) -> Tensor:
+    """Sums over matrices ``[n, r, c]``, ``[n]``: over rows as whoever has them does, and of these in fp64, so that the
+    ranks that rows are dealt to do not show in the last bit."""
+    return numbers.sum(-1).sum(-1, dtype=torch.float64)
+
+
 def averaged(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
@@ -214,7 +221,8 @@ class MatrixMethod(Method):
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update`` of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average. A method without this rate keeps no momentum:
             ``before`` gets an empty one, and None is the gradient itself.
-        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where its settings have no effect.
+        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where its settings have no effect: gradients and
+            directions travel in float32 at least then.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
             rates, its direction is the gradient, its states are those of rows, and its weight is the one that the
@@ -232,6 +240,7 @@ class MatrixMethod(Method):
             view.
         launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
             None among them for a method without phases.
+        idle: phases whose steps move nothing: weights do not decay either.
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over a piece's columns; ``after`` gets them summed over
             whole rows.
         after: ``piece -> After``, pure: changes a piece's direction and states in a step.
@@ -252,6 +261,7 @@ class MatrixMethod(Method):
     phase: Callable[[Mapping[str, Any]], Any] | None = None
     joined: Callable[[Mapping[str, Any]], Any] | None = None
     launched: tuple[Any, ...] = ()
+    idle: tuple[Any, ...] = ()
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate
+from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate, summed
 
 __all__ = ["MUONH"]
 
 
 def _after(piece: Piece) -> After:
     weight, direction = piece.weight, piece.direction
-    facts = [x.sum((-2, -1)) for x in (weight.square(), direction.square(), weight * direction)]
+    facts = [summed(x) for x in (weight.square(), direction.square(), weight * direction)]
     return After(direction, facts=torch.stack(facts, dim=-1))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State
+from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, summed
 
 __all__ = ["NORMUON"]
 
@@ -28,7 +28,7 @@ def _after(piece: Piece) -> After:
     old, beta = piece.states["row_second_moment"], piece.rates["beta2"]
     new = old.lerp((piece.sums / piece.cols).to(old.dtype), 1 - beta)
     divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
-    facts = torch.stack([x.square().sum((-2, -1)) for x in (piece.direction, divided)], dim=-1)
+    facts = torch.stack([summed(x.square()) for x in (piece.direction, divided)], dim=-1)
     return After(divided, {"row_second_moment": new}, facts)
 
 

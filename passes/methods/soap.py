@@ -6,8 +6,9 @@
 
 The paper's algorithm 3 with three additions of its authors' code: bias correction, the columns of a basis in falling
 order of estimated eigenvalues, and a first step that makes the bases (by eigenvectors) and moves nothing. Decay is
-AdamW's, ahead of the step, where that code decays after it. All states are at the owner of a matrix: a gradient travels
-to the owner and a direction back, as for Muon. A side of more than 8,192 has no basis; with both sides longer SOAP is
+AdamW's, ahead of the step, where that code decays after it. Directions without a gradient so far have no eigenvectors
+but rounding's, which that code takes; here they follow from the others. All states are at the owner of a matrix: a gradient travels
+to the owner and a direction back, as for Muon, both in float32 at least. A side of more than 8,192 has no basis; with both sides longer SOAP is
 AdamW.
 """
 
@@ -38,6 +39,16 @@ def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return matrix @ right if right.numel() else matrix
 
 
+def _basis(vectors: Tensor, energy: Tensor) -> Tensor:
+    """Return an orthonormal basis of vectors, given in falling order of their energy.
+
+    Rounding alone directs a vector without energy, otherwise for each number of ranks. It is left out: Householder's
+    reflections of the others complete the basis.
+    """
+    none = energy <= energy[..., :1] * (energy.shape[-1] * torch.finfo(energy.dtype).eps)
+    return torch.linalg.qr(vectors.masked_fill(none.unsqueeze(-2), 0)).Q
+
+
 def _begun(gram: Tensor) -> Tensor:
     """Return the eigenvectors of a preconditioner, those of the largest eigenvalues first."""
     if not gram.numel():
@@ -46,7 +57,8 @@ def _begun(gram: Tensor) -> Tensor:
     usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     # Not torch.eye: from 256 rows on eager code has no kernel for its decomposition (torch 2.13: an arange of uint16).
     one = torch.ones_like(gram[..., 0, :]).diag_embed()
-    return torch.linalg.eigh(torch.where(usable, gram, one)).eigenvectors.flip(-1)
+    values, vectors = torch.linalg.eigh(torch.where(usable, gram, one))
+    return _basis(vectors.flip(-1), values.flip(-1))
 
 
 def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -56,10 +68,10 @@ def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Ten
     """
     if not gram.numel():
         return basis, moments
-    order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True).indices
+    energy, order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True)
     moments = moments.take_along_dim(order.unsqueeze(-1 if dim == -2 else -2), dim)
     basis = basis.take_along_dim(order.unsqueeze(-2), -1)
-    return torch.linalg.qr(gram @ basis).Q, moments
+    return _basis(gram @ basis, energy), moments
 
 
 def _step(gradient: Tensor, seen: Seen) -> Made:
@@ -117,4 +129,5 @@ SOAP = MatrixMethod(
     orthogonalizes=False,
     phase=_phase,
     launched=(_FIRST, _TURN),
+    idle=(_FIRST,),
 )

@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 import weakref
-from unittest import TestCase
+from unittest import TestCase, mock
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
 from compile_muon.engine.refusal import SHOWN
+from compile_muon.engine.step_checks import StepChecks
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -224,6 +225,8 @@ def test_checks_read_in_the_next_step():
     lab.assert_unchanged(before)
     lab.optimizer.zero_grad()
     lab.loss().backward()
+    with mock.patch.object(StepChecks, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        lab.optimizer.check()
     lab.refuses("gradient of head.bias = inf or nan: nothing was updated in step 2")
     lab.optimizer.step()  # said once: this is the step whose gradients are fine
     assert lab.optimizer.metrics()["grad_norm"] > 0

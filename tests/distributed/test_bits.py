@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.harness import Ranks
-from support.reference import full, world_and_rank
+from support.reference import full, relative_error, world_and_rank
 from support.zoo import Uneven
+from torch import Tensor, nn
 
 import compile_muon
+from compile_muon.passes.methods import METHODS, MatrixMethod
 
 EAGER = [(0, "step"), (1, "backward"), (2, "step"), (3, "backward")]
 COMPILED = [(0, "step"), (0, "backward"), (1, "backward"), (3, "step")]
@@ -38,6 +40,50 @@ def everywhere(compiled: bool) -> dict[str, bytes]:
         found[f"{stage} offloaded"] = trained(compiled, stage, "step", offload="cpu")
         found[f"{stage} clipped"] = trained(compiled, stage, "step", gradient_clipping=0.1)
     return found
+
+
+class Stacked(Uneven):
+    """With a stack of matrices, whose rows no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(5, 9, 6) / 3)
+
+    def hidden(self, h: Tensor) -> Tensor:
+        return h + (h @ self.stack).tanh().mean(0) @ self.up.weight.T
+
+
+def of_method(name: str, stage: int, micro: int) -> Tensor:
+    torch.manual_seed(0)
+    model = Stacked()
+    optimizer = compile_muon.MuonZero(
+        model, stage=stage, method=name, update="step", ns_dtype="float32", gradient_accumulation_steps=micro,
+        rates={"basis_every": 1} if name == "soap" else {},
+    )  # fmt: skip
+    for step in range(3 if name == "soap" else 2):
+        for k in range(micro):
+            seed = 100 * step + 10 * k + world_and_rank()[1]
+            model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([full(param.detach()).flatten() for param in model.parameters()])
+
+
+def of_methods() -> dict[tuple[str, int], list[Tensor]]:
+    names = [method.name for method in METHODS if isinstance(method, MatrixMethod)]
+    cases = [*((name, 1) for name in names), ("muon", 2)]
+    return {case: [of_method(case[0], stage, case[1]) for stage in range(4)] for case in cases}
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.full)])
+def test_methods_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int) -> None:
+    """But SOAP, whose owners differ; and of micro-batches stage 1 adds up those of each rank first."""
+    for (name, micro), (first, *others) in ranks(world).run(of_methods)[0].items():
+        differing = [stage for stage, weights in enumerate(others, 1) if not torch.equal(weights, first)]
+        if name == "soap":
+            assert all(relative_error(weights, first) < 1e-4 for weights in others)
+        else:
+            assert differing == ([1] if micro > 1 else []), name
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,6 @@ def errors(name: str, cases: list[Case], folder: str) -> dict[str, dict[str, flo
     return found
 
 
-def allowed(name: str, world: int) -> int:
-    """Thirds are rounded, and SOAP wants gradients to the bit."""
-    return 2 if (name, world) == ("soap", 3) else world
-
-
 def check(group: Ranks, name: str, cases: list[Case], folder: Path) -> None:
     for rank, found in enumerate(group.run(errors, name=name, cases=cases, folder=str(folder))):
         assert len(found) == len(cases)
@@ -165,7 +160,7 @@ def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], tmp_path
     """On ranks that cut views in the middle."""
     number, views = list(ROWS).index(name), ROWS[name].views[1:] or ROWS[name].views
     check(ranks(1), name, [Case(number % 4)], tmp_path)
-    check(ranks(allowed(name, 3)), name, [Case((number + 2) % 4, view=views[number % len(views)])], tmp_path)
+    check(ranks(3), name, [Case((number + 2) % 4, view=views[number % len(views)])], tmp_path)
 
 
 EARLY = {"compiled": True, "update": "backward"}
@@ -224,7 +219,7 @@ def drawn(dice: random.Random, name: str, world: int) -> Case:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))])
 def test_drawn_settings(ranks: Callable[[int], Ranks], tmp_path: Path, name: str, seed: int) -> None:
     dice = random.Random(f"{name} {seed}")
-    world = allowed(name, dice.choice([1, 2, 3, 4]))
+    world = dice.choice([1, 2, 3, 4])
     check(ranks(world), name, list({drawn(dice, name, world) for _ in range(2)}), tmp_path)
 
 
@@ -254,7 +249,7 @@ def test_states_are_saved_and_resharded(
         last = STEPS if world is worlds[-1] else 2 + part
         case = Case((3, 1, 2)[part], view=view, offload=("", "nvme", "cpu")[part], mesh=mesh if last == STEPS else "")
         given = {"name": name, "case": case, "folder": str(tmp_path), "first": part and 1 + part, "last": last}
-        found = ranks(allowed(name, world)).run(going_on, **given, whole=whole)
+        found = ranks(world).run(going_on, **given, whole=whole)
     for own in found:
         far = {param: relative_error(own[param], weight) for param, weight in by_the_book(name, view).items()}
         assert all(error <= TOLERANCE for error in far.values()), far

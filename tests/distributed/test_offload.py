@@ -11,7 +11,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import CO_GENERATOR
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -24,12 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
+from compile_muon import kernels, passes
 from compile_muon.engine import step as engine_step
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.passes.methods import adamw
+from compile_muon.planning import step as planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")  # which a file system may not have; said once
 SMALL = {"buffer_bytes": 1}  # so that there are many buckets
@@ -418,6 +422,121 @@ def untouched(**given: Any) -> dict[str, Tensor]:
     with as_on_the_host(given):
         run(*pair, range(3))
     return everything(*pair)
+
+
+def broken_off(optimizer: compile_muon.MuonZero, point: int, error: type[BaseException]) -> int:
+    """A step that raises at one of its calls of the package's functions; how many calls it came to."""
+    calls, folders = 0, [*compile_muon.__path__, *passes.__path__, *kernels.__path__]
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        code = frame.f_code
+        # Going on with a generator is no call, and what it cleans up would never be.
+        if event != "call" or code.co_flags & CO_GENERATOR or not code.co_filename.startswith(tuple(folders)):
+            return
+        calls += 1
+        if calls == point and error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        elif calls == point:
+            sys.setprofile(None)
+            raise error
+
+    sys.setprofile(called)
+    try:
+        optimizer.step()
+    except error:
+        pass
+    finally:
+        sys.setprofile(None)
+    optimizer.zero_grad()
+    return calls
+
+
+def through_broken_steps(where: str | None, folder: str, points: int, **given: Any) -> tuple[Counter[str], list[str]]:
+    """Steps that raise amid anything, each of a batch that the run then goes on without: what became of them, and
+    what differs at the end from a run that never saw these batches."""
+    what = {name: given.pop(name) for name in ("masters", "adamw_on") if name in given}
+    model, optimizer = made(stage=2, update="step", **given, **offload(where, folder, **what))
+    run(model, optimizer, range(1))
+    before = everything(model, optimizer)
+    saved = compile_muon.Checkpointer(Path(folder) / "saved", asynchronous=True)
+    saved.save(1, model, optimizer)
+    for _ in range(2):  # the first of its kind has more to do
+        loss(model, data(1, 0, 0)).backward()
+        calls = broken_off(optimizer, 0, RuntimeError)
+        optimizer.check()
+        whole = everything(model, optimizer)
+        saved.load(model, optimizer)
+    found = Counter[str]()
+    for number in range(points):
+        loss(model, data(1, 0, 0)).backward()
+        error = (RuntimeError, KeyboardInterrupt)[number % 2]
+        point = 1 + number * (calls - 1) // (points - 1)
+        if number == points // 2:
+            saved.save(2, model, optimizer)
+        broken_off(optimizer, point, error)
+        if optimizer.engine.step.torn:
+            assert error is RuntimeError
+            for refused in (optimizer.step, lambda: saved.save(3, model, optimizer)):
+                with pytest.raises(compile_muon.LedgerError, match="broke off while it wrote"):
+                    refused()
+            outcome = "refused"
+        else:
+            optimizer.check()
+            now = everything(model, optimizer)
+            same = [name for name, other in (("unchanged", before), ("whole", whole)) if not differing(other, now)]
+            outcome = same[0] if same else f"{error.__name__} at call {point} of {calls}"
+        found[outcome] += 1
+        if outcome != "unchanged":
+            saved.load(model, optimizer)
+    run(model, optimizer, range(1, 3))
+    return found, differing(everything(model, optimizer), everything(*undisturbed(what, **given)))
+
+
+def undisturbed(what: dict[str, Any], **given: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
+    pair = made(stage=2, update="step", **given)
+    with as_on_the_host(what):
+        run(*pair, range(3))
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("where", "given"),
+    [
+        (None, {}),
+        ("nvme", {}),
+        ("nvme", {**MASTERS, **HOST, "masters": True, "checks": "next_step"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("cpu", {"method": "normuon"}),
+                ("cpu", {**MASTERS, **HOST, "masters": True}),
+                ("nvme", {**MASTERS, "masters": True, "method": "muown"}),
+                ("nvme", {"method": "soap", "checks": "next_step"}),
+                (None, {"momentum_dtype": "8bit"}),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("points", [24, pytest.param(150, marks=pytest.mark.campaign)])
+def test_a_step_that_raises_has_changed_nothing_or_is_the_last(
+    tmp_path: Path, where: str | None, given: dict[str, Any], points: int
+) -> None:
+    """Ctrl-C amid its writes ends it when it is whole."""
+    found, wrong = through_broken_steps(where, str(tmp_path), points, **given)
+    assert {*found} <= {"unchanged", "whole", "refused"}, found
+    assert found["unchanged"] >= points // 4 and found["whole"], found
+    assert where != "nvme" or found["refused"] <= points // 8, found
+    assert not wrong
+
+
+def test_a_plan_that_breaks_off_leaves_states_to_their_keeper() -> None:
+    steps: Any = made(**offload("cpu", ""))[1].engine.step
+    kept = steps.state_provider
+    with pytest.raises(KeyboardInterrupt), planned._noting_moves(steps.optimizer, mock.Mock()):
+        assert steps.state_provider is not kept
+        raise KeyboardInterrupt
+    assert steps.state_provider is kept
 
 
 def no_room_is_known_before_anything_is_sharded(folder: str) -> None:

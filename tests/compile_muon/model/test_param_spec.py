@@ -17,8 +17,8 @@ from compile_muon.passes.language.spec import MuonSpec
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def spec_of(rows: int, cols: int, device: torch.device, config: Config) -> MuonSpec:
-    found = muon_spec(Assignment("w", "muon", "", (1, rows, cols)), config, device, Layout((rows, cols), 0))
+def spec_of(rows: int, cols: int, device: torch.device, config: Config, method: str = "muon") -> MuonSpec:
+    found = muon_spec(Assignment("w", method, "", (1, rows, cols)), config, device, Layout((rows, cols), 0))
     assert found is not None
     return found
 
@@ -48,3 +48,9 @@ def test_eps_and_memory_are_as_they_were_given():
     plain = spec_of(8, 8, CPU, config_from_kwargs())
     assert (plain.eps, plain.memory_limit) == (1e-7, AUTO_LIMIT)
     assert replace(plain, memory_limit=2**30).kernel_settings != plain.kernel_settings
+
+
+@pytest.mark.parametrize(("given", "travels"), [("auto", "float32"), ("bf16", "float32"), ("float64", "float64")])
+def test_a_method_without_newton_schulz_has_gradients_of_float32_at_least(given, travels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert spec_of(8, 8, CUDA, config_from_kwargs(ns_dtype=given), "soap").dtype == travels

@@ -96,8 +96,8 @@ def soap(
     ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float, *, every: int, most: int = 10_000
 ) -> Tensor:
     """arXiv 2409.11321, algorithm 3, and its authors' ``soap.py``: bias is corrected, columns of a basis are sorted,
-    the first gradient only begins the bases. Decay is AdamW's."""
-    b1 = b2 = torch.tensor(0.95)  # rates are fp32, and eigenvectors of a null space hang on the last bit
+    the first gradient only begins the bases. Decay is AdamW's; what has no energy completes a basis."""
+    b1 = b2 = 0.95
     sides = [n if n <= most else 0 for n in weight.shape]
     grams = [torch.zeros(n, n, dtype=weight.dtype) for n in sides]
     bases: list[Tensor] = []
@@ -108,10 +108,14 @@ def soap(
             x = (bases[0] if back else bases[0].T) @ x
         return x @ (bases[1].T if back else bases[1]) if sides[1] else x
 
+    def basis(vectors: Tensor, energy: Tensor) -> Tensor:
+        vectors = vectors * (energy > energy.max() * len(energy) * torch.finfo(energy.dtype).eps)
+        return torch.linalg.qr(vectors)[0]
+
     for g, lr, _ in steps:
-        weight = weight * (1 - lr * decay)
         if bases:
             t += 1
+            weight = weight * (1 - lr * decay)
             m = b1 * m + (1 - b1) * g
             v = b2 * v + (1 - b2) * project(g) ** 2
             step = project(m) / (v.sqrt() + 1e-8)
@@ -120,13 +124,14 @@ def soap(
             if gram.numel():
                 gram.mul_(b2).add_((1 - b2) * outer)
         if not bases:
-            bases = [torch.linalg.eigh(gram)[1].flip(1) if gram.numel() else gram for gram in grams]
+            pairs = [torch.linalg.eigh(gram) for gram in grams]
+            bases = [basis(q.flip(1), e.flip(0)) if e.numel() else q for e, q in pairs]
         elif t % every == 0:
             for side, (gram, q) in enumerate(zip(grams, bases, strict=True)):
                 if gram.numel():
-                    order = (q.T @ gram @ q).diagonal().argsort(descending=True)
+                    energy, order = (q.T @ gram @ q).diagonal().sort(descending=True)
                     v = v.index_select(side, order)
-                    bases[side] = torch.linalg.qr(gram @ q[:, order])[0]
+                    bases[side] = basis(gram @ q[:, order], energy)
     return weight
 
 
