@@ -23,7 +23,7 @@ from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
 
 from compile_muon.kernels import Averages
-from compile_muon.kernels.gpu import apply, momentum, normalize
+from compile_muon.kernels.gpu import apply, fingerprint, momentum, normalize
 from compile_muon.kernels.gpu.arena import Layout
 from compile_muon.kernels.gpu.grouped_product import grouped_product
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
@@ -64,6 +64,7 @@ class Resources:
         registers, stack, local: a thread, the latter two in bytes.
         shared: bytes a block.
         barriers, size: BAR instructions, and all instructions, of the machine code.
+        loop: instructions of the shortest loop; 0 without one.
         instructions: kinds that were looked for in the PTX and found.
     """
 
@@ -75,6 +76,7 @@ class Resources:
     shared: int
     barriers: int
     size: int
+    loop: int
     instructions: tuple[str, ...]
 
     def resident(self, warps: int) -> int:
@@ -161,12 +163,17 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
                 averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
             )  # fmt: skip
             yield f"apply {_name(dtype)}{about}", launch
-    yield from _momenta()
+    yield from _examined()
 
 
-def _momenta() -> Iterator[tuple[str, Launch]]:
-    """Gradients that are cast and those that are not, alone and added to what ``.grad`` holds; odd rows, too."""
+def _examined() -> Iterator[tuple[str, Launch]]:
+    """Kernels that sum rows: gradients that are cast and those that are not, alone and added to what ``.grad`` holds;
+    odd rows, too."""
     for given, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
+        integers = torch.empty(256 * columns, dtype=getattr(torch, f"int{8 * given.itemsize}"), device="meta")
+        with noting(torch.device("cuda")) as launched:
+            fingerprint.examine([(integers, columns)], given, **FORMULA)
+        yield f"examine {_name(given)} [256, {columns}]" + " unaligned" * (columns % 16 > 0), launched[0]
         grads = [torch.empty(256, columns, dtype=given, device="meta")]
         wide = [torch.empty(256, columns, device="meta")]
         for carried in ([], wide):
@@ -199,6 +206,7 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    size, loops = _counted(code)
     found = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
     return Resources(
         architecture,
@@ -208,9 +216,28 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         local=used["LOCAL"],
         shared=int(compiled.metadata.shared),
         barriers=len(re.findall(r"\bBAR\b", code)),
-        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+[^.\s]", code)),  # without .byte lines of debug sections
+        size=size,
+        loop=min(loops, default=0),
         instructions=found,
     )
+
+
+def _counted(code: str) -> tuple[int, list[int]]:
+    """The instructions of disassembled code, and those of each loop."""
+    size = 0
+    labels: dict[str, int] = {}
+    loops: list[int] = []
+    # No instruction begins with a dot, as .byte lines of debug sections do.
+    for label, instruction in re.findall(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,5}\*/\s+([^.\s][^;]*)", code, re.MULTILINE):
+        if label:
+            labels[label] = size
+            continue
+        size += 1
+        target = re.search(r"\bBRA\b.*`\(\.(L_x_\d+)\)", instruction)
+        begin = labels.get(target[1], size) if target else size
+        if begin < size - 1:  # not the branch to itself behind the end
+            loops.append(size - begin)
+    return size, loops
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,10 +257,11 @@ def main(argv: list[str] | None = None) -> int:
         if any(text in named[0] for text in options.only)
     ]
     picture = Picture(title=f"Triton {triton.__version__}")
-    for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
+    headings = ["", "launch", "registers", "stack", "local", "shared", "BAR", "size", "loop", "instructions", "problem"]
+    for heading in headings:
         picture.add_column(heading)
     for r in report:
-        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size))
+        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size, r.loop))
         picture.add_row(r.architecture, r.launch, *numbers, " ".join(r.instructions), r.problem or "")
     Console(width=None if sys.stdout.isatty() else 160).print(picture)
     if options.json:
