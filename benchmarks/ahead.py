@@ -23,7 +23,7 @@ from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
 
 from compile_muon.kernels import Averages
-from compile_muon.kernels.gpu import apply, momentum, normalize
+from compile_muon.kernels.gpu import apply, fingerprint, momentum, normalize
 from compile_muon.kernels.gpu.arena import Layout
 from compile_muon.kernels.gpu.grouped_product import grouped_product
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
@@ -68,6 +68,7 @@ class Resources:
     shared: int  # bytes of a block
     barriers: int  # BAR instructions of the machine code
     size: int  # instructions of the machine code
+    loop: int  # instructions of the shortest loop; 0 without one
     instructions: tuple[str, ...]  # kinds of _INSTRUCTIONS found in the PTX
 
     def resident(self, warps: int) -> int:
@@ -150,13 +151,17 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
                 averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
             )  # fmt: skip
             yield f"apply {_name(dtype)}{about}", launch
-    yield from _momenta()
+    yield from _examined()
 
 
-def _momenta() -> Iterator[tuple[str, Launch]]:
-    """Yield momentum launches: gradients cast or not, alone or added to those of ``.grad``; odd rows, too."""
-    for dtype, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
-        grads = [torch.empty(256, columns, dtype=dtype, device="meta")]
+def _examined() -> Iterator[tuple[str, Launch]]:
+    """Yield launches that sum rows: gradients cast or not, alone or added to those of ``.grad``; odd rows, too."""
+    for given, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
+        integers = torch.empty(256 * columns, dtype=getattr(torch, f"int{8 * given.itemsize}"), device="meta")
+        with noting(torch.device("cuda")) as launched:
+            fingerprint.examine([(integers, columns)], given, **FORMULA)
+        yield f"examine {_name(given)} [256, {columns}]" + " unaligned" * (columns % 16 > 0), launched[0]
+        grads = [torch.empty(256, columns, dtype=given, device="meta")]
         wide = [torch.empty(256, columns, device="meta")]
         for carried in ([], wide):
             with noting(torch.device("cuda")) as launched:
@@ -188,7 +193,8 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    instructions = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
+    size, loops = _counted(code)
+    found = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
     return Resources(
         architecture,
         name,
@@ -197,9 +203,28 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         local=used["LOCAL"],
         shared=int(compiled.metadata.shared),
         barriers=len(re.findall(r"\bBAR\b", code)),
-        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+[^.\s]", code)),  # without .byte lines of debug sections
-        instructions=instructions,
+        size=size,
+        loop=min(loops, default=0),
+        instructions=found,
     )
+
+
+def _counted(code: str) -> tuple[int, list[int]]:
+    """The instructions of disassembled code, and those of each loop."""
+    size = 0
+    labels: dict[str, int] = {}
+    loops: list[int] = []
+    # No instruction begins with a dot, as .byte lines of debug sections do.
+    for label, instruction in re.findall(r"^\.(L_x_\d+):|/\*[0-9a-f]{4,5}\*/\s+([^.\s][^;]*)", code, re.MULTILINE):
+        if label:
+            labels[label] = size
+            continue
+        size += 1
+        target = re.search(r"\bBRA\b.*`\(\.(L_x_\d+)\)", instruction)
+        begin = labels.get(target[1], size) if target else size
+        if begin < size - 1:  # not the branch to itself behind the end
+            loops.append(size - begin)
+    return size, loops
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,10 +244,11 @@ def main(argv: list[str] | None = None) -> int:
         if any(text in named[0] for text in options.only)
     ]
     picture = Picture(title=f"Triton {triton.__version__}")
-    for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
+    headings = ["", "launch", "registers", "stack", "local", "shared", "BAR", "size", "loop", "instructions", "problem"]
+    for heading in headings:
         picture.add_column(heading)
     for r in report:
-        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size))
+        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size, r.loop))
         picture.add_row(r.architecture, r.launch, *numbers, " ".join(r.instructions), r.problem or "")
     Console(width=None if sys.stdout.isatty() else 160).print(picture)
     if options.json:

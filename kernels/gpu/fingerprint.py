@@ -1,13 +1,14 @@
-"""Fingerprints of a list of tensors in few launches; the twin of ``passes.fingerprint`` in plain aten, bit for bit.
+"""Fingerprints of a list of tensors in few launches, bit for bit those of ``passes.fingerprint`` in plain aten.
 
     r[i] = sum over j of b[i, j] v[j]                          of the integers of a tensor, in rows
     F    = sum over i of mix(r[i] + (i + 1) golden)            modulo 2**64
 
 and, of the same pass over memory where it is asked for, the sum of the squares of a tensor's numbers.
 
-A program takes tiles of one tensor and adds what it finds of rows to their sums by atomics; a second kernel mixes the
-sums of all tensors. Integers add up to the same in any order; sums of squares do not, and each program has a place for
-its own. Up to ``MOST`` tensors share a launch, by one compiled kernel whatever they are.
+A program takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Its threads sum what they read and add up among
+themselves after each piece; atomics add the sums of rows, and a second kernel mixes those of all tensors. Integers add
+up to the same in any order; sums of squares do not, and each program has a place for its own. Up to ``MOST`` tensors
+share a launch, by one compiled kernel whatever they are.
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .apply import is_wide
 from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
 __all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "takes"]
 
 ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
+SPAN = 1024  # columns of a piece
 MOST = 16  # tensors per launch
 MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
 SPLIT, BLOCK = 8, 1024  # programs that mix the sums of one tensor, and how many of them at a time
-#: what squares are summed of
+#: dtypes whose squares are summed
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,15 +43,39 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
-    """``v[j]``, int64."""
-    v = (j.to(tl.uint64) ^ GOLDEN) * FACTOR
+    """Int32 ``low`` and ``high`` with ``low + 2**32 high = v[j]``.
+
+    The low half is a product of 32 bits: cut from that of 64, the compiler forgets that it has 32, and ``b low`` takes
+    three multiplications in place of one.
+    """
+    v = (j.to(tl.uint32).to(tl.uint64) ^ GOLDEN) * FACTOR
     v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # the sign is copied, as PyTorch does
-    return (v * FACTOR | 1).to(tl.int64, bitcast=True)
+    low = v.to(tl.uint32) * (FACTOR & 0xFFFFFFFF) | 1
+    high = (v * FACTOR >> 32).to(tl.uint32) + (low >> 31)  # the low half is signed
+    return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def in_lanes(x, LANES: tl.constexpr):
+    """Sums, [rows, LANES], of neighbours in rows, which one thread has."""
+    return tl.sum(tl.reshape(x, (x.shape[0], LANES, x.shape[1] // LANES)), axis=2)
+
+
+@triton.jit
+def weighted(b, low, high, lows, highs, LANES: tl.constexpr):
+    """``lows``, int64, with ``b low`` added, and ``highs``, int32, with ``b high``; both [rows, LANES]."""
+    return lows + in_lanes(b.to(tl.int64) * low.to(tl.int64), LANES), highs + in_lanes(b * high, LANES)
+
+
+@triton.jit
+def joined(lows, highs):
+    """Sums of rows, int64, over the lanes of all threads."""
+    return tl.sum(lows + (highs.to(tl.int64) << 32), axis=1)
 
 
 @triton.jit
 def _numbers(x, BRAIN: tl.constexpr):
-    """Of integers the float32, bfloat16 or float16 with these bits."""
+    """Float32 values of the float32, bfloat16 or float16 numbers with these bits."""
     if x.dtype == tl.int32:
         return x.to(tl.float32, bitcast=True)
     elif BRAIN:
@@ -58,9 +85,9 @@ def _numbers(x, BRAIN: tl.constexpr):
 
 
 @triton.jit
-def _tiles(size, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a tensor of ``size`` integers, ``columns`` in a row."""
-    return tl.cdiv(tl.cdiv(size, columns), ROWS) * tl.cdiv(columns, WIDTH)
+def _pieces(size, columns, ROWS: tl.constexpr, SPAN: tl.constexpr):
+    """How many pieces a tensor of ``size`` integers, ``columns`` in a row, has."""
+    return tl.cdiv(tl.cdiv(size, columns), ROWS) * tl.cdiv(columns, SPAN)
 
 
 @triton.jit
@@ -73,18 +100,21 @@ def sums_kernel(
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDE: tl.constexpr,
     MOST: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
     SQUARES: tl.constexpr,
     BRAIN: tl.constexpr,
 ):
-    """Adds to ``sums`` of each tensor those of its rows; in front of them, where there are ``SQUARES``, ``MOST`` places
-    for what squares each program has summed. ``integers``, of the type INTEGER, and ``sums`` are
-    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`, and a tensor that fills the lists up
-    to COUNT has no program."""
+    """Add the sums of each tensor's rows to its ``sums``; with ``SQUARES``, ``MOST`` places in front of them take the
+    squares that each program has summed. ``integers``, of the type INTEGER, and ``sums`` are :func:`launch.addresses`;
+    ``sizes`` and ``columns`` are :func:`launch.coded`, and a tensor that fills the lists up to COUNT has no program.
+    ``WIDE``: four integers of all tensors may be read at once."""
+    LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     program = tl.program_id(0)
-    # Which tensor this program is of: only this is done COUNT times over, or the kernel takes half a minute to compile.
+    # The program's tensor. Only this is done COUNT times over, or the kernel takes half a minute to compile.
     first = program * 0
     programs = first
     size = (first + sizes[0]) * 0
@@ -95,7 +125,7 @@ def sums_kernel(
     for i in tl.static_range(COUNT):
         size_of = (program * 0 + sizes[i] - 3) // 2
         width_of = (program * 0 + columns[i] - 3) // 2
-        many = tl.minimum(_tiles(size_of, tl.maximum(width_of, 1), ROWS, WIDTH), MOST)
+        many = tl.minimum(_pieces(size_of, tl.maximum(width_of, 1), ROWS, SPAN), MOST)
         mine = (program >= begin) & (program < begin + many)
         first = tl.where(mine, begin, first)
         programs = tl.where(mine, many, programs)
@@ -105,22 +135,34 @@ def sums_kernel(
         result = tl.where(mine, sums[i], result)
         begin += many
     start = decoded(address).to(tl.pointer_type(INTEGER))
-    found = decoded(result).to(tl.pointer_type(tl.int64))
+    if WIDE:
+        start = tl.multiple_of(start, INTEGER.primitive_bitwidth // 2)
+        width = tl.multiple_of(width, 16)
+    target = decoded(result).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(size, width)
-    across = tl.cdiv(width, WIDTH)
-    squares = tl.zeros((ROWS,), dtype=tl.float32)
-    for tile in range(program - first, _tiles(size, width, ROWS, WIDTH), programs):
-        row = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        column = tile % across * WIDTH + tl.arange(0, WIDTH)
-        k = row[:, None] * width + column[None, :]
-        x = tl.load(start + k, mask=(column < width)[None, :] & (k < size), other=0)
-        total = tl.sum(x.to(tl.int64) * row_weights(column, GOLDEN, FACTOR)[None, :], axis=1)
-        tl.atomic_add(found + SQUARES * MOST + row, total, mask=row < rows)
-        if SQUARES:
-            number = _numbers(x, BRAIN)
-            squares += tl.sum(number * number, axis=1)
+    across = tl.cdiv(width, SPAN)
+    squares = tl.zeros((ROWS, LANES), dtype=tl.float32)
+    for piece in range(program - first, _pieces(size, width, ROWS, SPAN), programs):
+        row = piece // across * ROWS + tl.arange(0, ROWS)
+        begins = row.to(tl.int64) * width
+        source = start + begins[:, None]
+        ends = tl.minimum(tl.maximum(size - begins, 0), width).to(tl.int32)
+        if WIDE:
+            ends = tl.multiple_of(ends, 16)
+        lows = tl.zeros((ROWS, LANES), dtype=tl.int64)
+        highs = tl.zeros((ROWS, LANES), dtype=tl.int32)
+        begin_at = piece % across * SPAN
+        for at in range(begin_at, tl.minimum(begin_at + SPAN, width), WIDTH):
+            column = at + tl.arange(0, WIDTH)[None, :]
+            x = tl.load(source + column, mask=column < ends[:, None], other=0)
+            low, high = row_weights(column, GOLDEN, FACTOR)
+            lows, highs = weighted(x.to(tl.int32), low, high, lows, highs, LANES)
+            if SQUARES:
+                number = _numbers(x, BRAIN)
+                squares += in_lanes(number * number, LANES)
+        tl.atomic_add(target + SQUARES * MOST + row, joined(lows, highs), mask=row < rows)
     if SQUARES:
-        tl.store(found + program - first, tl.sum(squares, axis=0).to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(target + program - first, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
@@ -136,8 +178,8 @@ def mix_kernel(
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Adds to ``out``, [COUNT], F of the sums of rows, given by :func:`launch.addresses`; where there are
-    ``PARTS`` in front of them, [COUNT] sums of squares are of these."""
+    """Add F of the sums of rows, given by :func:`launch.addresses`, to ``out``, [COUNT]; ``PARTS`` sums of squares in
+    front of them, if any, add up in ``squares``, [COUNT]."""
     tensor = tl.program_id(0) // SPLIT
     size = (tensor + sizes[0]) * 0
     address = sums[0]
@@ -165,10 +207,7 @@ def takes(x: Tensor) -> bool:
 def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -> Tensor:
     """Fingerprints of integers on one device, 1-D and of at most 32 bits, given with how many there are in a row.
 
-    Args:
-        golden, factor: of the formula, below 2**64.
-    Returns:
-        [len(xs)] int64.
+    ``golden`` and ``factor`` are the formula's, below 2**64. The result is int64, [len(xs)].
     """
     return _run(xs, 0, False, golden, factor)[0]
 
@@ -176,43 +215,44 @@ def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -
 def examine(
     xs: Sequence[tuple[Tensor, int]], numbers: torch.dtype, *, golden: int, factor: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of what are ``numbers``, of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
+    """Fingerprints of tensors of ``numbers``, one of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
     return _run(xs, MOST_PROGRAMS, numbers is torch.bfloat16, golden, factor)
 
 
 def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
-    """Fingerprints of what has these sums of rows, 1-D int64: [len(sums)] int64."""
+    """Fingerprints, [len(sums)] int64, of tensors with these sums of rows, 1-D int64."""
     out = torch.zeros(len(sums), dtype=torch.int64, device=sums[0].device)
-    _mix(sums, [own.numel() for own in sums], out, 0, golden, factor)
+    _mix(sums, [each.numel() for each in sums], out, 0, golden, factor)
     return out
 
 
 def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
-    sizes = [len(xs), *(parts + own for own in rows)]
+    sizes = [len(xs), *(parts + count for count in rows)]
     out, *sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)  # zeros of all in one
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
-    settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SQUARES": parts > 0, "BRAIN": brain}
-    for kind in {x.dtype for x, _ in xs}:
-        own = [(x, columns, result) for (x, columns), result in zip(xs, sums, strict=True) if x.dtype is kind]
-        typed = settings | {"INTEGER": element_type(own[0][0])}
-        for start in range(0, len(own), MOST):
-            integers, columns, results = zip(*own[start : start + MOST], strict=True)
+    settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SPAN": SPAN, "SQUARES": parts > 0, "BRAIN": brain}
+    kinds = [(element_type(x), columns % 16 == 0 and is_wide(x)) for x, columns in xs]
+    for kind in dict.fromkeys(kinds):
+        same = [(*x, result) for x, result, each in zip(xs, sums, kinds, strict=True) if each == kind]
+        typed = settings | dict(zip(("INTEGER", "WIDE"), kind, strict=True))
+        for start in range(0, len(same), MOST):
+            integers, columns, results = zip(*same[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
-            programs = sum(min(MOST_PROGRAMS, _tiles_of(*each)) for each in zip(counts, columns, strict=True))
+            programs = sum(min(MOST_PROGRAMS, _pieces_of(*each)) for each in zip(counts, columns, strict=True))
             sizes_of = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
             arguments = (addresses(integers, MOST), *sizes_of, addresses(results, MOST))
             Launch(sums_kernel, programs, out, arguments, typed).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 
 
-def _tiles_of(size: int, columns: int) -> int:
-    return ceildiv(ceildiv(size, columns), ROWS) * ceildiv(columns, WIDTH)
+def _pieces_of(size: int, columns: int) -> int:
+    return ceildiv(ceildiv(size, columns), ROWS) * ceildiv(columns, SPAN)
 
 
 def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, golden: int, factor: int) -> Tensor:
-    """Adds fingerprints to ``out``; returns squared norms, [len(sums)] fp32, or none where there are no ``parts``."""
+    """Add fingerprints to ``out``; return squared norms, [len(sums)] fp32, or none without ``parts``."""
     squares = torch.empty(len(sums) if parts else 0, dtype=torch.float32, device=out.device)
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
     settings |= {"BLOCK": BLOCK, "SPLIT": SPLIT}

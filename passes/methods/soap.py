@@ -7,9 +7,9 @@
 The paper's algorithm 3 with three additions of its authors' code: bias correction, the columns of a basis in falling
 order of estimated eigenvalues, and a first step that makes the bases (by eigenvectors) and moves nothing. Decay is
 AdamW's, ahead of the step, where that code decays after it. Directions without a gradient so far have no eigenvectors
-but rounding's, which that code takes; here they follow from the others. All states are at the owner of a matrix: a gradient travels
-to the owner and a direction back, as for Muon, both in float32 at least. A side of more than 8,192 has no basis; with both sides longer SOAP is
-AdamW.
+but rounding's, which that code takes; here they follow from the others. All states are at the owner of a matrix: a
+gradient travels to the owner and a direction back, as for Muon, both in float32 at least. A side of more than 8,192 has
+no basis; with both sides longer SOAP is AdamW.
 """
 
 from __future__ import annotations

@@ -289,6 +289,9 @@ def test_fingerprints_are_those_of_aten(device):
         xs[-1].view(-1)[1:],
         xs[0].expand(20, 257).contiguous().view(4, 5, 257),
         matrix(1, 9000, device=device, seed=1),
+        # Four integers at once: several parts of a row and of a tile, negative ones and the least.
+        *(matrix(19, 1296, device=device, seed=n).to(dtype) for n, dtype in enumerate((torch.float32, torch.bfloat16))),
+        torch.full((3, 80), -(2**31), dtype=torch.int32, device=device),
     ]
     assert all(map(fingerprint.takes, xs)) and not fingerprint.takes(xs[1].mT)
     expected = torch.cat([by_aten([x.cpu()]) for x in xs])
@@ -301,6 +304,7 @@ def test_fingerprints_are_those_of_aten(device):
 def test_squares_are_summed_beside_fingerprints(device, dtype):
     """Whole rows, a part of one, a part of a word, nothing, inf and NaN; more tensors than a launch takes."""
     xs = [matrix(n, 257, device=device, seed=n).to(dtype) for n in (1, 2, 3, 40)]
+    xs.append(matrix(19, 1296, device=device, seed=9).to(dtype))  # four at once
     xs += [xs[0][0, :n] for n in (0, 1, 3, 255)] + [matrix(3, 5, device=device, seed=n).to(dtype) for n in range(9)]
     spoiled = [xs[3].clone(), xs[3].clone()]
     spoiled[0][7, 9], spoiled[1][39, 256] = float("inf"), float("nan")
