@@ -221,8 +221,8 @@ class MatrixMethod(Method):
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update`` of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average. A method without this rate keeps no momentum:
             ``before`` gets an empty one, and None is the gradient itself.
-        orthogonalizes: whether ``whole`` calls ``newton_schulz``; False where its settings have no effect: gradients and
-            directions travel in float32 at least then.
+        orthogonalizes: whether ``whole`` calls ``newton_schulz``. Where it does not, the settings of Newton-Schulz have
+            no effect, and gradients and directions travel in float32 at least.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
             rates, its direction is the gradient, its states are those of rows, and its weight is the one that the
