@@ -21,7 +21,8 @@ float16, one restart, the relative error is 0.41 with (aI + Z)²R and Q(aI + Z),
 this order; the standard form's is 0.012.
 
 S may be computed as if it were symmetric, one triangle mirrored: what that changes is half of RZ - ZR, no more than
-the rounding of S itself. Q may not: its factors differ by powers of a.
+the rounding of S itself. Q may not, since its factors differ by powers of a, but in float16 with steps that keep the
+error small all the same: ``coefficients.MIRRORED``.
 
 **Folded**, F = aI + Z is one matrix: X ← FX, Q ← FQ, S ← RF, R ← FS, and no product but that of F has a summand. What
 F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors stay what they are: 0.97
@@ -32,6 +33,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
+from .coefficients import MIRRORED
 from .stability import Triple
 
 __all__ = ["FORMS", "Products", "gram", "standard"]
@@ -114,7 +116,7 @@ def gram(
         if folding is None:
             Q = _segment(products.outer(x), of_segment, products)
         else:
-            Q = _folded(products.outer(x), of_segment, products, folding)
+            Q = _folded(products.outer(x), of_segment, products, folding, mirrored=MIRRORED.issuperset(steps))
         x = products.general(Q, x, out=out if stop == len(steps) else None)
     return x
 
@@ -136,7 +138,7 @@ def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
     return Q
 
 
-def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M]) -> M:
+def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M], *, mirrored: bool) -> M:
     """:func:`_segment` with F for aI + Z."""
     Q: M | None = None
     for i, (a, b, c) in enumerate(steps):
@@ -144,7 +146,10 @@ def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Foldi
         if i + 1 < len(steps):
             S = folding.symmetric(R, F)
             R = folding.symmetric(F, S)
-        Q = F if Q is None else products.general(F, Q)
+        if Q is None:
+            Q = F
+        else:
+            Q = folding.symmetric(F, Q) if mirrored else products.general(F, Q)
     assert Q is not None
     return Q
 
