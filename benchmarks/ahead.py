@@ -169,7 +169,7 @@ def _examined() -> Iterator[tuple[str, Launch]]:
                     grads, wide, [torch.empty(2, device="meta")], carried, nesterov=True, dtype=torch.bfloat16,
                     wide=torch.float32, **FORMULA,
                 )  # fmt: skip
-            about = f"momentum {_name(dtype)} [256, {columns}]" + " added" * bool(carried)
+            about = f"momentum {_name(given)} [256, {columns}]" + " added" * bool(carried)
             yield about + " unaligned" * (columns % 16 > 0), launched[0]
 
 
