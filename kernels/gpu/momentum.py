@@ -29,7 +29,9 @@ __all__ = ["Updates", "momentum_updates"]
 
 ROWS, WIDTH, WARPS = 4, 512, 4  # of a tile
 MOST = 8  # tensors per launch
-REGISTERS = 168  # of a thread, at most; unbounded, ptxas aims at 64 and spills two of them on 10.0
+# Of a thread, at most, by whether tensors are aligned: without a bound ptxas aims at 64 and spills on 10.0; unaligned
+# tensors spill below 168.
+REGISTERS = {True: 96, False: 168}
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,6 @@ def momentum_updates(
     types = (grads[0], made.wide[0], momenta[0], made.updates[0])
     settings: dict[str, Any] = {name: element_type(x) for name, x in zip("GWMU", types, strict=True)}
     settings |= {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
-    settings["maxnreg"] = REGISTERS
     settings |= {"NESTEROV": nesterov, "WIDEN": grads[0].dtype is not wide, "CARRIED": bool(carried)}
     added = carried or made.wide
     lists = list(zip(grads, added, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
@@ -221,5 +222,11 @@ def momentum_updates(
             pointers = [addresses(column, MOST) for column in zip(*chunk, strict=True)]
             arguments = (*pointers, filled([coded(n) for n in counts], MOST), filled(widths, MOST))
             programs = sum(ceildiv(n, ROWS) for n in counts)
-            Launch(momentum_kernel, programs, chunk[0][0], arguments, settings | {"WIDE": alike}).run()
+            Launch(
+                momentum_kernel,
+                programs,
+                chunk[0][0],
+                arguments,
+                settings | {"WIDE": alike, "maxnreg": REGISTERS[alike]},
+            ).run()
     return made
