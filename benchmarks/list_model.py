@@ -30,13 +30,13 @@ from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.model import Device, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import Table, load_tables
 from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate.newton_schulz import Launched, Steps, launches
+from compile_muon.planning.simulate.newton_schulz import KernelLaunch, Steps, launches
 
 HELD = (0, 8, 16, 32)
 CHANNELS = 32  # NCCL's on one node, at most
 
 
-def launched_for(shapes: Iterable[tuple[int, int]], method: str, dtype: str, *, folds: bool) -> list[Launched]:
+def launched_for(shapes: Iterable[tuple[int, int]], method: str, dtype: str, *, folds: bool) -> list[KernelLaunch]:
     """List the launches of Newton-Schulz of these matrices, (k, l) with k ≤ l, by jordan's five steps."""
     coefficients = resolve_coefficients("jordan", 5)
     restarts = coefficients.gram_restarts(getattr(torch, dtype))
@@ -44,14 +44,14 @@ def launched_for(shapes: Iterable[tuple[int, int]], method: str, dtype: str, *, 
     for k, width in shapes:
         form = chosen_form(method, k, width, 5, len(restarts), symmetric=True)
         forms.setdefault(form, []).append((k, width))
-    launched: list[Launched] = []
+    launched: list[KernelLaunch] = []
     for form, same_form in forms.items():
         steps = Steps(form, tuple(coefficients.steps), tuple(restarts), folds, itemsize=2, limit=MEMORY_LIMIT)
         launched += launches(tuple(((1, *shape), 2) for shape in same_form), steps)
     return launched
 
 
-def by_part(launched: list[Launched], table: Table, device: Device, processors: int) -> dict[str, float]:
+def by_part(launched: list[KernelLaunch], table: Table, device: Device, processors: int) -> dict[str, float]:
     """Return the milliseconds of each part, with the numbers of ``device`` for lists."""
     parts: dict[str, float] = {}
     for launch in launched:
@@ -61,7 +61,7 @@ def by_part(launched: list[Launched], table: Table, device: Device, processors: 
 
 
 def beside(
-    launched: list[Launched], table: Table, processors: int, held: int, dealing: str, reserved: int = 0
+    launched: list[KernelLaunch], table: Table, processors: int, held: int, dealing: str, reserved: int = 0
 ) -> tuple[float, float]:
     """Return (seconds of grouped launches, longest seconds that a collective waits for one of their programs)."""
     device = table.device

@@ -19,7 +19,7 @@ from compile_muon.config.machine import costs_for
 from compile_muon.engine.extension import Extension, check_extensions, hooks_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import new_hyper
+from compile_muon.engine.states import new_graph_scalars
 from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
@@ -36,11 +36,11 @@ from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
 from compile_muon.weights.pretrained import saves_whole
 
-__all__ = ["Assembled", "assemble", "warn_of_half_masters"]
+__all__ = ["OptimizerParts", "assemble", "warn_of_half_masters"]
 
 
 @dataclass(frozen=True, eq=False)
-class Assembled:
+class OptimizerParts:
     """The parts of one optimizer."""
 
     config: Config
@@ -51,7 +51,7 @@ class Assembled:
     ownership: Ownership
     assignments: dict[str, Assignment]  # of all parameters, by name
     groups: Sequence[Group]  # of the trained ones
-    hyper: Tensor  # [2] fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`
+    graph_scalars: Tensor  # [2] fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`
     compares: bool  # there are other ranks to compare anything with
 
     @property
@@ -69,7 +69,7 @@ def assemble(
     weights: str | os.PathLike | None,
     init: Callable[..., Any] | None,
     extensions: Sequence[Extension],
-) -> Assembled:
+) -> OptimizerParts:
     """Shard ``model`` in place; see :meth:`compile_muon.MuonZero.from_config` for arguments and errors."""
     check_modules(model)
     check_extensions(extensions)
@@ -96,21 +96,21 @@ def assemble(
         stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
     # Graphs read rates from tensors: one for the defaults, one for each configured group, and within these another one
     # for each matrix method whose graphs read more than the momentum.
-    hyper = torch.empty(2, dtype=torch.float32, device=device)
-    hypers, sharing = dict.fromkeys(assignments, hyper), dict[tuple[object, ...], Tensor]()
+    graph_scalars = torch.empty(2, dtype=torch.float32, device=device)
+    all_graph_scalars, sharing = dict.fromkeys(assignments, graph_scalars), dict[tuple[object, ...], Tensor]()
     for each in groups:
-        reads_rates = isinstance(each.method, MatrixMethod) and bool(each.method.given)
+        reads_rates = isinstance(each.method, MatrixMethod) and bool(each.method.graph_rates)
         if each.configured is not None or reads_rates:
             key = each.configured, each.method.name if reads_rates else ""
-            tensor = sharing.setdefault(key, new_hyper(each.method, device))
-            hypers |= dict.fromkeys(each.members, tensor)
+            tensor = sharing.setdefault(key, new_graph_scalars(each.method, device))
+            all_graph_scalars |= dict.fromkeys(each.members, tensor)
     costs = costs_for(config.machine, device.type).shared_by(1 if ranks is None else ranks.size)
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update, costs=costs, status=RankStatus(group, device))
     shared_sequences = None if sequence_plan is None else SharedSequences(sequence_plan, compares=compares)
     features: list[Extension] = [each for each in (stages, offloaded, shared_sequences) if each is not None]
     provider = hooks_of([*features, *extensions]).state_provider
     sharded_params = shard_model(
-        model, assignments, config, ranks, roles, ledger, hypers, device, provider, expert_plan
+        model, assignments, config, ranks, roles, ledger, all_graph_scalars, device, provider, expert_plan
     )
     if shared_sequences is not None:
         assert ranks is not None
@@ -124,7 +124,9 @@ def assemble(
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.sharded_params)
-    assembled = Assembled(config, ranks, group, features, ledger, ownership, assignments, groups, hyper, compares)
+    assembled = OptimizerParts(
+        config, ranks, group, features, ledger, ownership, assignments, groups, graph_scalars, compares
+    )
     if ranks is not None:
         saves_whole(model)
     warn_of_half_masters(assembled.trained)

@@ -195,14 +195,14 @@ def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
     return error
 
 
-def warn_user(message: str, *, own: bool = False) -> None:
-    """Warn at the user's line that led here, above all frames of compile_muon and other libraries. ``own``: the warning
-    is about this rank, and its message names the rank; else rank 0 alone warns."""
+def warn_user(message: str, *, this_rank: bool = False) -> None:
+    """Warn at the user's line that led here, above all frames of compile_muon and other libraries. ``this_rank``: the
+    warning is about this rank, and its message names the rank; else rank 0 alone warns."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)
-    if rank != 0 and not own:
+    if rank != 0 and not this_rank:
         return
-    if own and ranks and torch.distributed.get_world_size() > 1:
+    if this_rank and ranks and torch.distributed.get_world_size() > 1:
         message = f"rank {rank}: {message}"
     frame: Any = sys._getframe(1)
     level = 2

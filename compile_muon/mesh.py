@@ -59,7 +59,7 @@ class Mesh:
     along ``sequence`` have the same batch, and are part of ``shard`` for all parameters.
     """
 
-    given: DeviceMesh  # all ranks; each dimension has two or more
+    world_mesh: DeviceMesh  # all ranks; each dimension has two or more
     names: tuple[str, ...]  # of its dimensions: some of `_NAMES`, in this order
     state_over_all: bool = False  # see ``Layout.state_over_all``
     communicators: str = "shared"  # "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`
@@ -88,10 +88,10 @@ class Mesh:
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
         """The process group of all ranks, row by row."""
-        return self.given.get_group() if self.given.ndim == 1 else flattened(self.given)
+        return self.world_mesh.get_group() if self.world_mesh.ndim == 1 else flattened(self.world_mesh)
 
     @property
-    def parted(self) -> bool:
+    def model_parallel(self) -> bool:
         """Whether ranks may have different parts of a model."""
         return "expert" in self.names or "tensor" in self.names
 
@@ -113,12 +113,12 @@ class Mesh:
     @cached_property
     def data_places(self) -> list[DataPlace]:
         """:attr:`data_place` of every rank."""
-        return data_places({name: self.given.size(dim) for dim, name in enumerate(self.names)})
+        return data_places({name: self.world_mesh.size(dim) for dim, name in enumerate(self.names)})
 
     @property
     def device_type(self) -> str:
         """Device type of the tensors in collectives."""
-        return self.given.device_type
+        return self.world_mesh.device_type
 
     @cached_property
     def pairwise(self) -> bool:
@@ -134,7 +134,11 @@ class Mesh:
         if not wide:
             return Axis(names[0])
         if wide not in self._axes:
-            group = flattened(self.given[wide]) if len(wide) > 1 else self.given.get_group(self.names.index(wide[0]))
+            group = (
+                flattened(self.world_mesh[wide])
+                if len(wide) > 1
+                else self.world_mesh.get_group(self.names.index(wide[0]))
+            )
             name = called or "_".join(wide)
             groups = self._communicator(group, "reduce"), self._communicator(group, "exchange")
             self._axes[wide] = Axis(name, group.size(), group.rank(), group.group_name, *groups)
@@ -152,7 +156,7 @@ class Mesh:
     @cached_property
     def sequence(self) -> Place:
         """This rank's place among the ranks of a sequence, with the name of the group for their exchanges."""
-        group = self.given.get_group(self.names.index("sequence"))
+        group = self.world_mesh.get_group(self.names.index("sequence"))
         return Place(group.size(), group.rank(), self._communicator(group, "sequence") or group.group_name)
 
     @property
@@ -188,7 +192,7 @@ class Mesh:
             return layout
         owner_dims = {*(inner if layout.sharded else ())}
         owner_dims |= {"replicate"} if layout.cut_twice else set()
-        owner_dims |= {"tensor"} if layout.joined else set()
+        owner_dims |= {"tensor"} if layout.tensor_parallel else set()
         dims = [name for name in ("replicate", *inner, "tensor") if name in self.names]
         return replace(
             layout,
@@ -211,11 +215,11 @@ class Mesh:
         if role.expert not in self._placed:
             order = self._order(role)
             if order == [(name,) for name in self.names]:
-                self._placed[role.expert] = self.given
+                self._placed[role.expert] = self.world_mesh
             else:
                 groups = [group_named(self.axis(*names).group) for names in order]
                 dims = [self.names.index(name) for names in order for name in names]
-                ranks = self.given.mesh.permute(dims).reshape([group.size() for group in groups])
+                ranks = self.world_mesh.mesh.permute(dims).reshape([group.size() for group in groups])
                 names = tuple("_".join(names) for names in order)
                 self._placed[role.expert] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
         return self._placed[role.expert]
@@ -262,7 +266,7 @@ def resolve_mesh(
     are taken from ``shard``, where ``mesh`` has no such dimension. Several processes without a process group raise
     ConfigError.
     """
-    backend, mesh = (mesh.backend, mesh.given) if isinstance(mesh, Mesh) else (None, mesh)
+    backend, mesh = (mesh.backend, mesh.world_mesh) if isinstance(mesh, Mesh) else (None, mesh)
     sizes, zero = config.mesh, config.zero
     experts, sequence = config.expert_parallel.size, config.sequence_parallel.size
     if mesh is not None and process_group is not None:

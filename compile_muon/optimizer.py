@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from compile_muon.assembly import Assembled, assemble, warn_of_half_masters
+from compile_muon.assembly import OptimizerParts, assemble, warn_of_half_masters
 from compile_muon.config import (
     ARGUMENTS,
     AdamWConfig,
@@ -36,7 +36,7 @@ from compile_muon.engine import Engine, Extension
 from compile_muon.engine.dtensor_parameter import part_of
 from compile_muon.engine.dtensors import ordinary_tensors
 from compile_muon.engine.other_holders import refuse_shared
-from compile_muon.engine.recorded import Recorded
+from compile_muon.engine.recorded import StepGraphCache
 from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step import Step
@@ -169,9 +169,9 @@ class MuonZero(Optimizer):
     #: the interface for checkpoints, plans and integrations
     engine: Engine
 
-    def _setup(self, made: Assembled) -> None:
-        self.config = config = made.config
-        super().__init__([_param_group(group, made.ledger.sharded_params) for group in made.groups], {})
+    def _setup(self, parts: OptimizerParts) -> None:
+        self.config = config = parts.config
+        super().__init__([_param_group(group, parts.ledger.sharded_params) for group in parts.groups], {})
         # OneCycleLR and CyclicLR cycle the momentum of groups, or else their betas, and check `defaults` for either. It
         # is set here because a default given to Optimizer.__init__ would be added to every group.
         for cycled, has_it in (("momentum", any), ("betas", all)):
@@ -181,21 +181,21 @@ class MuonZero(Optimizer):
         # Transformers' schedules with an `lr_end` divide it by `defaults["lr"]`.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
-            self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group,
-            made.hyper.device, made.compares, made.ownership.check, lr_scale,
+            self, config, {group.name: group.method for group in parts.groups}, parts.ledger, parts.group,
+            parts.graph_scalars.device, parts.compares, parts.ownership.check, lr_scale,
         )  # fmt: skip
         self.engine = Engine(
-            made.ledger, step, made.ownership.model, made.assignments, made.mesh, made.group, made.extensions,
-            made.hyper, made.compares,
+            parts.ledger, step, parts.ownership.model, parts.assignments, parts.mesh, parts.group, parts.extensions,
+            parts.graph_scalars, parts.compares,
         )  # fmt: skip
-        self._ownership = made.ownership
-        for extension in made.extensions:
+        self._ownership = parts.ownership
+        for extension in parts.extensions:
             extension.attach(self.engine)
-        if made.hyper.device.type == "cuda":
-            step.recorded = Recorded()
+        if parts.graph_scalars.device.type == "cuda":
+            step.recorded = StepGraphCache()
         step.create_state()
         step.sync_momentum()
-        made.ledger.call_before_backward(step.before_backward)
+        parts.ledger.call_before_backward(step.before_backward)
         refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None  # the scheduler's epoch at the latest step that wrote
@@ -409,7 +409,7 @@ class MuonZero(Optimizer):
             existing = next((existing for existing in self.param_groups if existing["name"] == group.name), None)
             new_members = [sharded for sharded in sharded_params if sharded.name in group.members]
             like = None if existing is None else self.engine.step.sharded_params[existing["params"][0]]
-            take_up(new_members, assignments, self.config, self.engine.hyper, like)
+            take_up(new_members, assignments, self.config, self.engine.graph_scalars, like)
             param_group = _param_group(group, self.engine.params)
             if existing is None:
                 super().add_param_group(param_group)

@@ -161,7 +161,7 @@ def _row(sharded: ShardedParam, assignment: Assignment, *, decays: bool) -> Row:
         work = sharded.spec.layout.expert.size * sum(flops) / 2
     return Row(
         name=sharded.name,
-        shape=sharded.spec.layout.whole,
+        shape=sharded.spec.layout.unsharded_shape,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
         decays=decays,

@@ -141,7 +141,7 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if all(map(gpu.takes, xs)):
+        if all(map(gpu.supports, xs)):
             return gpu.fingerprint(list(map(_as_rows, xs)), **FORMULA)
     return by_aten(xs)
 
@@ -161,7 +161,7 @@ def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.takes, xs)):
+        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.supports, xs)):
             return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **FORMULA)
     return _fingerprint(xs), squares(xs)
 

@@ -188,7 +188,7 @@ class Unshard(_Marker):
 
     shard: Node
     state: Node
-    hyper: Node
+    graph_scalars: Node
     resident: Node | None  # the resident weight or slice
     target = UNSHARD
 
@@ -197,13 +197,13 @@ class Unshard(_Marker):
 class _GradientMarker(_Marker):
     grad: Node
     state: Node
-    hyper: Node
+    graph_scalars: Node
     dtype: ClassVar[attrgetter[str]]  # of the marker's result
 
     @classmethod
-    def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
+    def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec) -> _Made:
         """Insert a marker at the graph's insertion point."""
-        node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
+        node = graph.call_function(cls.target, (grad, state, graph_scalars, spec.encode()))
         like, shape, dtype = tensor_value(grad), spec.layout.local_shape, decode_dtype(cls.dtype(spec))
         node.meta["val"] = another_fake(like, shape=shape, dtype=dtype)
         return cls.of(node)
@@ -231,16 +231,16 @@ class OrthogonalizeWith(_Marker):
 
     grad: Node
     state: Node
-    hyper: Node
+    graph_scalars: Node
     states: tuple[Node, ...]  # that this rank owns, ``[count, a, b]`` each
     target = ORTHOGONALIZE_WITH
 
     @classmethod
     def insert(
-        cls, graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec, states: Sequence[Node]
+        cls, graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec, states: Sequence[Node]
     ) -> list[Node]:
         """Insert a marker at the graph's insertion point and return the nodes of its results."""
-        node = graph.call_function(cls.target, (grad, state, hyper, list(states), spec.encode()))
+        node = graph.call_function(cls.target, (grad, state, graph_scalars, list(states), spec.encode()))
         example = tensor_value(grad)
         direction = example.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
         node.meta["val"] = [direction, *map(tensor_value, states)]

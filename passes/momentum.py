@@ -29,7 +29,7 @@ from .fingerprint import FORMULA, LEAST_ROW, row_sums
 from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .methods import matrix_method
 
-__all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "takes", "updates_of"]
+__all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "supports", "updates_of"]
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define(
@@ -57,7 +57,7 @@ class Updated:
     sums: Tensor
 
 
-def takes(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
+def supports(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
     """Whether the operator is for this gradient: on CUDA with Triton, of a method that averages gradients."""
     method = matrix_method(spec.muon_settings.method)
     if method.before is not None or method.project is not None or not method.keeps_momentum:
@@ -87,7 +87,7 @@ def updates_of(
     dtype: torch.dtype,
     wide: torch.dtype,
 ) -> list[Updated]:
-    """Of gradients that :func:`takes` takes, of one dtype, with momenta of one dtype.
+    """Of gradients that :func:`supports` takes, of one dtype, with momenta of one dtype.
 
     Args:
         hypers: fp32, each beginning with ``(1 - beta, beta)``.

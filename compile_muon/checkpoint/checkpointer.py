@@ -333,7 +333,7 @@ class Checkpointer:
             warn_user(
                 f"{place}: holds no random-number state of this rank (world size when saved: {manifest.world}); the "
                 "rank keeps its own, and gets rank 0's copy of everything else that differs between ranks",
-                own=True,
+                this_rank=True,
             )
         return extra
 

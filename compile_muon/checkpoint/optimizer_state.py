@@ -56,7 +56,7 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
         optimizer.engine.step.own_momenta()
         slots = dict(_slots(optimizer, ranks))
         with ranks.together("full_optimizer_state"):
-            whole = ranks.whole(slots)
+            whole = ranks.collect_all(slots)
     if ranks.rank != 0:
         return {}
     groups, members = groups_of(optimizer)

@@ -44,19 +44,19 @@ def run(path: Path) -> int:
     Returns the exit code: 0, 1 if the user has errors to correct, 2 if the file is unreadable.
     """
     try:
-        config, given = read_all(path)
+        config, user_settings = read_all(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    result, errors = _written(config), given.mistakes.found
+    result, errors = _written(config), user_settings.mistakes.found
     for mistake in errors:
         # Without these two, the config would train something else: "auto" that MuonTrainer fills in, and a foreign
         # optimizer.
         if mistake.field == "optimizer.type" or (mistake.field in FILLED and mistake.shown == repr("auto")):
-            _keep(result, given.source, mistake.field)
+            _keep(result, user_settings.source, mistake.field)
     if errors:
         print("left to do:", *errors, sep="\n  ", file=sys.stderr)
-    for remark in given.remarks:
+    for remark in user_settings.remarks:
         print(remark, file=sys.stderr)
     print(json.dumps(result, indent=2))
     return 1 if errors else 0

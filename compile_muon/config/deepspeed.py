@@ -35,9 +35,9 @@ from compile_muon.config.settings import (
     VIEWS,
     AdamWConfig,
     Config,
-    Given,
     MuonConfig,
     NSConfig,
+    UserSettings,
     matches_adamw,
 )
 from compile_muon.config.sources import as_mapping
@@ -76,44 +76,44 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     """
     if isinstance(source, Config):
         return source
-    config, given = read_all(source)
-    given.mistakes.raise_all()
-    for remark in given.remarks:
+    config, user_settings = read_all(source)
+    user_settings.mistakes.raise_all()
+    for remark in user_settings.remarks:
         warn_user(remark)
     return config
 
 
-def read_all(source: str | os.PathLike | Mapping[str, Any]) -> tuple[Config, Given]:
-    """Return the ``Config`` of all valid settings, and a :class:`Given` with the mistakes, hints and remarks.
+def read_all(source: str | os.PathLike | Mapping[str, Any]) -> tuple[Config, UserSettings]:
+    """Return the ``Config`` of all valid settings, and a :class:`UserSettings` with the mistakes, hints and remarks.
 
     Raises a ConfigError if the file is missing or not JSON, or the config is not an object.
     """
-    given = Given()
-    given.source = values = as_mapping(source, given.mistakes)
-    keys = read_keys(given, values)
+    user_settings = UserSettings()
+    user_settings.source = values = as_mapping(source, user_settings.mistakes)
+    keys = read_keys(user_settings, values)
     params = {path.removeprefix(f"{_PARAMS}."): value for path, value in keys.items() if path.startswith(_PARAMS)}
-    algorithm = _read_algorithm(given, keys.get("optimizer.type", "Muon"), values.get("optimizer"))
-    _read_offload(given, keys)
+    algorithm = _read_algorithm(user_settings, keys.get("optimizer.type", "Muon"), values.get("optimizer"))
+    _read_offload(user_settings, keys)
     rates = {name: value for name, value in params.items() if KEYS.get(f"{_PARAMS}.{name}") == "rates"}
     if rates:
-        given.put("rates", rates, _PARAMS)
+        user_settings.put("rates", rates, _PARAMS)
     for path, setting in KEYS.items():
         if path in keys and setting != "rates" and path.removeprefix(f"{_PARAMS}.") not in _SHARED:
-            _put(given, setting, keys[path], path, algorithm)
-    _read_shared(given, params, algorithm)
-    _read_precision(given, keys)
+            _put(user_settings, setting, keys[path], path, algorithm)
+    _read_shared(user_settings, params, algorithm)
+    _read_precision(user_settings, keys)
     if sizes := [key for key in _BATCH_SIZES if key in values]:
-        _remark_on_defaults(given, sizes, algorithm, "optimizer" in values)
-    scheduler = _read_scheduler(given, keys, algorithm)
-    config = given.best(mesh="mesh" in values, algorithm=algorithm, scheduler=scheduler)
-    if given.hints:
-        more = f" and {len(given.hints) - _HINTS_SHOWN} more" if len(given.hints) > _HINTS_SHOWN else ""
-        listed = ", ".join(hint[:_HINTS_SHOWN] for hint in given.hints[:_HINTS_SHOWN])
-        given.remarks.insert(0, printable(f"no effect here: {listed}{more}"))
-    return config, given
+        _remark_on_defaults(user_settings, sizes, algorithm, "optimizer" in values)
+    scheduler = _read_scheduler(user_settings, keys, algorithm)
+    config = user_settings.best(mesh="mesh" in values, algorithm=algorithm, scheduler=scheduler)
+    if user_settings.hints:
+        more = f" and {len(user_settings.hints) - _HINTS_SHOWN} more" if len(user_settings.hints) > _HINTS_SHOWN else ""
+        listed = ", ".join(hint[:_HINTS_SHOWN] for hint in user_settings.hints[:_HINTS_SHOWN])
+        user_settings.remarks.insert(0, printable(f"no effect here: {listed}{more}"))
+    return config, user_settings
 
 
-def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
+def _read_algorithm(user_settings: UserSettings, kind: object, optimizer: object) -> str:
     name = kind.lower() if isinstance(kind, str) else ""
     others = ", ".join(method_names(MatrixMethod)[1:])
     problem, remedy = "is not an optimizer of compile_muon", f'use "Muon" or "AdamW", or one of {others}'
@@ -123,38 +123,39 @@ def _read_algorithm(given: Given, kind: object, optimizer: object) -> str:
         params = optimizer_params if isinstance(optimizer_params, Mapping) else {}
         if params.get("adam_w_mode", True) is not False or not params.get("weight_decay"):
             if "weight_decay" not in params:
-                given.put("adamw_weight_decay", 0.0, "optimizer.params.weight_decay")
+                user_settings.put("adamw_weight_decay", 0.0, "optimizer.params.weight_decay")
             return "adamw"
         problem, remedy = "adds the decay to the gradient (adam_w_mode)", 'use "AdamW", whose decay is decoupled'
     elif name in ALGORITHMS:
         return name
     elif name in method_names(MatrixMethod):
-        given.put("method", name, "optimizer.type")
+        user_settings.put("method", name, "optimizer.type")
         return Config.algorithm
-    given.mistakes.add(config_error("optimizer.type", kind, problem, remedy))
+    user_settings.mistakes.add(config_error("optimizer.type", kind, problem, remedy))
     return Config.algorithm
 
 
-def _put(given: Given, setting: str, value: object, path: str, algorithm: str) -> None:
-    """Call ``given.put``, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's settings."""
+def _put(user_settings: UserSettings, setting: str, value: object, path: str, algorithm: str) -> None:
+    """Call ``user_settings.put``, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's
+    settings."""
     if algorithm == "adamw" and setting in _MUON_ONLY:
         remedy = "use lr, the rate of AdamW here" if path.endswith(".muon_lr") else "remove it"
-        given.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
+        user_settings.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
     elif value is None and path in ("communication_data_type", "sequence_parallel_size"):
-        given.hints.append(path)
+        user_settings.hints.append(path)
     else:
         off = setting == "gradient_clipping" and value == 0 and not isinstance(value, bool)
-        given.put(setting, None if off else value, path)
+        user_settings.put(setting, None if off else value, path)
 
 
-def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> None:
+def _read_shared(user_settings: UserSettings, params: Mapping[str, Any], algorithm: str) -> None:
     """Put ``lr`` and ``weight_decay`` into each half whose rate or decay no other key sets."""
     both_halves = algorithm != "adamw"
     if both_halves and "lr" in params and not matches_adamw(params.get("adjust_lr")):
-        if "adamw_lr" not in given.values and params["lr"] != AdamWConfig.lr:
-            given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
-        elif "lr" not in given.values and params["lr"] == AdamWConfig.lr:
-            given.remarks.append(
+        if "adamw_lr" not in user_settings.values and params["lr"] != AdamWConfig.lr:
+            user_settings.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
+        elif "lr" not in user_settings.values and params["lr"] == AdamWConfig.lr:
+            user_settings.remarks.append(
                 f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}; write "
                 'muon_lr, or adjust_lr = "match_rms_adamw", by which both have one rate'
             )
@@ -163,13 +164,13 @@ def _read_shared(given: Given, params: Mapping[str, Any], algorithm: str) -> Non
             continue
         path = f"{_PARAMS}.{key}"
         if not both_halves:
-            given.put(f"adamw_{key}", params[key], path)
+            user_settings.put(f"adamw_{key}", params[key], path)
             continue
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             value = MuonConfig.checked(key, params[key], path)  # checked even if both halves override it
             for setting in (key, f"adamw_{key}"):
-                if setting not in given.values:
-                    given.put(setting, value, path)
+                if setting not in user_settings.values:
+                    user_settings.put(setting, value, path)
 
 
 def _one_rate(path: str, value: object, remedy: str = "write a list of the two") -> str:
@@ -179,20 +180,20 @@ def _one_rate(path: str, value: object, remedy: str = "write a list of the two")
     )
 
 
-def _remark_on_defaults(given: Given, sizes: list[str], algorithm: str, optimizer: bool) -> None:
+def _remark_on_defaults(user_settings: UserSettings, sizes: list[str], algorithm: str, optimizer: bool) -> None:
     """Let vectors decay, as in DeepSpeed, and remark on absent settings whose default differs in DeepSpeed.
 
     `sizes`: the batch size keys that mark a config of DeepSpeed; `optimizer`: whether the config names an optimizer.
     """
-    if "adamw_decay_vectors" not in given.values:
-        given.values["adamw_decay_vectors"] = True
-        given.hints[:] = [hint for hint in given.hints if hint not in sizes]
-        given.remarks.append(
+    if "adamw_decay_vectors" not in user_settings.values:
+        user_settings.values["adamw_decay_vectors"] = True
+        user_settings.hints[:] = [hint for hint in user_settings.hints if hint not in sizes]
+        user_settings.remarks.append(
             f"{', '.join(sizes)}: how large batches are is for the loop to say; as in every config of DeepSpeed, "
             "norms, biases and other vectors decay too; write optimizer.params.adamw_decay_vectors, true or false"
         )
     if not optimizer:
-        given.remarks.append(
+        user_settings.remarks.append(
             "optimizer: this config has none, and DeepSpeed would take the one that is passed to its initialize; "
             'here it is Muon with its default rates; write optimizer.type, "Muon" or "AdamW", and rates'
         )
@@ -200,16 +201,16 @@ def _remark_on_defaults(given: Given, sizes: list[str], algorithm: str, optimize
     deltas = [
         f"{key} = {getattr(AdamWConfig, key)}, there {value}"
         for key, value in deepspeed_defaults.items()
-        if f"adamw_{key}" not in given.values
+        if f"adamw_{key}" not in user_settings.values
     ]
-    has_mistakes = any(error.field.startswith(_PARAMS) for error in given.mistakes.found)
+    has_mistakes = any(error.field.startswith(_PARAMS) for error in user_settings.mistakes.found)
     if algorithm == "adamw" and deltas and not has_mistakes:
-        given.remarks.append(
+        user_settings.remarks.append(
             f"optimizer.params: what is left out takes another default than in DeepSpeed: {'; '.join(deltas)}; write it"
         )
 
 
-def _read_offload(given: Given, keys: dict[str, Any]) -> None:
+def _read_offload(user_settings: UserSettings, keys: dict[str, Any]) -> None:
     """Merge DeepSpeed's three keys of optimizer offload into one, in `keys`; keys that are off become hints.
 
     The keys are ``offload_optimizer``, its predecessor ``cpu_offload``, and ``save_muon_momentum_buffer_in_memory``.
@@ -226,50 +227,50 @@ def _read_offload(given: Given, keys: dict[str, Any]) -> None:
     for path, check in ((optimizer, check_offload), (f"{at}offload_param", check_offload_param)):
         if path in keys and is_off(keys[path], heeded=("device",)):
             value = keys.pop(path)
-            with given.mistakes.collected():
+            with user_settings.mistakes.collected():
                 check(path, value if isinstance(value, Mapping) else {})  # raises about unknown keys
-            given.hints.append(path)
+            user_settings.hints.append(path)
     if momenta is not None and isinstance(value := keys.get(optimizer), Mapping):
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             keys[optimizer] = {**value, "momentum": not check_boolean(stay, momenta)}
     elif momenta is not None:
-        given.hints.append(stay)
+        user_settings.hints.append(stay)
 
 
-def _read_precision(given: Given, keys: Mapping[str, Any]) -> None:
+def _read_precision(user_settings: UserSettings, keys: Mapping[str, Any]) -> None:
     """Read bf16.enabled as param_dtype=bfloat16, and refuse fp16.enabled: the loop scales the loss."""
     fp16 = keys.get("fp16.enabled", False)
     if fp16 == "auto":  # the Trainer of Transformers fills in "auto"; without one, fp16 is off
-        given.hints.append("fp16.enabled")
+        user_settings.hints.append("fp16.enabled")
         fp16 = False
-    with given.mistakes.collected():
+    with user_settings.mistakes.collected():
         if check_boolean("fp16.enabled", fp16):
             problem = "scales the loss in DeepSpeed's engine, and here the loop does"
             scaler = 'torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
             raise config_error("fp16.enabled", True, problem, f'use "bf16": {{"enabled": true}}, or {scaler}')
     for path in ("bf16.enabled", "bfloat16.enabled"):
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             if check_boolean(path, keys.get(path, False)):
-                given.put("param_dtype", torch.bfloat16, path)
-            elif path in keys and given.values.get("param_dtype") is torch.bfloat16:
-                first = given.names["param_dtype"]
+                user_settings.put("param_dtype", torch.bfloat16, path)
+            elif path in keys and user_settings.values.get("param_dtype") is torch.bfloat16:
+                first = user_settings.names["param_dtype"]
                 raise config_error(path, False, f"contradicts {first} = torch.bfloat16", "keep one of the two")
 
 
-def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> ScheduleConfig | None:
+def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algorithm: str) -> ScheduleConfig | None:
     """Return the schedule; its peak rate (``kind.rate_key``) becomes the rate of the optimizer's halves."""
     name = keys.get("scheduler.type")
     if not name:
         return None
     if name not in [*SCHEDULES]:
         remedy = f"use one of {', '.join(SCHEDULES)}, or remove it and make one of torch.optim.lr_scheduler"
-        given.mistakes.add(config_error("scheduler.type", name, "is not a schedule that is built here", remedy))
+        user_settings.mistakes.add(config_error("scheduler.type", name, "is not a schedule that is built here", remedy))
         return None
     kind, prefix = SCHEDULES[name], "scheduler.params."
     source_params = {path.removeprefix(prefix): value for path, value in keys.items() if path.startswith(prefix)}
     params = {}
     for key, value in source_params.items():
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             known = parameters(kind)
             remedies = {key: f"remove it: there are {', '.join(known)}"}
             check_known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
@@ -282,12 +283,14 @@ def _read_scheduler(given: Given, keys: Mapping[str, Any], algorithm: str) -> Sc
     if kind.rate_key in params or kind.rate_key not in source_params:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
-            with given.mistakes.collected():
-                _put_rates(given, rates, prefix + kind.rate_key, algorithm, written=kind.rate_key in source_params)
-    return kind.read(params, given.mistakes, "scheduler.params")
+            with user_settings.mistakes.collected():
+                _put_rates(
+                    user_settings, rates, prefix + kind.rate_key, algorithm, written=kind.rate_key in source_params
+                )
+    return kind.read(params, user_settings.mistakes, "scheduler.params")
 
 
-def _put_rates(given: Given, value: object, path: str, algorithm: str, *, written: bool) -> None:
+def _put_rates(user_settings: UserSettings, value: object, path: str, algorithm: str, *, written: bool) -> None:
     """Overwrite the rates of the halves by that of a schedule, as in DeepSpeed.
 
     One number for halves with two different rates is an error. `written`: the config has the key, else `value` is
@@ -296,14 +299,14 @@ def _put_rates(given: Given, value: object, path: str, algorithm: str, *, writte
     rates = check_rates(path, value)
     muon, adamw = rates if isinstance(rates, tuple) else (rates, rates)
     if algorithm == "adamw":
-        given.values["adamw_lr"] = adamw
+        user_settings.values["adamw_lr"] = adamw
         return
-    rates_set = given.values.keys() & {"lr", "adamw_lr"}
+    rates_set = user_settings.values.keys() & {"lr", "adamw_lr"}
     if not isinstance(rates, tuple):
-        halves = [given.values.get("lr", MuonConfig.lr), given.values.get("adamw_lr", AdamWConfig.lr)]
+        halves = [user_settings.values.get("lr", MuonConfig.lr), user_settings.values.get("adamw_lr", AdamWConfig.lr)]
         if rates_set and halves[0] != halves[1]:
             problem = f"would be the rate of both halves, which are {halves[0]} for Muon and {halves[1]} for AdamW"
             raise config_error(path, value, problem, f"write {halves}, or remove the scheduler")
         if written and not rates_set:
-            given.remarks.append(_one_rate(path, rates))
-    given.values |= {"lr": muon, "adamw_lr": adamw}
+            user_settings.remarks.append(_one_rate(path, rates))
+    user_settings.values |= {"lr": muon, "adamw_lr": adamw}

@@ -59,11 +59,11 @@ __all__ = [
     "CompileConfig",
     "Config",
     "ExpertParallelConfig",
-    "Given",
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
     "SequenceParallelConfig",
+    "UserSettings",
     "ZeroConfig",
     "config_from_kwargs",
 ]
@@ -478,7 +478,7 @@ SETTINGS = ARGUMENTS | PARTS
 _OBJECTS = ("mesh", "norm_group", "weights", "init", "extensions")
 
 
-class Given:
+class UserSettings:
     """The settings of one source, keyword arguments or a config, with everything to report about them."""
 
     def __init__(self) -> None:
@@ -543,11 +543,11 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     >>> config_from_kwargs(lr=0.01, ns_steps=6, stage=3).muon.ns.steps
     6
     """
-    given = Given()
+    user_settings = UserSettings()
     for name, value in kwargs.items():
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             check_known(name, value, name, ARGUMENTS, "an argument of MuonZero", _OBJECTS, OF_OPTIMIZERS)
-            given.put(name, value, name)
-    config = given.best()
-    given.mistakes.raise_all()
+            user_settings.put(name, value, name)
+    config = user_settings.best()
+    user_settings.mistakes.raise_all()
     return config

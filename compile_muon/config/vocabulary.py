@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from compile_muon.config.checks import check_mapping, key_name, nearest
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
-from compile_muon.config.settings import ARGUMENTS, PARTS, Given
+from compile_muon.config.settings import ARGUMENTS, PARTS, UserSettings
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.methods import rates_of_methods
 
@@ -250,15 +250,15 @@ _EXAMPLES |= {"compile": "true", "zero_optimization": '{"stage": 2}'}
 _MAY_LACK = ("bf16", "bfloat16", "fp16", "scheduler")
 
 
-def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
-    """Return path -> value of all keys that are read; other keys become hints or mistakes of `given`."""
+def read_keys(user_settings: UserSettings, value: object, section: str = "") -> dict[str, Any]:
+    """Return path -> value of all keys that are read; other keys become hints or mistakes of `user_settings`."""
     if section == "compile" and isinstance(value, bool):
         return {"compile.enabled": value}
     if section in _MAY_LACK and (value is None or value is False):
-        given.hints.append(section)
+        user_settings.hints.append(section)
         return {}
     if not isinstance(value, Mapping):
-        with given.mistakes.collected():
+        with user_settings.mistakes.collected():
             old = section == "zero_optimization" and isinstance(value, bool)  # DeepSpeed takes true, which is stage 1
             example = f'{{"stage": {value:d}}}' if old else _EXAMPLES.get(section, "{...}")
             check_mapping(section, value, example)
@@ -266,23 +266,23 @@ def read_keys(given: Given, value: object, section: str = "") -> dict[str, Any]:
     if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # keys of a foreign schedule are unknown here
         if value.get("type"):
             return {"scheduler.type": value["type"]}
-        given.hints.append(section)
+        user_settings.hints.append(section)
         return {}
     values, unknown = dict[str, Any](), []
     for key, entry in value.items():
         path = full_name(section, key_name(key))
         if key in SECTIONS[section]:
-            values |= read_keys(given, entry, path) if path in SECTIONS else {path: entry}
+            values |= read_keys(user_settings, entry, path) if path in SECTIONS else {path: entry}
         elif key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
-            given.hints.append(path)
+            user_settings.hints.append(path)
         elif path not in FOREIGN:
             unknown.append(key)
         elif error := refusal(path, entry):
-            given.mistakes.add(error)
+            user_settings.mistakes.add(error)
         else:
-            given.hints.append(path)
+            user_settings.hints.append(path)
     for error in _unknown(section, unknown, value):
-        given.mistakes.add(error)
+        user_settings.mistakes.add(error)
     if section == "compile" and "compile.deepcompile" not in values:
         values.setdefault("compile.enabled", True)
     return values

@@ -24,8 +24,8 @@ from compile_muon.engine.pieces import (
 )
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import ROWS, ProvideStates, StateRequest
-from compile_muon.engine.trained import Trained
-from compile_muon.engine.written import are_first, gradient_of, round_masters, unless, weight_of
+from compile_muon.engine.trained import OptimizerState
+from compile_muon.engine.written import are_first, gradient_of, restore_if_found_inf, round_masters, weight_of
 from compile_muon.kernels import Averages, average, muon_apply
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece
 from compile_muon.passes.methods.method import STEP
@@ -34,7 +34,7 @@ __all__ = ["Prepared", "advance", "commit", "commit_states", "commit_weights"]
 
 
 def commit(
-    trained: Trained,
+    trained: OptimizerState,
     made: Directions,
     fetches: Mapping[ShardedParam, int],
     found_inf: Tensor | None = None,
@@ -51,10 +51,10 @@ def commit(
         method, params = trained.method(group), trained.with_gradient(group)
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            directions = {sharded: made.found.pop(sharded.name) for sharded in params}
+            directions = {sharded: made.tensors.pop(sharded.name) for sharded in params}
             new_states = {sharded: made.states.pop(sharded.name) for sharded in params if sharded.name in made.states}
             if method.has(STEP.name) and params:
-                own_rates = {**own_rates, STEP.name: params[0].hyper[2 + method.given.index(STEP.name)]}
+                own_rates = {**own_rates, STEP.name: params[0].graph_scalars[2 + method.graph_rates.index(STEP.name)]}
             if params and params[0].now.muon_settings.phase in method.idle:
                 own_rates = {**own_rates, "weight_decay": 0.0}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
@@ -128,12 +128,12 @@ def commit_states(
             for sharded, new in group.states.items():
                 old_states = states_at_owner(sharded, rows[sharded]) if sharded in rows else []
                 for old, own in zip(old_states, new, strict=False):
-                    with unless(found_inf, [old]):
+                    with restore_if_found_inf(found_inf, [old]):
                         old.copy_(own)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in rows.items() if "momentum_buffer" in row}
             if not momenta:
                 continue
-            with unless(found_inf, list(momenta.values())):
+            with restore_if_found_inf(found_inf, list(momenta.values())):
                 projected_grads = {sharded: projected.gradient for sharded, projected in group.projected.items()}
                 grads = [projected_grads[a] if a in projected_grads else gradient_of(a, rows[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]

@@ -37,7 +37,7 @@ class Facts:
     wanted: frozenset[str] = frozenset()  # matrices with a gradient
     limit: float | None = None  # ``gradient_clipping``
     # Matrices whose direction every rank has from backward, made from the gradient that it has.
-    held: frozenset[str] = frozenset()
+    speculated: frozenset[str] = frozenset()
     anywhere: frozenset[str] = frozenset()  # matrices of which some rank may have a gradient
     # Squared norm of each gradient; empty, as all below, until the checks are read.
     gradients: Mapping[str, float] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def mode_of(facts: Facts, *, speculating: bool, later: bool, together: bool) -> 
     if not speculating:
         return Mode.AT_ONCE_LATER if later else Mode.AT_ONCE
     # A limit, or a direction to be made, needs the checks before the step goes on.
-    return Mode.LATER if later and facts.limit is None and facts.wanted <= facts.held else Mode.IN_STEP
+    return Mode.LATER if later and facts.limit is None and facts.wanted <= facts.speculated else Mode.IN_STEP
 
 
 def decide(facts: Facts, mode: Mode) -> Decision:
@@ -99,6 +99,6 @@ def decide(facts: Facts, mode: Mode) -> Decision:
         return Decision(facts.limit is not None, frozenset(), facts.anywhere, not mode.later, facts.wrong(()))
     # Newton-Schulz ignores scale up to its eps, but momentum mixes gradients: once the gradient is clipped, the
     # direction made of the unscaled one is wrong.
-    use = frozenset[str]() if facts.clipped else facts.held & facts.wanted
+    use = frozenset[str]() if facts.clipped else facts.speculated & facts.wanted
     make = facts.wanted - use
     return Decision(facts.clipped, use, make, bool(make), facts.wrong(use))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from compile_muon.engine.decision import Decision
-from compile_muon.engine.facts import Begun
+from compile_muon.engine.facts import StepContext
 from compile_muon.engine.finite import directions_not_finite
 from compile_muon.engine.owner_states import states_at_owner
-from compile_muon.engine.projected import Projected, project
+from compile_muon.engine.projected import ProjectedGrad, project
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.collectives import Traffic
 
 __all__ = ["Directions", "fetches_of", "make", "note"]
@@ -24,13 +24,13 @@ __all__ = ["Directions", "fetches_of", "make", "note"]
 class Directions:
     """The directions of all matrices with a gradient, and results of making them."""
 
-    found: dict[str, Tensor]  # by name, each of its shard's shape in the dtype of Newton-Schulz
+    tensors: dict[str, Tensor]  # by name, each of its shard's shape in the dtype of Newton-Schulz
     states: dict[str, Sequence[Tensor]] = field(default_factory=dict)  # new states at owners, by name
-    projected: dict[str, Projected] = field(default_factory=dict)  # of matrices whose methods project gradients
+    projected: dict[str, ProjectedGrad] = field(default_factory=dict)  # of matrices whose methods project gradients
     traffic: Traffic = field(default_factory=Traffic)  # sent for the directions made here
 
 
-def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Directions:
+def make(trained: OptimizerState, begun: StepContext, decision: Decision, norm: Tensor) -> Directions:
     """Make the directions that the decision asks for, all in one step graph, without waiting. Their finiteness joins
     the checks.
 
@@ -69,12 +69,12 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
     return Directions(directions, new_states, projected, traffic)
 
 
-def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:
+def _states(trained: OptimizerState, sharded: ShardedParam) -> list[Tensor]:
     """Return this rank's states at owners."""
     return states_at_owner(sharded, trained.optimizer.state[sharded.param])
 
 
-def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[ShardedParam, int]:
+def fetches_of(trained: OptimizerState, begun: StepContext, decision: Decision) -> Mapping[ShardedParam, int]:
     """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
     if trained.state_provider.all_resident:
         return {}
@@ -82,7 +82,7 @@ def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Sh
     return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}
 
 
-def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -> None:
+def note(trained: OptimizerState, begun: StepContext, decision: Decision, *, clipped: bool) -> None:
     """Record which directions of backward were used or discarded. ``clipped``: the norm is known to be over the
     limit."""
     for sharded in begun.candidates:
@@ -95,7 +95,7 @@ def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -
         sharded.speculations.note_norm(under_limit=not clipped)
 
 
-def _clip(trained: Trained, norm: Tensor) -> None:
+def _clip(trained: OptimizerState, norm: Tensor) -> None:
     """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1, without waiting."""
     limit = trained.config.zero.gradient_clipping
     gradients = [a.local_grad for a in (*trained.muon, *trained.rest) if a.grad is not None]

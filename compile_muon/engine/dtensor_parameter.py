@@ -206,9 +206,9 @@ def _made_whole(value: Any) -> bool:
     partial = isinstance(value, ShardedParameter) and any(place.is_partial() for place in value.placements)
     if partial:
         places = [Replicate() if place.is_partial() else place for place in value.placements]
-        whole = _as_dtensor(value).detach().redistribute(placements=places)
+        unsharded = _as_dtensor(value).detach().redistribute(placements=places)
         for name in ("_local_tensor", "_spec"):
-            setattr(value, name, getattr(whole, name))
+            setattr(value, name, getattr(unsharded, name))
     return partial
 
 
@@ -224,9 +224,9 @@ class _Divided(torch.autograd.Function):
     """The identity, whose gradient is divided."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, divisor: int) -> Tensor:
+    def forward(ctx: Any, unsharded: Tensor, divisor: int) -> Tensor:
         ctx.divisor = divisor
-        return whole.view_as(whole)
+        return unsharded.view_as(unsharded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -322,7 +322,7 @@ def _tell_of_pickling(tensor: ShardedParameter) -> None:
         f"{tensor.origin[0]}: is pickled (torch.save, say) as a shard: the file holds the rows of rank "
         f"{torch.distributed.get_rank()} and no others; save whole weights with full_state_dict(model) or "
         "save_pretrained(model, folder), and a run with a Checkpointer, on all ranks",
-        own=True,
+        this_rank=True,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import GRADIENT, ROWS
-from compile_muon.engine.written import gradient_of, round_masters, unless, weight_of
+from compile_muon.engine.written import gradient_of, restore_if_found_inf, round_masters, weight_of
 from compile_muon.passes.methods import ElementMethod
 
 __all__ = ["commit_elements"]
@@ -49,7 +49,7 @@ def commit_elements(
     restored = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
     decay = rates.get("weight_decay", 0.0) if rates.get("cautious_decay", False) else 0.0
     cautious = isinstance(decay, Tensor) or decay != 0  # a CUDA graph may get another decay
-    with unless(found_inf if restored else None, restored):
+    with restore_if_found_inf(found_inf if restored else None, restored):
         old_params = [param.clone() for param in params] if cautious else []
         step_rates = {**rates, "weight_decay": 0.0} if cautious else rates
         grads = [gradient_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]

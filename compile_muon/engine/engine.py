@@ -43,7 +43,7 @@ class Engine:
     mesh: Mesh | None  # None for one process
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
     extensions: Sequence[object]  # each a :class:`~compile_muon.Extension`
-    hyper: Tensor  # ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group
+    graph_scalars: Tensor  # ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group
     compares: bool  # whether there are other ranks to compare with
     meeting: Ranks | None = None  # shared by all checkpointers: a process group has threads and is never freed
 
@@ -64,7 +64,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """The device of parameters and collectives."""
-        return self.hyper.device
+        return self.graph_scalars.device
 
     @property
     def status(self) -> RankStatus:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.hooks import Hooks
-from compile_muon.engine.peers import Peers
+from compile_muon.engine.peers import NormGroup
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step_checks import StepChecks
@@ -40,8 +40,8 @@ class Extension:
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
         state_provider: keeps states that are not resident, see
             :class:`~compile_muon.engine.state_provider.StateProvider`. At most one extension has one.
-        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.Peers`. At most one
-            extension has them.
+        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.NormGroup`. At most
+            one extension has them.
         unrecorded: why a step is in no CUDA graph. Set it to None if :meth:`facts` and :meth:`after_commit` only launch
             kernels, on tensors that keep their addresses: a replayed graph calls no Python.
     """
@@ -49,7 +49,7 @@ class Extension:
     engine: Engine
     dynamo_passes: Sequence[GraphPass] = ()
     state_provider: StateProvider | None = None
-    peers: Peers | None = None
+    peers: NormGroup | None = None
     unrecorded: str | None = "an extension may ask the host"
 
     def attach(self, engine: Engine) -> None:
@@ -66,12 +66,12 @@ class Extension:
             integers: its tensor inputs that are not floating point, such as token ids.
         """
 
-    def told(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
+    def notify(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
         """Receive ``facts`` that an op in a graph has found about a parameter.
 
         Args:
             what: kind of the facts, on which the op and its extension agree, see
-                :meth:`~compile_muon.passes.language.holder.Holder.tell`.
+                :meth:`~compile_muon.passes.language.holder.Holder.notify`.
         """
 
     def dropped(self, sharded: ShardedParam) -> None:
@@ -156,7 +156,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     return Hooks(
         dynamo_passes=tuple(each for extension in extensions for each in extension.dynamo_passes),
         state_provider=next((kept for kept in providers if kept is not None), StateProvider()),
-        peers=next((each.peers for each in extensions if each.peers is not None), Peers()),
+        peers=next((each.peers for each in extensions if each.peers is not None), NormGroup()),
         unrecorded=next((each.unrecorded for each in in_steps if each.unrecorded is not None), None),
         **calls,
     )

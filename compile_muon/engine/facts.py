@@ -12,26 +12,26 @@ from torch import Tensor
 from compile_muon.engine.decision import Decision, Facts, Mode, mode_of
 from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.ledger import Ledger
-from compile_muon.engine.recorded import Given
+from compile_muon.engine.recorded import StepInputs
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step_agreement import Agreement, Copies
 from compile_muon.engine.step_checks import StepChecks
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.norms import not_finite
 
-__all__ = ["Begun", "agreement", "asked", "begin", "measure", "read", "told"]
+__all__ = ["StepContext", "add_device_checks", "agreement", "begin", "host_checks", "measure", "read"]
 
 #: directions from backward, by name of the parameter
 Ready = Mapping[str, Speculation]
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class StepContext:
     """A begun step, before the device has answered."""
 
     mode: Mode  # how the step goes on
@@ -49,7 +49,7 @@ class Begun:
         return {name: made for name, made in self.ready.items() if name in decision.use}
 
 
-def begin(trained: Trained) -> Begun:
+def begin(trained: OptimizerState) -> StepContext:
     """Gather the facts of the host, after making gradients whole and taking up users' edits of states and rates.
 
     UnsupportedModelError (see :class:`~compile_muon.MuonZero`) is raised on all ranks once they have met; LedgerError
@@ -77,29 +77,29 @@ def begin(trained: Trained) -> Begun:
     together = not ledger.hooks.peers.alone
     mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, together=together)
     ready_used = {} if mode.at_once else ready
-    checks = told(trained, own_agreement, rates, ready_used, problem)
-    return Begun(mode, facts, checks, own_agreement, muon, rest, candidates, ready_used)
+    checks = host_checks(trained, own_agreement, rates, ready_used, problem)
+    return StepContext(mode, facts, checks, own_agreement, muon, rest, candidates, ready_used)
 
 
-def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tensor:
+def measure(trained: OptimizerState, begun: StepContext, inputs: StepInputs | None = None) -> Tensor:
     """Launch the device's checks and sum them over the ranks, without waiting; return the norm of all gradients, 0-dim
-    fp32 on the device. ``given``: the host's facts on the device; None copies them there."""
-    asked(trained, begun.checks, begun.agreement, begun.ready)
-    begun.checks.reduce(None if given is None else given.facts)
+    fp32 on the device. ``inputs``: the host's facts on the device; None copies them there."""
+    add_device_checks(trained, begun.checks, begun.agreement, begun.ready)
+    begun.checks.reduce(None if inputs is None else inputs.facts)
     return begun.checks.total("gradient").sqrt().float()
 
 
-def read(trained: Trained, checks: StepChecks, known: Facts) -> Facts:
+def read(trained: OptimizerState, checks: StepChecks, known: Facts) -> Facts:
     """Wait for the device, once; return ``known`` with the facts of all ranks."""
     with trained.ledger.range("step wait"):
         checks.wait()
-    held = checks.held() if trained.ledger.speculating else frozenset[str]()
+    speculated = checks.speculated() if trained.ledger.speculating else frozenset[str]()
     gradients, directions = checks.numbers("gradient"), frozenset(checks.names("direction"))
-    return replace(known, held=held, gradients=gradients, spoiled=checks.spoiled(), directions=directions)
+    return replace(known, speculated=speculated, gradients=gradients, spoiled=checks.spoiled(), directions=directions)
 
 
-def told(
-    trained: Trained,
+def host_checks(
+    trained: OptimizerState,
     agreement: Agreement | None,
     rates: Mapping[str, Any],
     ready: Ready,
@@ -115,7 +115,7 @@ def told(
     return checks
 
 
-def asked(trained: Trained, checks: StepChecks, agreement: Agreement | None, ready: Ready) -> None:
+def add_device_checks(trained: OptimizerState, checks: StepChecks, agreement: Agreement | None, ready: Ready) -> None:
     """Add the numbers that the device computes."""
     checks.add_gradients([*trained.muon, *trained.rest], ready)
     states_of_kind: dict[str, dict[ShardedParam, Tensor]] = {}  # by kind, over all groups, for few launches
@@ -149,7 +149,7 @@ def _not_finite(provider: StateProvider, label: str, states: Mapping[ShardedPara
     return torch.stack([all_flags[a] for a in states])
 
 
-def agreement(trained: Trained, rates: Mapping[str, Any]) -> Agreement:
+def agreement(trained: OptimizerState, rates: Mapping[str, Any]) -> Agreement:
     """Return this rank's half of the step's agreement."""
     scalars = {name: rate for name, rate in rates.items() if isinstance(rate, Tensor)}
     settings = {name: repr(rate) for name, rate in rates.items() if name not in scalars}
@@ -173,7 +173,7 @@ def _whole_gradients(ledger: Ledger) -> None:
         sharded.sums.close()
 
 
-def _model_problem(trained: Trained) -> UnsupportedModelError | None:
+def _model_problem(trained: OptimizerState) -> UnsupportedModelError | None:
     """Return the error of an unsupported model, for all ranks to raise once they have met; a single process raises at
     once."""
     try:

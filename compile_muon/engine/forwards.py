@@ -38,13 +38,13 @@ class Forwards(threading.local):
         with gradients on."""
         return self.depth > 0 or (current_backward() >= 0 and torch.is_grad_enabled())
 
-    def note(self, name: str, whole: Tensor) -> None:
+    def note(self, name: str, unsharded: Tensor) -> None:
         """Note the read of a gathered copy of the weight ``name``."""
-        if not self.depth or whole.is_inference() or not has_memory(whole):
+        if not self.depth or unsharded.is_inference() or not has_memory(unsharded):
             return
         with unobserved():  # selective checkpointing would count these operators
-            counter = whole.detach()  # shares the edit count
-            counter.data = whole.new_empty(0)
+            counter = unsharded.detach()  # shares the edit count
+            counter.data = unsharded.new_empty(0)
         self.read.append((name, counter, counter._version))
 
     def __enter__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from compile_muon.engine.peers import Peers
+from compile_muon.engine.peers import NormGroup
 from compile_muon.engine.state_provider import StateProvider
 from compile_muon.passes import GraphPass
 
@@ -25,7 +25,7 @@ class Hooks:
 
     dynamo_passes: tuple[GraphPass, ...] = ()  # of all extensions
     before_forward: tuple[Callable[[frozenset[str], Sequence[Tensor]], None], ...] = ()
-    told: tuple[Callable[..., None], ...] = ()
+    notify: tuple[Callable[..., None], ...] = ()
     dropped: tuple[Callable[[ShardedParam], None], ...] = ()
     before_step: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
@@ -37,5 +37,5 @@ class Hooks:
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
     state_provider: StateProvider = field(default_factory=StateProvider)  # the default one keeps all states resident
-    peers: Peers = field(default_factory=Peers)  # the default ones are none
+    peers: NormGroup = field(default_factory=NormGroup)  # the default ones are none
     unrecorded: str | None = None  # why no step is in a CUDA graph; None if steps may be

@@ -98,7 +98,8 @@ class Ledger:
     gathers: tuple[Any, Any] | None = None  # key and gathers of the latest refresh, see :mod:`.resident`
     left: int = 0  # most bytes that a backward graph frees by its end (``PassContext.left``): room for step graphs
     forwards: Forwards = field(default_factory=Forwards)  # running forwards of the model
-    whole: set[str] = field(default_factory=set)  # parameters that are plain and whole at present (``full_parameters``)
+    # parameters that are plain and whole at present (``full_parameters``)
+    unsharded: set[str] = field(default_factory=set)
     _expected: int | None = None  # backward calls of a step, going by the last one or the declared number
     _warned: set[str] = field(default_factory=set)  # kinds of warnings already given
 

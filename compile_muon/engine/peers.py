@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from compile_muon.engine.decision import Facts
 
-__all__ = ["Peers"]
+__all__ = ["NormGroup"]
 
 
-class Peers:
+class NormGroup:
     """The peers of an optimizer: none. A subclass overrides the methods, whose results are equal on all peers."""
 
     alone = True  # no peers: ``confer`` need not be called

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.projected import Projected, exact_weights, over_whole_rows
+from compile_muon.engine.projected import ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import ProvideStates
-from compile_muon.engine.written import gradient_of, in_rows, unless, weight_of
+from compile_muon.engine.written import gradient_of, in_rows, restore_if_found_inf, weight_of
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.views import Part as ViewPart
 from compile_muon.passes.methods import After, MatrixMethod, Piece, State, matrix_method
@@ -44,7 +44,7 @@ class Matrices:
     scale: Callable[[int, int], float]  # ``(rows, cols)`` -> factor on the learning rate
     states: Mapping[ShardedParam, Sequence[Tensor]] = field(default_factory=dict)  # new states at owners
     # In place of gradients, where the method projects them.
-    projected: Mapping[ShardedParam, Projected] = field(default_factory=dict)
+    projected: Mapping[ShardedParam, ProjectedGrad] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -139,7 +139,7 @@ def make_pieces(
         pieces.append((part, replace(piece, states={}), replace(after, states={})))
         states_named = {state.name: state for state in part.group.method.states}
         state_tensors = {name: part.state(states_named[name], states[part.sharded]) for name in after.states}
-        with unless(found_inf, list(state_tensors.values())):
+        with restore_if_found_inf(found_inf, list(state_tensors.values())):
             for name, new in after.states.items():
                 state_tensors[name].copy_(new)
     return pieces
@@ -183,7 +183,7 @@ def write_piece(
 ) -> None:
     """Write ``keep * weight + move * direction`` to the piece's rows of ``weight``."""
     group = part.group
-    with in_rows(weight) as rows, unless(found_inf, [rows]):
+    with in_rows(weight) as rows, restore_if_found_inf(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
         keep, move = _factors(group, piece, None if facts is None else facts[part.numbers])
         keep = keep if after.keep is None else after.keep

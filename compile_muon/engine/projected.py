@@ -12,16 +12,16 @@ from torch import Tensor
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import MASTER, ProvideStates, StateRequest
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method
 from compile_muon.passes.torch_private import group_named
 
-__all__ = ["Projected", "exact_weights", "over_whole_rows", "project"]
+__all__ = ["ProjectedGrad", "exact_weights", "over_whole_rows", "project"]
 
 
 @dataclass(frozen=True)
-class Projected:
+class ProjectedGrad:
     """The projected gradient of a shard."""
 
     gradient: Tensor  # like the shard, in the dtype of states
@@ -68,13 +68,16 @@ def exact_weights(
         yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(own, states, strict=True))
 
 
-def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> dict[str, Projected]:
+def project(
+    trained: OptimizerState, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]
+) -> dict[str, ProjectedGrad]:
     """Return by name the projected gradients of those matrices whose methods project, computed with the weights the
     step will write. ``sharded_params`` is equal on all ranks; ``grads`` are zeros where a shard has none."""
     pairs = zip(sharded_params, grads, strict=True)
     grad_of = {a: grad.contiguous() for a, grad in pairs if _method(a).project is not None}
     projected_of = {
-        a: Projected(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), []) for a, grad in grad_of.items()
+        a: ProjectedGrad(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), [])
+        for a, grad in grad_of.items()
     }
     cut = [sharded for sharded in grad_of if sharded.spec.cut_in_columns]
 
@@ -101,7 +104,7 @@ def _method(sharded: ShardedParam) -> MatrixMethod:
     return matrix_method(sharded.spec.muon_settings.method)
 
 
-def _pieces(trained: Trained, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
+def _pieces(trained: OptimizerState, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
     """Return the pieces for ``project``, without sums."""
     slots, device = trained.optimizer.state[sharded.param], grad.device
     wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)

@@ -24,13 +24,13 @@ from compile_muon.engine.pinned import pinned_numbers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.step_checks import StepChecks
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import warn_user
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM, STEP
 
-__all__ = ["Given", "Launch", "Launched", "Recorded"]
+__all__ = ["Launch", "StepGraphCache", "StepInputs", "StepResult"]
 
 #: most graphs kept; a new one replaces the least recently replayed, if that was more than ``_PATIENCE`` steps ago
 _MOST = 8
@@ -39,7 +39,7 @@ _PATIENCE = 16
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInputs:
     """The numbers in which steps of one kind differ, on the device."""
 
     numbers: Tensor  # fp64: facts of the host, then rates
@@ -58,7 +58,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Launched:
+class StepResult:
     """Results of a step's launches."""
 
     checks: StepChecks  # reduced
@@ -66,8 +66,8 @@ class Launched:
     traffic: Traffic  # sent by one step
 
 
-#: launches a step; with None in place of ``Given`` where steps are never recorded
-Launch = Callable[[Given | None], Launched]
+#: launches a step; with None in place of ``StepInputs`` where steps are never recorded
+Launch = Callable[[StepInputs | None], StepResult]
 
 
 @dataclass(eq=False)
@@ -75,9 +75,9 @@ class _Recording:
     """One CUDA graph."""
 
     replay: Callable[[], None]
-    given: Given  # read by the graph
-    values: list[float]  # the numbers in ``given`` at present
-    launched: Launched  # written by the graph
+    inputs: StepInputs  # read by the graph
+    values: list[float]  # the numbers in ``inputs`` at present
+    launched: StepResult  # written by the graph
     written: list[Tensor]  # parameters, states and resident weights it writes
     resident: list[ShardedParam]  # parameters whose resident weights it gathers
     reads: list[Tensor]  # references that keep addresses taken
@@ -86,7 +86,7 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class Recorded:
+class StepGraphCache:
     """The CUDA graphs of one optimizer's steps."""
 
     #: address of a tensor; called for about six tensors per parameter in every step; tests replace it
@@ -102,7 +102,7 @@ class Recorded:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def left_out(self, step: Trained) -> str | None:
+    def left_out(self, step: OptimizerState) -> str | None:
         """Return why no step of this optimizer is recorded; None if steps are."""
         config = step.config
         if step.ledger.hooks.unrecorded is not None:
@@ -120,15 +120,15 @@ class Recorded:
         return self.gave_up
 
     @staticmethod
-    def launched(step: Trained) -> str | None:
+    def launched(step: OptimizerState) -> str | None:
         """Return which phases of methods are never recorded, where other steps are; None if all may be."""
         methods = {method.name: method for group in step.optimizer.param_groups if (method := step.method(group))}
         phases = [(n, m.launched) for n, m in methods.items() if isinstance(m, MatrixMethod) and m.launched]
         return "; ".join(f"{', '.join(map(repr, names))} of method {name!r}" for name, names in phases) or None
 
     def run(
-        self, step: Trained, launch: Launch, checks: StepChecks, used: Mapping[str, Speculation] | None
-    ) -> Launched:
+        self, step: OptimizerState, launch: Launch, checks: StepChecks, used: Mapping[str, Speculation] | None
+    ) -> StepResult:
         """Launch or replay a step, and send its results to the host.
 
         ``checks`` holds the facts of the host. ``used`` holds the directions of backward that the step takes; None if
@@ -150,11 +150,11 @@ class Recorded:
         kind = None if used is None or _must_be_launched(step) else self._kind(step, used)
         recording = None if kind is None else self._recordings.get(kind)
         if recording is None and kind is not None and kind in self._seen and self._has_room():
-            recording = self._record(step, launch, self._given(step, values, len(facts), places), values)
+            recording = self._record(step, launch, self._step_inputs(step, values, len(facts), places), values)
             self._recordings[kind] = recording
         if recording is None:
             self._miss(kind)
-            results = launch(self._given(step, values, len(facts), places))
+            results = launch(self._step_inputs(step, values, len(facts), places))
         else:
             self._missed, recording.used = 0, self._steps
             results = self._replay(recording, values, checks)
@@ -169,9 +169,11 @@ class Recorded:
         self._seen.clear()
         self._pool = None
 
-    def _given(self, step: Trained, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]) -> Given:
+    def _step_inputs(
+        self, step: OptimizerState, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]
+    ) -> StepInputs:
         numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
-        return Given(numbers, facts, places)
+        return StepInputs(numbers, facts, places)
 
     def _has_room(self) -> bool:
         """Return whether one more graph may be kept, after dropping one that has not been replayed lately."""
@@ -199,20 +201,20 @@ class Recorded:
                 "the host longer"
             )
 
-    def _record(self, step: Trained, launch: Launch, given: Given, values: list[float]) -> _Recording:
+    def _record(self, step: OptimizerState, launch: Launch, inputs: StepInputs, values: list[float]) -> _Recording:
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         # NCCL's watchdog thread queries events during capture, which the default mode, "global", forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            launched = launch(given)
-        return self.recording(step, graph.replay, given, values, launched, graph.reset)
+            launched = launch(inputs)
+        return self.recording(step, graph.replay, inputs, values, launched, graph.reset)
 
     @staticmethod
     def recording(
-        step: Trained,
+        step: OptimizerState,
         replay: Callable[[], None],
-        given: Given,
+        inputs: StepInputs,
         values: list[float],
-        launched: Launched,
+        launched: StepResult,
         release: Callable[[], None],
     ) -> _Recording:
         """Return a recording with the tensors that the host must account for after a replay."""
@@ -221,12 +223,12 @@ class Recorded:
         states = [local_tensor(x) for sharded in sharded_params for x in step.optimizer.state[sharded.param].values()]
         written = [*(sharded.local.detach() for sharded in sharded_params), *states]
         written += [sharded.resident.detach() for sharded in resident if sharded.resident is not None]
-        hypers = [sharded.hyper for sharded in step.muon]
-        return _Recording(replay, given, values, launched, written, resident, [*written, *hypers], release)
+        all_graph_scalars = [sharded.graph_scalars for sharded in step.muon]
+        return _Recording(replay, inputs, values, launched, written, resident, [*written, *all_graph_scalars], release)
 
-    def _replay(self, recording: _Recording, values: list[float], checks: StepChecks) -> Launched:
+    def _replay(self, recording: _Recording, values: list[float], checks: StepChecks) -> StepResult:
         if values != recording.values:
-            numbers = recording.given.numbers
+            numbers = recording.inputs.numbers
             numbers.copy_(pinned_numbers(values, numbers.dtype, numbers.device), non_blocking=True)
             recording.values = values
         recording.replay()
@@ -235,13 +237,13 @@ class Recorded:
             sharded.note_refreshed()
         results = recording.launched
         # The next replay overwrites the norm, which users keep.
-        return Launched(results.checks.again(checks.step, checks.refusal), results.norm.clone(), results.traffic)
+        return StepResult(results.checks.again(checks.step, checks.refusal), results.norm.clone(), results.traffic)
 
-    def _kind(self, step: Trained, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
+    def _kind(self, step: OptimizerState, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
         """Return the key on which two steps must agree to share a graph."""
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
-            method, device_rates = step.method(group), _given(step.method(group))
+            method, device_rates = step.method(group), _device_rates(step.method(group))
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in device_rates]
         address, states = self.address, step.optimizer.state
         for sharded in (*step.muon, *step.rest):
@@ -258,7 +260,7 @@ class Recorded:
         return tuple(kind)
 
 
-def _must_be_launched(step: Trained) -> bool:
+def _must_be_launched(step: OptimizerState) -> bool:
     """Return whether the step's phase has a method that waits for the host."""
     for group in step.optimizer.param_groups:
         method = step.method(group)
@@ -275,10 +277,10 @@ def _moving(method: Method) -> tuple[str, ...]:
     return tuple(name for name in moving if method.has(name) and name not in method.constants)
 
 
-def _given(method: Method) -> tuple[str, ...]:
-    """Return the rates that no launch holds as a number: :func:`_moving`, and tensors in ``hyper`` that no write reads
-    as numbers."""
+def _device_rates(method: Method) -> tuple[str, ...]:
+    """Return the rates that no launch holds as a number: :func:`_moving`, and tensors in ``graph_scalars`` that no
+    write reads as numbers."""
     if not isinstance(method, MatrixMethod):
         return _moving(method)
     writes = method.after or method.advance or method.finish
-    return (*_moving(method), *(name for name in method.given if not writes or name == STEP.name))
+    return (*_moving(method), *(name for name in method.graph_rates if not writes or name == STEP.name))

@@ -13,7 +13,7 @@ from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.engine.ledger import Counters, Ledger
 from compile_muon.engine.step_agreement import Agreement
 from compile_muon.engine.step_checks import StepChecks
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import LedgerError, NonFiniteError, listed
 from compile_muon.passes.norms import not_finite
 from compile_muon.progress import is_first_rank
@@ -27,7 +27,7 @@ _log = logging.getLogger("compile_muon")
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 
 
-def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement | None) -> None:
+def check_agreement(trained: OptimizerState, checks: StepChecks, agreement: Agreement | None) -> None:
     """Raise on every rank if one rank refuses the step or differs from the others; nothing has been written."""
     if trained.group is None:
         return
@@ -56,7 +56,7 @@ def check_agreement(trained: Trained, checks: StepChecks, agreement: Agreement |
             )
 
 
-def refused(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
+def refused(trained: OptimizerState, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
     """Raise for, or skip, a step that would write ``wrong`` (names by kind) non-finite numbers; nothing has been
     written. ``later``: its gradients may be gone."""
     others = trained.ledger.hooks.peers.elsewhere()
@@ -100,7 +100,7 @@ def _tell_number(counters: Counters) -> None:
     _log.warning(f"steps skipped for inf or nan (nonfinite='skip'): {counters.skipped}")
 
 
-def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool) -> str:
+def _named(trained: OptimizerState, checks: StepChecks, wrong: dict[str, list[str]], *, later: bool) -> str:
     """Return the non-finite tensors and their ranks in words; collective."""
     value, large = "inf or nan", frozenset[str]()
     squares = checks.numbers("gradient")
@@ -128,7 +128,7 @@ def _named(trained: Trained, checks: StepChecks, wrong: dict[str, list[str]], *,
     return "; ".join(filter(None, parts)) + where + trained.ledger.hooks.peers.here()
 
 
-def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set[str]]:
+def _spoiled(trained: OptimizerState, names: Sequence[str], together: bool) -> list[set[str]]:
     """Return for each rank the names, of these, whose momentum is not finite, which explains the direction. Collective
     if ``together``; else of this rank alone."""
     resident = [a for a in trained.muon if a.name in names and a.momentum.numel()]
@@ -137,7 +137,7 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
     return _of_ranks(trained, mine, together=together and bool(names))
 
 
-def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
+def _finite(trained: OptimizerState, names: Sequence[str]) -> frozenset[str]:
     """Return the names of these gradients that hold no inf on any rank; collective."""
     named = {sharded.name: sharded for sharded in (*trained.muon, *trained.rest)}
     with_gradient = [name for name in names if named[name].grad is not None]
@@ -145,6 +145,6 @@ def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
     return frozenset(names).difference(*_of_ranks(trained, infinite, together=trained.compares))
 
 
-def _of_ranks(trained: Trained, mine: set[str], *, together: bool) -> list[set[str]]:
+def _of_ranks(trained: OptimizerState, mine: set[str], *, together: bool) -> list[set[str]]:
     """Return the names of every rank, collectively, or of this rank alone unless ``together``."""
     return gather_objects(mine, trained.group) if together and trained.group is not None else [mine]

@@ -5,9 +5,10 @@ Tensors of a sharded parameter, and who may write each:
 local             master shard: ``step()``, and users between steps, whose edits :func:`.edits_of` counts
 resident          weight in compute dtype, whole or a slice: a refresh alone. Where compute and master dtype are the
                   same, ``local`` is a view of its rows
-momentum          like ``local``, or empty: ``step()``, and ``Trained.own_momenta`` with a state that users loaded
+momentum          like ``local``, or empty: ``step()``, and ``OptimizerState.own_momenta`` with a state that users
+                  loaded
 momentum_buffer   the memory of ``momentum``, as ``optimizer.state`` has it
-hyper             scalars: ``Trained.sync_momentum``
+graph_scalars     scalars: ``OptimizerState.sync_momentum``
 grad              gradient of the shard: autograd, users, and the engine where it reduces or clips
 sums.delivered    gradient of the whole weight, unreduced (stage 1): backward of a micro-batch
 speculations      direction like ``local``: made by a backward graph, read by ``step()``
@@ -60,7 +61,7 @@ class ShardedParam:
     # Identifies the parameter to graphs: every marker takes it. Empty for AdamW, and where the momentum is offloaded.
     momentum: Tensor
     # fp32 ``(1 - momentum, momentum)`` and the rates the method is given; one tensor for all parameters that share them
-    hyper: Tensor
+    graph_scalars: Tensor
     resident: Tensor | None  # ``Layout.resident`` of the weight: all of it (stages 1 and 2), this rank's slice, or None
     ledger: Any  # the :class:`~compile_muon.engine.ledger.Ledger`, which imports this module
     group: dist.ProcessGroup | None = None  # all ranks of the optimizer; None for one process
@@ -70,7 +71,7 @@ class ShardedParam:
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
-    rates: tuple[float, ...] = ()  # values of ``hyper`` behind its first number
+    rates: tuple[float, ...] = ()  # values of ``graph_scalars`` behind its first number
     owners: tuple[int, ...] = ()  # owner of each share of its matrices, where the method keeps states at owners
     fetches: int = 0  # how often graphs fetched the offloaded momentum
     refreshed_at: int = -1  # ``edits_of(param)`` at the latest refresh, finished or running
@@ -133,10 +134,10 @@ class ShardedParam:
             part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
         )
 
-    def take_up(self, spec: ParamSpec, hyper: Tensor, rates: tuple[float, ...]) -> None:
+    def take_up(self, spec: ParamSpec, graph_scalars: Tensor, rates: tuple[float, ...]) -> None:
         """Train a formerly frozen parameter as ``spec`` says. Graphs that hold the old spec recompile."""
         self.spec, self.text, self.now, self.entered = spec, spec.encode(), spec, None
-        self.hyper, self.rates = hyper, rates
+        self.graph_scalars, self.rates = graph_scalars, rates
         if spec.muon is not None:
             local = self.local.detach()
             self.momentum = torch.zeros_like(local) if spec.muon.resident_momentum else local.new_empty(0)
@@ -151,11 +152,11 @@ class ShardedParam:
 
     @property
     def factor(self) -> float:
-        """The momentum rate in :attr:`hyper`."""
+        """The momentum rate in :attr:`graph_scalars`."""
         return self.rates[0] if self.rates else 0.0
 
     def use_rates(self, rates: tuple[float, ...]) -> None:
-        """Note that :attr:`hyper` holds ``rates`` from now on."""
+        """Note that :attr:`graph_scalars` holds ``rates`` from now on."""
         self.rates = rates
 
     def own(self, owners: tuple[int, ...]) -> None:
@@ -221,9 +222,9 @@ class ShardedParam:
         self.fetches += 1
         return self.ledger.hooks.state_provider.fetch(self, grad, out)
 
-    def tell(self, what: str, *facts: Any) -> None:
+    def notify(self, what: str, *facts: Any) -> None:
         """Pass ``facts`` of kind ``what`` on to the extensions; see :class:`~.passes.language.holder.Holder`."""
-        for hook in self.ledger.hooks.told:
+        for hook in self.ledger.hooks.notify:
             hook(self, what, *facts)
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Method, State
 
-__all__ = ["as_state", "new_hyper", "new_state", "row_state_shape"]
+__all__ = ["as_state", "new_graph_scalars", "new_state", "row_state_shape"]
 
 
 def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
@@ -43,9 +43,10 @@ def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | N
     )
 
 
-def new_hyper(method: Method, device: torch.device) -> Tensor:
-    """Return an empty hyper tensor for a method: fp32 ``(1 - momentum, momentum)`` and the rates its graphs read."""
-    width = 2 + (len(method.given) if isinstance(method, MatrixMethod) else 0)
+def new_graph_scalars(method: Method, device: torch.device) -> Tensor:
+    """Return an empty tensor of graph scalars for a method: fp32 ``(1 - momentum, momentum)`` and the rates its graphs
+    read."""
+    width = 2 + (len(method.graph_rates) if isinstance(method, MatrixMethod) else 0)
     return torch.empty(width, dtype=torch.float32, device=device)
 
 

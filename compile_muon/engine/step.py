@@ -21,14 +21,14 @@ from torch import Tensor
 from compile_muon.engine.commit import commit
 from compile_muon.engine.decision import Decision, Facts, decide
 from compile_muon.engine.directions import fetches_of, make, note
-from compile_muon.engine.facts import Begun, begin, measure, read
-from compile_muon.engine.recorded import Given, Launched, Recorded
+from compile_muon.engine.facts import StepContext, begin, measure, read
+from compile_muon.engine.recorded import StepGraphCache, StepInputs, StepResult
 from compile_muon.engine.refusal import check_agreement, refused
 from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step_agreement import Agreement
 from compile_muon.engine.step_checks import StepChecks
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.engine.writes_ahead import compile_writes
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.collectives import Traffic
@@ -37,7 +37,7 @@ __all__ = ["Step"]
 
 
 @dataclass(eq=False)
-class Step(Trained):
+class Step(OptimizerState):
     """The steps of one optimizer, and results of the latest one."""
 
     # The fetch of the offloaded momentum that each direction was made of.
@@ -46,7 +46,7 @@ class Step(Trained):
     norm: float = float("nan")  # ``grad_norm`` on the host; NaN until it is read
     # Checks and agreement that the host has not read yet, and names of the directions in use.
     pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
-    recorded: Recorded | None = None  # CUDA graphs of steps; None without a GPU
+    recorded: StepGraphCache | None = None  # CUDA graphs of steps; None without a GPU
     compiles_writes: bool = True  # whether the next backward with generated code compiles the writes
 
     def before_backward(self) -> None:
@@ -67,7 +67,7 @@ class Step(Trained):
             self.torn = False
         return written
 
-    def _wait_and_write(self, begun: Begun, writes: ExitStack) -> bool:
+    def _wait_and_write(self, begun: StepContext, writes: ExitStack) -> bool:
         """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
         directions come from backward and others are made here."""
         self.grad_norm = norm = measure(self, begun)
@@ -97,7 +97,7 @@ class Step(Trained):
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
-    def _launch(self, begun: Begun, writes: ExitStack) -> bool:
+    def _launch(self, begun: StepContext, writes: ExitStack) -> bool:
         """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
         :attr:`recorded` has one."""
         writes.enter_context(_uninterrupted())
@@ -115,28 +115,28 @@ class Step(Trained):
         note(self, begun, decision, clipped=False)
         return True
 
-    def launch(self, begun: Begun, decision: Decision, given: Given | None) -> Launched:
+    def launch(self, begun: StepContext, decision: Decision, inputs: StepInputs | None) -> StepResult:
         """Launch all device work of such a step: the same launches in every step with the same parameters and tensors.
 
-        ``given``: the numbers that differ between steps, on the device. With None they are copied there, the checks are
-        sent to the host here, and resident weights may still be arriving on return.
+        ``inputs``: the numbers that differ between steps, on the device. With None they are copied there, the checks
+        are sent to the host here, and resident weights may still be arriving on return.
         """
         checks = begun.checks
-        norm = measure(self, begun, given)
+        norm = measure(self, begun, inputs)
         made = make(self, begun, decision, norm)
         checks.reduce()
-        if given is None:
+        if inputs is None:
             checks.send()
         found_inf = checks.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
-            rates = None if given is None else given.rates
+            rates = None if inputs is None else inputs.rates
             commit(self, made, self.fetches, found_inf if found_inf.is_cuda else None, rates)
         refreshed = self._refreshed(begun)
         traffic = made.traffic + start_refresh(refreshed)
-        if given is not None:
+        if inputs is not None:
             for sharded in refreshed:
                 sharded.await_refresh()
-        return Launched(checks, norm, traffic)
+        return StepResult(checks, norm, traffic)
 
     def check(self) -> bool | None:
         """Read the pending checks of the latest step (``checks="next_step"``).
@@ -188,17 +188,17 @@ class Step(Trained):
             self.recorded.release()
         self.pending = None
 
-    def _read(self, begun: Begun, known: Facts) -> Facts:
+    def _read(self, begun: StepContext, known: Facts) -> Facts:
         """Wait for the device; return the facts of all ranks, after checking that ranks agree."""
         facts = read(self, begun.checks, known)
         check_agreement(self, begun.checks, begun.agreement)
         self.norm = facts.norm
         return facts
 
-    def _count(self, begun: Begun, decision: Decision, traffic: Traffic) -> None:
+    def _count(self, begun: StepContext, decision: Decision, traffic: Traffic) -> None:
         self.ledger.count(traffic, in_step=len(decision.make & begun.facts.wanted))
 
-    def _refreshed(self, begun: Begun) -> list[ShardedParam]:
+    def _refreshed(self, begun: StepContext) -> list[ShardedParam]:
         """Return the parameters to refresh, in the order of the model, which is about that of their use in forward."""
         # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}

@@ -45,7 +45,7 @@ class Copies:
         held: dict[str, Tensor] = {}
         stale = []
         for sharded in sharded_params:
-            if sharded.spec.layout.parted:
+            if sharded.spec.layout.model_parallel:
                 continue  # ranks hold different parts
             if sharded.resident is not None:
                 sharded.await_refresh()

@@ -152,7 +152,7 @@ class StepChecks:
         wrong = directions_not_finite([sharded.spec for sharded in present], directions) if present else None
         self._spread("direction", sharded_params, present, wrong)
 
-    def held(self) -> frozenset[str]:
+    def speculated(self) -> frozenset[str]:
         """Return the names whose direction every rank has, made from the gradient that it has."""
         ready = self.numbers("ready").items()
         return frozenset(name for name, count in ready if count == self._world) - self.names("differs")

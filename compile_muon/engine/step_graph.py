@@ -45,8 +45,8 @@ _MAX_KEPT = 64
 def _build(
     sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
 ) -> tuple[GraphModule, list[Any]]:
-    """Return a graph with one marker per parameter, and its example inputs: gradients, momenta, hyper tensors, states
-    at owners. Outputs: directions, then new states."""
+    """Return a graph with one marker per parameter, and its example inputs: gradients, momenta, tensors of graph
+    scalars, states at owners. Outputs: directions, then new states."""
     graph = Graph()
     inputs: list[Any] = []
 
@@ -61,11 +61,14 @@ def _build(
 
     grads = [placeholder(f"grad_{i}", _like_gradient(sharded)) for i, sharded in enumerate(sharded_params)]
     momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(sharded_params)]
-    hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(sharded_params))}
+    all_graph_scalars = {
+        id(graph_scalars): placeholder(f"hyper_{i}", graph_scalars)
+        for i, graph_scalars in enumerate(_all_graph_scalars(sharded_params))
+    }
     kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
     directions, new = [], []
     for place, (grad, momentum, sharded) in enumerate(zip(grads, momenta, sharded_params, strict=True)):
-        given = graph, grad, momentum, hypers[id(sharded.hyper)], sharded.now
+        given = graph, grad, momentum, all_graph_scalars[id(sharded.graph_scalars)], sharded.now
         if place in kept:
             direction, *made = OrthogonalizeWith.insert(*given, kept[place])
             new += made
@@ -83,9 +86,9 @@ def _like_gradient(sharded: ShardedParam) -> Tensor:
     return local.to(decode_dtype(sharded.spec.state_dtype)) if projected else local
 
 
-def _hypers(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:
-    """Return the hyper tensors of these parameters, each once."""
-    return list({id(sharded.hyper): sharded.hyper for sharded in sharded_params}.values())
+def _all_graph_scalars(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:
+    """Return the tensors of graph scalars of these parameters, each once."""
+    return list({id(sharded.graph_scalars): sharded.graph_scalars for sharded in sharded_params}.values())
 
 
 @dataclass
@@ -123,7 +126,7 @@ class StepGraphs:
         grads = [grad.contiguous() for grad in grads]
         kept = [state for own in states.values() for state in own]
         results = list(
-            run([*grads, *(sharded.momentum for sharded in sharded_params), *_hypers(sharded_params), *kept])
+            run([*grads, *(sharded.momentum for sharded in sharded_params), *_all_graph_scalars(sharded_params), *kept])
         )
         behind = iter(results[len(sharded_params) :])
         new = {place: [next(behind) for _ in own] for place, own in states.items()}

@@ -23,11 +23,11 @@ from compile_muon.errors import config_error, listed
 from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
 
-__all__ = ["Trained"]
+__all__ = ["OptimizerState"]
 
 
 @dataclass(eq=False)
-class Trained:
+class OptimizerState:
     """The trained parameters of one optimizer, by group, and their settings."""
 
     optimizer: Optimizer  # ``param_groups`` and ``state`` are read at each use, since loading replaces them
@@ -124,20 +124,20 @@ class Trained:
         return names
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
-        """Return the values of each hyper tensor as ``groups`` (in place of ``param_groups``) have them, with the
-        parameters that share it. ConfigError if sharing groups differ."""
+        """Return the values of each tensor of graph scalars as ``groups`` (in place of ``param_groups``) have them,
+        with the parameters that share it. ConfigError if sharing groups differ."""
         shared: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
         methods: dict[int, MatrixMethod] = {}
         for actual, group in zip(self.optimizer.param_groups, groups, strict=True):
             method = self.method(actual)
             if isinstance(method, MatrixMethod) and actual["params"] and method.keeps_momentum <= ("momentum" in group):
                 sharded_params = [self.sharded_params[param] for param in actual["params"]]
-                shared.setdefault(id(sharded_params[0].hyper), []).append((group, sharded_params))
-                methods[id(sharded_params[0].hyper)] = method
+                shared.setdefault(id(sharded_params[0].graph_scalars), []).append((group, sharded_params))
+                methods[id(sharded_params[0].graph_scalars)] = method
         pairs = []
-        for hyper, sharing in shared.items():
+        for graph_scalars, sharing in shared.items():
             rates = []
-            for name in ("momentum", *methods[hyper].given):
+            for name in ("momentum", *methods[graph_scalars].graph_rates):
                 values = {float(group.get(name, 0.0)) + (name == STEP.name) for group, _ in sharing}
                 if len(values) > 1:
                     names = listed([group["name"] for group, _ in sharing])
@@ -147,13 +147,13 @@ class Trained:
         return pairs
 
     def sync_momentum(self) -> None:
-        """Write the rates of ``param_groups``, which schedulers change, to the hyper tensors, and choose the graphs of
-        this step."""
+        """Write the rates of ``param_groups``, which schedulers change, to the tensors of graph scalars, and choose the
+        graphs of this step."""
         for rates, sharded_params in self.check_momentum(self.optimizer.param_groups):
             if rates != sharded_params[0].rates:
                 # .data: a counted edit would make autograd refuse the backward of graphs that saved this tensor.
                 numbers = pinned_numbers([1 - rates[0], *rates], torch.float32, self.device)
-                sharded_params[0].hyper.data.copy_(numbers, non_blocking=True)
+                sharded_params[0].graph_scalars.data.copy_(numbers, non_blocking=True)
                 for sharded in sharded_params:
                     sharded.use_rates(rates)
         for group in self.optimizer.param_groups:

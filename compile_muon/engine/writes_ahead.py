@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compile_muon.engine.pieces import Matrices
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.trained import Trained
+from compile_muon.engine.trained import OptimizerState
 from compile_muon.kernels import Averages, muon_apply
 from compile_muon.passes.ahead import compile_launches
 from compile_muon.passes.language.spec import decode_dtype
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["compile_writes", "launches_of_writes"]
 
 
-def compile_writes(trained: Trained) -> None:
+def compile_writes(trained: OptimizerState) -> None:
     """Start to compile the kernels of :func:`launches_of_writes`; without workers, the first launch compiles."""
     if trained.device.type == "cuda":
         compile_launches(trained.device, lambda: list(launches_of_writes(trained, trained.device)))
 
 
-def launches_of_writes(trained: Trained, device: torch.device) -> Iterator[Launch]:
+def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterator[Launch]:
     """Yield a launch on ``device`` of each kernel that ``commit_weights`` may start.
 
     Each has an aligned and an unaligned variant, since the address of a direction depends on its exchange.

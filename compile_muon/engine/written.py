@@ -14,7 +14,7 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import GRADIENT, MASTER, ROWS, WEIGHT
 from compile_muon.passes.language.spec import decode_dtype
 
-__all__ = ["are_first", "gradient_of", "in_rows", "provided_rows", "round_masters", "unless", "weight_of"]
+__all__ = ["are_first", "gradient_of", "in_rows", "provided_rows", "restore_if_found_inf", "round_masters", "weight_of"]
 
 
 def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
@@ -48,7 +48,7 @@ def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mappi
 
 
 @contextmanager
-def unless(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
+def restore_if_found_inf(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restore these tensors after the block where ``found_inf`` is 1."""
     before = [] if found_inf is None else [tensor.clone() for tensor in tensors]
     yield

@@ -28,7 +28,7 @@ from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
 from compile_muon.engine import Extension
 from compile_muon.engine.decision import Decision, Facts, Mode, decide, over
-from compile_muon.engine.peers import Peers
+from compile_muon.engine.peers import NormGroup
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 
@@ -69,7 +69,7 @@ class _Told(NamedTuple):
     over: float = Outlook.READY  # if it is over the limit
 
 
-class PipelineStages(Peers, Extension):
+class PipelineStages(NormGroup, Extension):
     """This rank's access to the other stages; ``group``: one rank of each stage, whose place is the stage's number."""
 
     alone = False

@@ -67,7 +67,7 @@ class _Projection:
     @property
     def rows(self) -> int:
         """Length of the whole weight along ``dim``."""
-        return self.weight.spec.layout.whole[self.dim]
+        return self.weight.spec.layout.unsharded_shape[self.dim]
 
     def _order(self) -> Tensor:
         """Return the indices of all rows (columns), part by part where a view says what the parts are."""
@@ -107,7 +107,7 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
     if latent:  # values lie behind a head's own part of a key
         fits = not fused and rows == heads * size and key_rows % heads == 0 and key_rows // heads >= per_head
     bias_lengths = [
-        (bias.name, bias.spec.layout.whole[0], projection.rows)
+        (bias.name, bias.spec.layout.unsharded_shape[0], projection.rows)
         for projection in (query, key)
         if (bias := projection.bias) is not None
     ]
@@ -116,7 +116,7 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
         (f"{name} has {length} entries, not {number}" for name, length, number in bias_lengths if length != number),
         None,
     )
-    if fused and sharded.spec.layout.joined:
+    if fused and sharded.spec.layout.tensor_parallel:
         remedy = "leave qk_clip out: heads of fused projections on tensor-parallel ranks are not scaled"
     elif not fits or keys < 1 or heads % keys:
         remedy = f"leave qk_clip out: its {heads} heads of {size} are not all of its rows"
@@ -137,7 +137,7 @@ def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tupl
             *((*entry, alpha) for entry in query.heads(0, heads, size)),
             *((*entry, 1 - alpha) for entry in key.heads(heads * size if fused else 0, keys, size)),
         ]
-    raise UnsupportedModelError(f"qk_clip of {sharded.name}, {list(sharded.spec.layout.whole)}: {remedy}")
+    raise UnsupportedModelError(f"qk_clip of {sharded.name}, {list(sharded.spec.layout.unsharded_shape)}: {remedy}")
 
 
 class MuonClip(Extension):
@@ -159,7 +159,7 @@ class MuonClip(Extension):
             raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
         return gm
 
-    def told(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
+    def notify(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
         """Note the largest logit of each head for the gradient that the backward under way adds to ``.grad``."""
         if what != LOGITS or not sharded.visits.delivers:
             return

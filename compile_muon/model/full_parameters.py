@@ -18,7 +18,7 @@ from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.spec import decode_dtype
 
-__all__ = ["Held", "full_parameters", "gather_whole"]
+__all__ = ["ModuleSnapshot", "full_parameters", "gather_whole"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -57,12 +57,12 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             changed; a parameter was added, removed or untied, or a module with parameters added. The sharded model is
             as before then.
     """
-    snapshots = [Held(path, inner) for path, inner in module.named_modules()]
+    snapshots = [ModuleSnapshot(path, inner) for path, inner in module.named_modules()]
     sharded_params = list(
         {id(sharded): sharded for snapshot in snapshots for sharded in snapshot.sharded_params.values()}.values()
     )
     for sharded in sharded_params:
-        if sharded.name in sharded.ledger.whole:
+        if sharded.name in sharded.ledger.unsharded:
             raise UnsupportedModelError(
                 f"{sharded.name}: is whole already in an outer full_parameters block, over another module it is tied "
                 "to; enter one block over a module that holds both"
@@ -74,7 +74,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     for snapshot in snapshots:
         snapshot.open(params)
     for sharded in sharded_params:
-        sharded.ledger.whole.add(sharded.name)
+        sharded.ledger.unsharded.add(sharded.name)
     try:
         yield
         problems = [problem for snapshot in snapshots for problem in snapshot.problems()] + _came(snapshots)
@@ -90,7 +90,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         for snapshot in snapshots:
             snapshot.close()
         for sharded in sharded_params:
-            sharded.ledger.whole.discard(sharded.name)
+            sharded.ledger.unsharded.discard(sharded.name)
     if write:
         problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
@@ -104,7 +104,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         _write(sharded_params, params)
 
 
-class Held:
+class ModuleSnapshot:
     """The class, parameters and children of a module before a full_parameters block, to put back at its end."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -115,13 +115,13 @@ class Held:
         self.trained = {name: sharded.param.requires_grad for name, sharded in self.sharded_params.items()}
         self.dtypes: dict[str, torch.dtype] = {}  # of the whole parameters that `open` put in
 
-    def open(self, whole: dict[int, Any]) -> None:
-        """Put whole parameters into the module; `whole`: by the id of the sharded parameter."""
+    def open(self, unsharded: dict[int, Any]) -> None:
+        """Put whole parameters into the module; `unsharded`: by the id of the sharded parameter."""
         self.module.__class__ = original_class(self.cls)
         for name, sharded in self.sharded_params.items():
             del self.module.__dict__[sharded_param_key(name)]
-            self.module.__dict__["_parameters"][name] = whole[id(sharded)]
-            self.dtypes[name] = whole[id(sharded)].dtype
+            self.module.__dict__["_parameters"][name] = unsharded[id(sharded)]
+            self.dtypes[name] = unsharded[id(sharded)].dtype
 
     def close(self) -> None:
         """Restore the class, parameters and children."""
@@ -159,19 +159,22 @@ class Held:
         spec = sharded.spec
         if not isinstance(param, nn.Parameter):
             return "was removed; remove it before MuonZero"
-        if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
-            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}; change it before MuonZero"
+        if tuple(param.shape) not in (spec.layout.unsharded_shape, spec.layout.shape):
+            return (
+                f"its shape changed from {list(spec.layout.unsharded_shape)} to {list(param.shape)}; change it before "
+                "MuonZero"
+            )
         if param.dtype is not self.dtypes[name]:
             return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
-        if param.device != sharded.hyper.device:
-            return f"its device changed from {sharded.hyper.device} to {param.device}"
+        if param.device != sharded.graph_scalars.device:
+            return f"its device changed from {sharded.graph_scalars.device} to {param.device}"
         # A new nn.Parameter requires a gradient by default: in place of a frozen one that is no request to train it.
         if param.requires_grad != self.trained[name] and self.trained[name]:
             return "requires_grad changed; set it before MuonZero"
         return None
 
 
-def _came(held: Sequence[Held]) -> list[str]:
+def _came(held: Sequence[ModuleSnapshot]) -> list[str]:
     """List modules that came in with parameters, which are not sharded."""
     known_ids = {id(snapshot.module) for snapshot in held}
     return [
@@ -182,12 +185,12 @@ def _came(held: Sequence[Held]) -> list[str]:
     ]
 
 
-def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
+def _untied(held: Sequence[ModuleSnapshot], unsharded: dict[int, Any]) -> list[str]:
     return [
         f"{snapshot.prefix}{name}: is tied to {sharded.name}, but one of them was replaced alone"
         for snapshot in held
         for name, sharded in snapshot.sharded_params.items()
-        if snapshot.module.__dict__["_parameters"][name] is not whole[id(sharded)]
+        if snapshot.module.__dict__["_parameters"][name] is not unsharded[id(sharded)]
     ]
 
 
@@ -207,8 +210,8 @@ def _edited(sharded_params: Sequence[ShardedParam], before: Tensor | None, after
     ]
 
 
-def _fingerprints(sharded_params: Sequence[ShardedParam], whole: dict[int, Any]) -> Tensor | None:
-    return fingerprint([local_tensor(whole[id(sharded)]) for sharded in sharded_params]) if sharded_params else None
+def _fingerprints(sharded_params: Sequence[ShardedParam], unsharded: dict[int, Any]) -> Tensor | None:
+    return fingerprint([local_tensor(unsharded[id(sharded)]) for sharded in sharded_params]) if sharded_params else None
 
 
 # -------------------------------------------------------------------------------------- collectives
@@ -228,13 +231,13 @@ def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
         wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
         # safetensors refuses tensors that share a storage, as parts of a bucket do.
         separate = [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in wholes]
-        whole_by_id |= {id(sharded): whole for sharded, whole in zip(bucket, separate, strict=True)}
+        whole_by_id |= {id(sharded): unsharded for sharded, unsharded in zip(bucket, separate, strict=True)}
     return whole_by_id
 
 
 def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
     """Return ``problems``, or that another rank has some: the broadcasts of a rank that writes alone never end."""
-    axes = {axis.group: a.hyper.device for a in sharded_params for axis in a.spec.layout.axes}
+    axes = {axis.group: a.graph_scalars.device for a in sharded_params for axis in a.spec.layout.axes}
     refused = False
     for group, device in axes.items():
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
@@ -249,12 +252,15 @@ def _write(sharded_params: Sequence[ShardedParam], values: dict[int, Any]) -> No
     """Broadcast the values of the first rank that has the same part of the model, and copy this rank's rows."""
     # Only copies are broadcast over the axis `tensor` too; its slices differ by rank, so the two share no bucket.
     kinds = [
-        [sharded for sharded in sharded_params if sharded.spec.layout.joined is joined] for joined in (True, False)
+        [sharded for sharded in sharded_params if sharded.spec.layout.tensor_parallel is joined]
+        for joined in (True, False)
     ]
     for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
         parts = [local_tensor(values[id(sharded)]).detach() for sharded in bucket]
         layout = bucket[0].spec.layout
-        axes = [axis for axis in (layout.everyone, *([] if layout.joined else [layout.tensor])) if not axis.alone]
+        axes = [
+            axis for axis in (layout.everyone, *([] if layout.tensor_parallel else [layout.tensor])) if not axis.alone
+        ]
         if axes:
             flat = torch.cat([part.reshape(-1) for part in parts])
             for axis in axes:

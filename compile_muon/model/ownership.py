@@ -77,7 +77,7 @@ class Ownership:
     def _examine(self) -> None:
         """Look for the change that `_unchanged` saw, and raise if it concerns a trained parameter."""
         for module, cls, name, sharded in self._places:
-            if sharded.name in sharded.ledger.whole:
+            if sharded.name in sharded.ledger.unsharded:
                 raise UnsupportedModelError(
                     f"{sharded.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
                 )

@@ -28,9 +28,10 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         return None
     batch, rows, cols = assignment.matrix
     if not layout.expert.alone:
-        if len(layout.whole) < 3:
+        if len(layout.unsharded_shape) < 3:
             raise UnsupportedModelError(
-                f"{assignment.name}: is cut over the axis expert, and shape {list(layout.whole)} is one matrix, not a "
+                f"{assignment.name}: is cut over the axis expert, and shape {list(layout.unsharded_shape)} is one "
+                "matrix, not a "
                 "stack of them; set param.use_muon = False, or cut it over the axis tensor"
             )
         batch = layout.shape[0]

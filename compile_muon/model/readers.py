@@ -63,7 +63,7 @@ def original_class(cls: type) -> type:
 
 def _replaced(sharded: ShardedParam, how: str, value: object = None) -> UnsupportedModelError:
     """For a parameter that is taken away, or replaced by ``value``."""
-    fits = isinstance(value, Tensor) and value.shape == sharded.spec.layout.whole
+    fits = isinstance(value, Tensor) and value.shape == sharded.spec.layout.unsharded_shape
     write = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or " if fits else ""
     return UnsupportedModelError(
         f"{sharded.name}: is sharded and cannot be {how}; {write}change the model before MuonZero shards it"
@@ -98,7 +98,7 @@ def check_kind(sharded: ShardedParam, tensor: Tensor) -> None:
     """
     for what, before, after in (
         ("dtype", sharded.spec.dtype, encode_dtype(tensor.dtype)),
-        ("device", sharded.hyper.device, tensor.device),
+        ("device", sharded.graph_scalars.device, tensor.device),
         ("shape", list(sharded.spec.layout.local_shape), list(tensor.shape)),
     ):
         if before != after:
@@ -114,17 +114,17 @@ def _given(sharded: ShardedParam, other: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: it has another shape than the whole parameter.
     """
-    if tuple(other.shape) != sharded.spec.layout.whole:
+    if tuple(other.shape) != sharded.spec.layout.unsharded_shape:
         raise UnsupportedModelError(
             f"{sharded.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
-            f"{list(sharded.spec.layout.whole)}, plain or a DTensor"
+            f"{list(sharded.spec.layout.unsharded_shape)}, plain or a DTensor"
         )
-    whole = other
+    unsharded = other
     if isinstance(other, DTensor) and sharded.placed is None:
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # which would take its gradient for equal on all ranks
-        whole = other.full_tensor()
-    return whole.to(decode_dtype(sharded.spec.compute_dtype))
+        unsharded = other.full_tensor()
+    return unsharded.to(decode_dtype(sharded.spec.compute_dtype))
 
 
 def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def _reader(name: str, alone: bool) -> property:
                 return _given(sharded, param)
         if torch.compiler.is_compiling():
             shard = param.to_local() if isinstance(param, DTensor) else param
-            whole = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
+            unsharded = UNSHARD(shard, sharded.momentum, sharded.graph_scalars, sharded.resident, sharded.text)
             if sharded.placed is not None:  # asked here, since Dynamo would trace a call for each weight
-                whole = sharded.as_read(whole)
+                unsharded = sharded.as_read(unsharded)
             for tag in sharded.tags:
                 if hasattr(param, tag):
-                    setattr(whole, tag, getattr(param, tag))
-            return whole
+                    setattr(unsharded, tag, getattr(param, tag))
+            return unsharded
         if torch.jit.is_tracing():
             raise _stays_here(module, "traced by torch.jit")
         ledger = sharded.ledger
@@ -179,14 +179,14 @@ def _reader(name: str, alone: bool) -> property:
                 ledger.status.change(ledger.phase(evaluates=evaluates))
             keep_fresh(sharded)
             sharded.watch()
-            whole = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
+            unsharded = UNSHARD(shard, sharded.momentum, sharded.graph_scalars, sharded.resident, sharded.text)
             if sharded.spec.layout.gathered:
                 ledger.count(traffic_of_gather(sharded.text))
                 ledger.frame_log.note("forward", "", [sharded.name])
-            ledger.forwards.note(sharded.name, whole)
-            whole = sharded.as_read(whole)
-            vars(whole).update(_note_attributes(sharded))
-            return whole
+            ledger.forwards.note(sharded.name, unsharded)
+            unsharded = sharded.as_read(unsharded)
+            vars(unsharded).update(_note_attributes(sharded))
+            return unsharded
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -492,7 +492,7 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
             module.__dict__[sharded_param_key(name)] = sharded_params[param]
             _note_attributes(sharded_params[param])
         layouts = [sharded_params[param].spec.layout for param in own.values()]
-        alone = all(layout.everyone.alone and not layout.parted for layout in layouts)
+        alone = all(layout.everyone.alone and not layout.model_parallel for layout in layouts)
         key = (original_class(type(module)), tuple(own), alone)
         if not own and getattr(key[0], "forward", None) is nn.Module.forward:
             continue  # a container, which has none

@@ -52,7 +52,7 @@ def planned_roles(
         )
         raise config_error("expert_parallel.size", experts.size, problem, remedy) from None
     plan = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
-    stacks, expert_mesh = set(plan.parameters), mesh.given["expert"]
+    stacks, expert_mesh = set(plan.parameters), mesh.world_mesh["expert"]
     for name, param in model.named_parameters():
         if name in stacks:
             roles[name] = Role(expert=True, placed=(expert_mesh, (Shard(0),), tuple(param.shape)))

@@ -47,7 +47,7 @@ def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.Pro
     for name, param in model.named_parameters():
         layout = specs[name].layout
         # Ranks along `tensor` hold different slices, or else copies, which must become equal too.
-        axes = [layout.everyone] if layout.joined else [layout.everyone, layout.tensor]
+        axes = [layout.everyone] if layout.tensor_parallel else [layout.everyone, layout.tensor]
         _spread(local_tensor(param), [group_named(axis.group) for axis in axes if not axis.alone])
     for buffer in model.buffers():
         _spread(buffer, [everyone])
@@ -121,8 +121,8 @@ def _split(
         mesh.device_mesh(role),
         mesh.placements(layout, role),
         run_check=False,
-        shape=torch.Size(layout.whole),
-        stride=contiguous_stride(layout.whole),
+        shape=torch.Size(layout.unsharded_shape),
+        stride=contiguous_stride(layout.unsharded_shape),
     )
     return _like(param, distributed), resident
 
@@ -142,7 +142,7 @@ def shard_model(
     mesh: Mesh | None,
     roles: dict[str, Role],
     ledger: Ledger,
-    hypers: Mapping[str, Tensor],
+    all_graph_scalars: Mapping[str, Tensor],
     device: torch.device,
     provider: StateProvider,
     spread: ExpertPlan | None = None,
@@ -150,8 +150,8 @@ def shard_model(
     """Shard every parameter of ``model`` in place, put markers in front of it, and return the sharded parameters.
 
     Parameters are all on one device, or all on the meta device; the result is in ``named_parameters()`` order.
-    ``hypers``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``provider`` keeps states that are not resident.
-    ``spread`` moves experts to their ranks once all ranks agree.
+    ``all_graph_scalars``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``provider`` keeps states that are not
+    resident. ``spread`` moves experts to their ranks once all ranks agree.
     """
     named = dict(model.named_parameters())
     costs = costs_for(config.machine, device.type)
@@ -164,7 +164,7 @@ def shard_model(
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
             provider.reserve(specs, owners)
             if spread is not None:
-                spread.apply(mesh.given["expert"])
+                spread.apply(mesh.world_mesh["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
     else:
@@ -186,7 +186,7 @@ def shard_model(
         momentum = torch.zeros_like(local, dtype=dtype) if resident_momentum else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
-            name, new, spec, momentum, hypers[name], resident, ledger, group, roles[name].placed,
+            name, new, spec, momentum, all_graph_scalars[name], resident, ledger, group, roles[name].placed,
             owners=owners.get(name, ()),
         )  # fmt: skip
         if new is not param:

@@ -14,7 +14,7 @@ from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
 from compile_muon.engine.owner_states import deal_owners
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import new_hyper
+from compile_muon.engine.states import new_graph_scalars
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group, plan
@@ -72,14 +72,18 @@ def take_up(
     sharded_params: Sequence[ShardedParam],
     assignments: Mapping[str, Assignment],
     config: Config,
-    hyper: Tensor,
+    graph_scalars: Tensor,
     like: ShardedParam | None,
 ) -> None:
-    """Train these parameters of one group from now on, in their present layout and dtype. ``hyper``: the tensor of any
-    group, for its device; ``like``: another parameter of their group, where they join one."""
+    """Train these parameters of one group from now on, in their present layout and dtype. ``graph_scalars``: the tensor
+    of any group, for its device; ``like``: another parameter of their group, where they join one."""
     algorithm = assignments[sharded_params[0].name].algorithm
-    hyper_and_rates = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
+    graph_scalars_and_rates = (
+        (new_graph_scalars(method_of(algorithm), graph_scalars.device), ())
+        if like is None
+        else (like.graph_scalars, like.rates)
+    )
     for sharded in sharded_params:
-        muon = muon_spec(assignments[sharded.name], config, hyper.device, sharded.spec.layout)
-        sharded.take_up(replace(sharded.spec, muon=muon), *hyper_and_rates)
+        muon = muon_spec(assignments[sharded.name], config, graph_scalars.device, sharded.spec.layout)
+        sharded.take_up(replace(sharded.spec, muon=muon), *graph_scalars_and_rates)
     deal_owners(sharded_params)

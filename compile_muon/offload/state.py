@@ -28,7 +28,7 @@ from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
 from compile_muon.offload.host_step import HostStep
 from compile_muon.offload.layout import Chunk, OffloadLayout, check_master, offloaded_names
 from compile_muon.offload.not_finite import NotFinite
-from compile_muon.offload.shown import Shown
+from compile_muon.offload.shown import OffloadedStateView
 from compile_muon.offload.store import Bucket, FileStore, Slot, Store
 from compile_muon.offload.transaction import Transaction
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
@@ -117,7 +117,7 @@ class OffloadedStates(StateProvider, Extension):
         self._optimizer = engine.step.optimizer
         own = [each for each in engine.step.sharded_params.values() if each.name in self.layout.kept]
         self._sharded_params = {sharded.name: sharded for sharded in own}
-        self._shown = Shown(self._optimizer, own, self.layout, self._buffers, self._device)
+        self._shown = OffloadedStateView(self._optimizer, own, self.layout, self._buffers, self._device)
         self._shown.follow()
         self._shown.show()
 

@@ -143,7 +143,7 @@ class Store:
 
 
 @dataclass(eq=False)
-class _Held:
+class _SwapBuffer:
     """A buffer, and the bucket that is in it or on its way in or out."""
 
     memory: Tensor  # bytes
@@ -200,7 +200,7 @@ class FileStore(Store):
                 self._places[slot] = start_of[slot.whole] + slot.begin, begin
                 begin += _up(slot.nbytes)
         largest = max([ALIGNED, *(bucket.nbytes for bucket in buckets)])
-        self._held = [_Held(_buffer(largest, pin=pin)) for _ in range(min(buffers, len(buckets)))]
+        self._swap_buffers = [_SwapBuffer(_buffer(largest, pin=pin)) for _ in range(min(buffers, len(buckets)))]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # fetches of a backward run on an autograd thread
         self._clock = 0
@@ -208,82 +208,82 @@ class FileStore(Store):
     def start(self, bucket: Bucket) -> bool:
         """Begin to read a bucket, over the one used longest ago, never over one that was read and not opened yet."""
         with self._lock:
-            if any(held.bucket is bucket for held in self._held):
+            if any(buffer.bucket is bucket for buffer in self._swap_buffers):
                 return True
-            free = [held for held in self._held if not (held.opened or held.ahead or held.busy)]
+            free = [buffer for buffer in self._swap_buffers if not (buffer.opened or buffer.ahead or buffer.busy)]
             if not free:
                 return False
-            self._take(min(free, key=lambda held: held.used), bucket, read=True)
+            self._take(min(free, key=lambda buffer: buffer.used), bucket, read=True)
             return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Return a bucket's slots in a buffer, once they are read."""
         with self._lock:
-            held = next((held for held in self._held if held.bucket is bucket), None)
-            if held is None:
-                free = [held for held in self._held if not held.opened]
-                held = min(free, key=lambda held: (held.ahead, held.busy, held.used))
-                self._take(held, bucket, read=read)
+            buffer = next((buffer for buffer in self._swap_buffers if buffer.bucket is bucket), None)
+            if buffer is None:
+                free = [buffer for buffer in self._swap_buffers if not buffer.opened]
+                buffer = min(free, key=lambda buffer: (buffer.ahead, buffer.busy, buffer.used))
+                self._take(buffer, bucket, read=read)
             self._clock += 1
-            held.used, held.opened, held.ahead = self._clock, True, False
-            reading, held.reading = held.reading, []
+            buffer.used, buffer.opened, buffer.ahead = self._clock, True, False
+            reading, buffer.reading = buffer.reading, []
             try:
                 self.bytes_read += sum(request.result() for request in reading)
             except OSError as error:
-                held.bucket, held.opened = None, False
+                buffer.bucket, buffer.opened = None, False
                 raise self._failed("read", bucket, error) from error
-            return bucket.views(held.memory)
+            return bucket.views(buffer.memory)
 
-    def _take(self, held: _Held, bucket: Bucket, *, read: bool) -> None:
-        self._finish(held)
-        held.drop_reads()
-        held.bucket, held.ahead = bucket, True
+    def _take(self, buffer: _SwapBuffer, bucket: Bucket, *, read: bool) -> None:
+        self._finish(buffer)
+        buffer.drop_reads()
+        buffer.bucket, buffer.ahead = bucket, True
         if read:
-            held.reading = self._requests(self._read, held, bucket, False, held.left)
+            buffer.reading = self._requests(self._read, buffer, bucket, False, buffer.left)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Let the bucket's buffer be reused."""
         with self._lock:
-            for held in self._held:
-                if held.bucket is bucket:
-                    held.opened, held.left = False, ready
+            for buffer in self._swap_buffers:
+                if buffer.bucket is bucket:
+                    buffer.opened, buffer.left = False, ready
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Write a bucket to the other generation, on threads."""
         with self._lock:
-            for other in self._held:
+            for other in self._swap_buffers:
                 if other.wrote is bucket:  # two writes to the same place must not overtake each other
                     self._finish(other)
-            held = next(held for held in self._held if held.bucket is bucket)
-            held.writing = self._requests(self._write, held, bucket, True, ready)
-            held.bucket, held.wrote, held.opened = None, bucket, False  # has the next generation, not the current
+            buffer = next(buffer for buffer in self._swap_buffers if buffer.bucket is bucket)
+            buffer.writing = self._requests(self._write, buffer, bucket, True, ready)
+            buffer.bucket, buffer.wrote, buffer.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
         """Wait for the writes."""
         with self._lock:
-            for held in self._held:
-                self._finish(held)
+            for buffer in self._swap_buffers:
+                self._finish(buffer)
 
     def commit(self, buckets: Collection[Bucket]) -> None:
         """Make the written generation of these buckets current."""
         with self._lock:
             for whole in {slot.whole for bucket in buckets for slot in bucket.slots} & self._generation.keys():
                 self._generation[whole] ^= 1
-            for held in self._held:
-                if held.bucket in buckets:
-                    held.bucket, held.ahead = None, False  # has the former generation
+            for buffer in self._swap_buffers:
+                if buffer.bucket in buckets:
+                    buffer.bucket, buffer.ahead = None, False  # has the former generation
 
     def forget(self, bucket: Bucket | None = None) -> None:
         """Drop what was read ahead of a bucket; of all, with what was written and not committed, where it is None."""
         with self._lock:
-            for held in self._held:
+            for buffer in self._swap_buffers:
                 if bucket is None:
-                    for request in held.writing:
+                    for request in buffer.writing:
                         request.exception()
-                    held.writing, held.opened = [], False
-                if bucket in (None, held.bucket):
-                    held.drop_reads()
-                    held.bucket, held.ahead = None, False
+                    buffer.writing, buffer.opened = [], False
+                if bucket in (None, buffer.bucket):
+                    buffer.drop_reads()
+                    buffer.bucket, buffer.ahead = None, False
 
     def current(self, slot: Slot) -> Tensor:
         """Return the slot as mapped from the file."""
@@ -291,9 +291,9 @@ class FileStore(Store):
 
     # ------------------------------------------------------------------ buffers
 
-    def _finish(self, held: _Held) -> None:
+    def _finish(self, buffer: _SwapBuffer) -> None:
         """Wait until a buffer is written."""
-        writing, held.writing = held.writing, []
+        writing, buffer.writing = buffer.writing, []
         try:
             self.bytes_written += sum(request.result() for request in writing)
         except OSError as error:
@@ -319,7 +319,7 @@ class FileStore(Store):
     def _requests(
         self,
         call: Callable[[Tensor, int], int],
-        held: _Held,
+        buffer: _SwapBuffer,
         bucket: Bucket,
         other: bool,
         ready: Callable[[], object] | None,
@@ -337,7 +337,7 @@ class FileStore(Store):
                 runs.append([begin, size, place])
         return [
             self._threads.submit(
-                _all_of, call, held.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
+                _all_of, call, buffer.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
             )
             for begin, size, place in runs
             for k in range(0, size, _PIECE)
@@ -390,4 +390,4 @@ def _pass_the_cache(file: int, folder: Path) -> None:
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
         problem = "its file system has no O_DIRECT; state goes by the page cache"
-        warn_user(f"offload.nvme_path = {str(folder)!r}: {problem}", own=True)
+        warn_user(f"offload.nvme_path = {str(folder)!r}: {problem}", this_rank=True)

@@ -42,7 +42,7 @@ from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.recorder import Recorder, Visit
-from compile_muon.planning.simulate import Played, Timeline, simulate
+from compile_muon.planning.simulate import SimulatedGraph, Timeline, simulate
 from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
 from compile_muon.planning.step import fetches, step_graphs
 
@@ -53,7 +53,7 @@ __all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard",
 class Captured:
     """A training step of one rank as lowered graphs."""
 
-    graphs: tuple[Played, ...]  # in the order they run
+    graphs: tuple[SimulatedGraph, ...]  # in the order they run
     groups: Mapping[Axis, tuple[int, ...]]  # ranks of each process group that a collective names
     ranks: int  # of the job
     resident: Mapping[str, int]  # bytes live all the time: "parameters" and "optimizer"
@@ -168,7 +168,7 @@ def run_micro_batches(
 
 def captured(
     optimizer: MuonZero,
-    graphs: Sequence[tuple[Played, Mapping[int, str]]],
+    graphs: Sequence[tuple[SimulatedGraph, Mapping[int, str]]],
     trained: Sequence[ShardedParam],
     ready: Collection[str],
     options: FrameOptions,
@@ -235,7 +235,7 @@ def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, i
     return bytes_of
 
 
-def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:
+def _awaits(played: SimulatedGraph, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:
     """Return the nodes that wait for a refresh, with the number of the gather that each waits for."""
     inputs = {node: i for i, node in enumerate(played.gm.graph.find_nodes(op="placeholder"))}
     waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
@@ -243,7 +243,7 @@ def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]
     return {node: number[name] for node, name in names.items() if name in number}
 
 
-def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:
+def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:
     """Return the ranks of each process group, of the parameters' mesh dimensions and of the model's own collectives."""
     mesh_dims = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
     axes = {served.group: served for axis in mesh_dims for served in map(axis.serving, Category)}

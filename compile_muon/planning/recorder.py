@@ -22,7 +22,7 @@ from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.language.work import Work, note_work
 from compile_muon.passes.torch_private import expected_size
-from compile_muon.planning.simulate import Played
+from compile_muon.planning.simulate import SimulatedGraph
 from compile_muon.planning.simulate.offload_transfers import Moves
 
 __all__ = ["EagerGraph", "Recorder", "Visit"]
@@ -35,7 +35,7 @@ _functional = torch.ops._c10d_functional
 class Visit:
     """A run of a graph."""
 
-    played: Played  # the lowered graph
+    played: SimulatedGraph  # the lowered graph
     source: GraphModule  # the graph ahead of lowering
     ctx: PassContext  # that it was lowered with
     states: Mapping[int, str]  # position of a state tensor among the inputs -> name of its parameter
@@ -53,7 +53,7 @@ class Recorder:
         gm, traffic = lower(gm, ctx)
         placeholders = gm.graph.find_nodes(op="placeholder")
         (outputs,) = gm.graph.output_node().args
-        played = Played.of(gm, ctx)
+        played = SimulatedGraph.of(gm, ctx)
 
         def run(args: list[Any]) -> list[Any]:
             states = {
@@ -99,14 +99,14 @@ class EagerGraph(TorchDispatchMode):
         self._pending: Moves = ()
         self.elsewhere = False
 
-    def played(self, name: str, returned: Sequence[Tensor] = (), **part: Any) -> Played:
-        """Return the graph as a part of a step; `part` are fields of :class:`Played`.
+    def played(self, name: str, returned: Sequence[Tensor] = (), **part: Any) -> SimulatedGraph:
+        """Return the graph as a part of a step; `part` are fields of :class:`SimulatedGraph`.
 
         `returned` are its tensors that other graphs read.
         """
         self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
         gm = GraphModule(nn.Module(), self._graph)
-        return Played(gm, GraphKind.STEP, name, eager=True, moves=self.moves, **part)
+        return SimulatedGraph(gm, GraphKind.STEP, name, eager=True, moves=self.moves, **part)
 
     @contextmanager
     def noting(self, work: Work) -> Iterator[None]:

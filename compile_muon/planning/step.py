@@ -17,11 +17,11 @@ from compile_muon.config import FrameOptions
 from compile_muon.engine.commit import commit
 from compile_muon.engine.directions import Directions
 from compile_muon.engine.dtensors import edits_of
-from compile_muon.engine.facts import agreement, asked, told
+from compile_muon.engine.facts import add_device_checks, agreement, host_checks
 from compile_muon.engine.finite import directions_not_finite
 from compile_muon.engine.owner_states import states_at_owner
-from compile_muon.engine.projected import Projected, project
-from compile_muon.engine.recorded import Recorded
+from compile_muon.engine.projected import ProjectedGrad, project
+from compile_muon.engine.recorded import StepGraphCache
 from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.speculation import Speculation
@@ -39,7 +39,7 @@ from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.planning.recorder import EagerGraph, Recorder
-from compile_muon.planning.simulate import Played
+from compile_muon.planning.simulate import SimulatedGraph
 from compile_muon.planning.simulate.offload_transfers import Move, Moves, OnHost
 
 __all__ = ["fetches", "step_graphs"]
@@ -48,7 +48,7 @@ __all__ = ["fetches", "step_graphs"]
 @torch.no_grad()
 def step_graphs(
     optimizer: MuonZero, trained: Sequence[ShardedParam], ready: Collection[str], options: FrameOptions
-) -> list[Played]:
+) -> list[SimulatedGraph]:
     """Return the graphs of a step: checks, the directions that backward did not make, the writes, the refresh.
 
     `trained` are the parameters with a gradient, `ready` the names of those whose directions backward has made.
@@ -68,7 +68,7 @@ def step_graphs(
         checks, first = _first_checks(optimizer, {name: directions[name] for name in ready})
         graphs = [first]
         late = [sharded for sharded in muon if sharded.name not in ready]
-        projected: dict[str, Projected] = {}
+        projected: dict[str, ProjectedGrad] = {}
         if late:
             grads = [sharded.local_grad for sharded in late]
             with EagerGraph() as graph:
@@ -90,7 +90,7 @@ def step_graphs(
         with EagerGraph() as graph:
             commit(_noting_moves(optimizer, graph), Directions(directions, projected=projected), {})
         graphs.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
-        recorded = options.cuda_graphs and Recorded().left_out(optimizer.engine.step) is None
+        recorded = options.cuda_graphs and StepGraphCache().left_out(optimizer.engine.step) is None
         return [replace(played, replayed=recorded) for played in (*graphs, _refresh(trained))]
 
 
@@ -101,7 +101,7 @@ def _fused(optimizer: MuonZero) -> bool:
     return methods <= {MUON, ADAMW} and not any(group.get("cautious_decay") for group in groups)
 
 
-def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, Played]:
+def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepChecks, SimulatedGraph]:
     """Record the checks ahead of the first write; `ready` maps names to directions that backward made."""
     steps = optimizer.engine.step
     early = [sharded for sharded in optimizer.engine.params if sharded.name in ready]
@@ -113,13 +113,13 @@ def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepCh
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
         rates = steps.rates()
         agreed = agreement(steps, rates) if steps.compares else None
-        checks = told(steps, agreed, rates, speculations)
-        asked(steps, checks, agreed, speculations)
+        checks = host_checks(steps, agreed, rates, speculations)
+        add_device_checks(steps, checks, agreed, speculations)
         checks.reduce()
     return checks, graph.played("checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
-def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
+def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> SimulatedGraph:
     """Record the finiteness check of directions that the step itself makes."""
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 1)):
         wrong = directions_not_finite([sharded.spec for sharded in late], directions)
@@ -128,7 +128,7 @@ def _late_checks(checks: StepChecks, late: Sequence[ShardedParam], directions: S
     return graph.played("checks", counted=False)
 
 
-def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
+def _refresh(sharded_params: Sequence[ShardedParam]) -> SimulatedGraph:
     """Record the gathers that a step starts, then how the next forward waits for and finishes each."""
     under_way = []
     with EagerGraph() as graph:

@@ -34,7 +34,7 @@ from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.capture import Captured, capture_step, captured, run_micro_batches, shard, simulated_job
 from compile_muon.planning.recorder import Visit
-from compile_muon.planning.simulate import Played
+from compile_muon.planning.simulate import SimulatedGraph
 
 __all__ = ["Target", "Trace", "trace_step", "with_sharing"]
 
@@ -72,7 +72,7 @@ class Trace:
         with simulated_job(target.world, rank):
             optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {sharded.name: sharded for sharded in optimizer.engine.params}
-            lowered_graphs: dict[tuple[int, BackwardRequest | None], Played] = {}
+            lowered_graphs: dict[tuple[int, BackwardRequest | None], SimulatedGraph] = {}
             graphs, ready = [], set()
             for visit in self.visits:
                 request = _request(visit, named)
@@ -86,7 +86,7 @@ class Trace:
 
     def _lowered(
         self, visit: Visit, request: BackwardRequest | None, named: Mapping[str, ShardedParam], optimizer: MuonZero
-    ) -> Played:
+    ) -> SimulatedGraph:
         """Lower a copy of the graph of `visit` with the shard shapes, specs and process groups of `optimizer`."""
         gm = copy.deepcopy(visit.source)
         groups = {self.group: _sharing(optimizer)}
@@ -102,15 +102,15 @@ class Trace:
             if sharded.resident is not None and read.resident is not None:
                 _reshape(read.resident, sharded.resident)
             resident = None if sharded.resident is None else read.resident
-            read.node.args = (read.shard, read.state, read.hyper, resident, sharded.text)
+            read.node.args = (read.shard, read.state, read.graph_scalars, resident, sharded.text)
         for reduction in ReduceGrad.all(gm):
             sharded = states[reduction.state]
             _reshape(reduction.node, sharded.local)
-            reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, sharded.text)
+            reduction.node.args = (reduction.grad, reduction.state, reduction.graph_scalars, sharded.text)
         ctx = replace(visit.ctx, options=self.options, costs=optimizer.engine.ledger.costs, request=request, timings={})
         values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
         with fresh_context(fake_mode_of(values[:1])):
-            return Played.of(run_passes(gm, LOWERING_PASSES, ctx), ctx)
+            return SimulatedGraph.of(run_passes(gm, LOWERING_PASSES, ctx), ctx)
 
     def owner_work(self, target: Target) -> list[float]:
         """Return the nanoseconds of Newton-Schulz that each rank computes in a step, by formula."""

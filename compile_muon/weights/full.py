@@ -38,10 +38,10 @@ def gather(weights: Weights, ranks: Wire, doing: str, names: Collection[str] | N
     """Gather whole tensors, or those of ``names``, on rank 0; collective. If rank 0 has no room, all raise."""
     wanted = {n: e for n, e in weights.entries.items() if names is None or any(a in names for a in weights.names[n])}
     with ranks.together(doing):
-        whole = ranks.whole(wanted)
+        unsharded = ranks.collect_all(wanted)
     if ranks.rank != 0:
         return {}
-    named = {alias: whole[name] for name in whole for alias in weights.names[name]} | weights.others
+    named = {alias: unsharded[name] for name in unsharded for alias in weights.names[name]} | weights.others
     order = [key.replace("_orig_mod.", "") for key in weights.module.state_dict(keep_vars=True)]
     return {name: named[name] for name in order if names is None or name in names}
 

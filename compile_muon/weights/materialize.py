@@ -22,7 +22,7 @@ from compile_muon.engine.resident import start_refresh_by_owner
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.files.tensor_folder import reader_of
-from compile_muon.model.full_parameters import Held, gather_whole
+from compile_muon.model.full_parameters import ModuleSnapshot, gather_whole
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.weights.named_tensors import check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
@@ -161,7 +161,7 @@ def _run(
     attention initializes its ``c_proj.weight`` anew) is made whole too, and ``init`` run again on the same random
     numbers.
     """
-    held = [Held(paths[id(inner)], inner) for inner in module.modules()]
+    held = [ModuleSnapshot(paths[id(inner)], inner) for inner in module.modules()]
     sharded_params = {id(sharded): sharded for each in held for sharded in each.sharded_params.values()}
     own = {id(sharded) for sharded in held[0].sharded_params.values()}
     wanted = set(own)
@@ -169,17 +169,19 @@ def _run(
     while True:
         # In the same order on every rank, which ids have not.
         others = [sharded for key, sharded in sharded_params.items() if key in wanted - own]
-        gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.parted])
-        gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
-        whole: dict[int, Any] = {}
+        gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.model_parallel])
+        gathered |= {
+            id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel
+        }
+        unsharded: dict[int, Any] = {}
         for key, sharded in sharded_params.items():
-            shape, dtype = sharded.spec.layout.whole, dtypes.get(sharded.name, sharded.param.dtype)
+            shape, dtype = sharded.spec.layout.unsharded_shape, dtypes.get(sharded.name, sharded.param.dtype)
             place = device if key in wanted else "meta"
             values = gathered[key].to(dtype) if key in gathered else torch.empty(shape, dtype=dtype, device=place)
-            whole[key] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
-        edits = _Edits({key: value.detach() for key, value in whole.items() if key not in wanted})
+            unsharded[key] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
+        edits = _Edits({key: value.detach() for key, value in unsharded.items() if key not in wanted})
         for each in held:
-            each.open(whole)
+            each.open(unsharded)
         try:
             with edits:
                 init(module)
@@ -188,7 +190,7 @@ def _run(
         finally:
             for each in held:
                 each.close()
-        edits.edited |= {key for key, value in now.items() if key not in wanted and value is not whole[key]}
+        edits.edited |= {key for key, value in now.items() if key not in wanted and value is not unsharded[key]}
         if not edits.edited:
             break
         wanted |= edits.edited

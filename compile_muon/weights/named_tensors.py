@@ -105,7 +105,7 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
             "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
         )
-    if whole := sorted({name for sharded in sharded_params for name in sharded.ledger.whole}):
+    if whole := sorted({name for sharded in sharded_params for name in sharded.ledger.unsharded}):
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
     groups = {sharded.group for sharded in sharded_params}
     if len(groups) > 1:
@@ -129,5 +129,5 @@ def weights_of(model: nn.Module) -> Weights:
         if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
     entries = {name: Entry(value, by_id.get(id(value))) for name, value in tensors.items()}
-    status, device = sharded_params[0].ledger.status, sharded_params[0].hyper.device
+    status, device = sharded_params[0].ledger.status, sharded_params[0].graph_scalars.device
     return Weights(module, entries, names, others, sharded_params, group, status, device)

@@ -54,10 +54,11 @@ class Entry:
         if self.sharded is None:
             return None
         layout = self.sharded.spec.layout
-        if self.shape != layout.whole:  # a state with one number a row: ranks with other columns have the same
+        # a state with one number a row: ranks with other columns have the same
+        if self.shape != layout.unsharded_shape:
             columns = layout.tensor_dim is not None and self.shape[layout.tensor_dim] == 1
-            layout = replace(layout, whole=self.shape, tensor_dim=None if columns else layout.tensor_dim)
-        return layout if layout.sharded or layout.parted else None
+            layout = replace(layout, unsharded_shape=self.shape, tensor_dim=None if columns else layout.tensor_dim)
+        return layout if layout.sharded or layout.model_parallel else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Wire(Ranks):
         if failed:
             raise failed[0]
 
-    def whole(self, entries: Mapping[K, Entry]) -> dict[K, Tensor]:
+    def collect_all(self, entries: Mapping[K, Entry]) -> dict[K, Tensor]:
         """Gather whole tensors on rank 0, on the CPU in memory of their own; an empty dictionary elsewhere.
 
         Where rank 0 has no room, a RuntimeError is raised there alone.
@@ -141,18 +142,18 @@ class Wire(Ranks):
         if (layout := entry.layout) is None:
             yield from self._from(entry.holder or 0, entry, entry.tensor.nbytes)
             return
-        whole = None  # where pieces are no rows of it
+        unsharded = None  # where pieces are no rows of it
         if not layout.cut_in_rows and self.rank == 0:
-            whole = torch.empty(entry.shape, dtype=entry.tensor.dtype, device="cpu")
+            unsharded = torch.empty(entry.shape, dtype=entry.tensor.dtype, device="cpu")
         for source in layout.holders:
             region = layout.region(source)
             size = math.prod(part.stop - part.start for part in region) * entry.tensor.element_size()
-            if whole is None:
+            if unsharded is None:
                 yield from self._from(source, entry, size)
             elif pieces := [piece.clone() for piece in self._from(source, entry, size)]:
-                whole[region] = torch.cat(pieces).view(whole.dtype).view(whole[region].shape)
-        if whole is not None:
-            yield from _bytes(whole).split(_PIECE)
+                unsharded[region] = torch.cat(pieces).view(unsharded.dtype).view(unsharded[region].shape)
+        if unsharded is not None:
+            yield from _bytes(unsharded).split(_PIECE)
 
     def _from(self, source: int, entry: Entry, size: int) -> Iterator[Tensor]:
         """Yield the bytes of a rank's piece on rank 0, to which that rank sends them."""
@@ -175,19 +176,19 @@ class Wire(Ranks):
 
         What ``value_of`` raises is raised on rank 0 alone, once the others have left the loop, too.
         """
-        for entry, whole in self._prepared(entries, value_of):
-            self.deal(entry, whole)
+        for entry, unsharded in self._prepared(entries, value_of):
+            self.deal(entry, unsharded)
 
     @torch.no_grad()
-    def deal(self, entry: Entry, whole: Tensor | None) -> None:
+    def deal(self, entry: Entry, unsharded: Tensor | None) -> None:
         """Write a whole tensor, which only rank 0 has, into what each rank holds of it, in that dtype; collective."""
-        if whole is not None:
-            whole = whole.detach().to(entry.tensor.dtype)
+        if unsharded is not None:
+            unsharded = unsharded.detach().to(entry.tensor.dtype)
         if (layout := entry.layout) is None:
-            self._hand(entry, entry.holder, whole)
+            self._hand(entry, entry.holder, unsharded)
             return
         for target in range(self.world):
-            self._hand(entry, target, None if whole is None else whole[layout.region(target)])
+            self._hand(entry, target, None if unsharded is None else unsharded[layout.region(target)])
 
     def _hand(self, entry: Entry, target: int | None, part: Tensor | None) -> None:
         """Write a part, which only rank 0 has, to what ``target`` holds; None for every rank."""

@@ -20,7 +20,7 @@ from ..momentum import Averages
 from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
-__all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
+__all__ = ["apply_kernel", "apply_updates", "launch", "supports"]
 
 BLOCK, WARPS = 2048, 4
 MOST = 8  # tensors per launch
@@ -112,7 +112,7 @@ def apply_kernel(
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def takes(*tensors: Tensor) -> bool:
+def supports(*tensors: Tensor) -> bool:
     """Tell whether the kernel covers a parameter's tensors: one dense layout for all, on one device, no float64."""
     p, *others = tensors
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
@@ -137,14 +137,14 @@ def apply_updates(
 ) -> list[int]:
     """Write the parameters, and momenta if there are ``averages``; arguments as for ``kernels.muon_apply``.
 
-    Return the indices of the parameters with a tensor that :func:`takes` refuses; these parameters are unchanged.
+    Return the indices of the parameters with a tensor that :func:`supports` refuses; these parameters are unchanged.
     Parameters of one device and dtypes share launches.
     """
     lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
     groups: dict[object, list[int]] = {}
     unchanged = []
     for i, tensors in enumerate(zip(*lists, strict=True)):
-        if takes(*tensors):
+        if supports(*tensors):
             kernel_key = (tensors[0].device, *(x.dtype for x in tensors), is_wide(*tensors))
             groups.setdefault(kernel_key, []).append(i)
         else:

@@ -22,7 +22,7 @@ from .apply import is_wide
 from .launch import Launch, addresses, coded, decoded, element_type, filled
 from .model import ceildiv
 
-__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "takes"]
+__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "supports"]
 
 ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
 SPAN = 1024  # columns of a piece
@@ -199,7 +199,7 @@ def mix_kernel(
             tl.store(squares + tensor, tl.sum(parts, axis=0))
 
 
-def takes(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Whether the kernel reads this tensor."""
     return x.is_contiguous()
 

@@ -27,8 +27,8 @@ from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_atte
 
 __all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]
 
-#: ``Holder.tell`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of a
-#: head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
+#: ``Holder.notify`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of
+#: a head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
 LOGITS = "logits"
 
 #: rows of queries at a time
@@ -115,7 +115,7 @@ def note_logits(
     if (holder := holder_of(query_state)) is not None:
         of_all = largest.new_full((parts, len(largest)), -math.inf)
         of_all[part] = largest
-        holder.tell(LOGITS, key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
+        holder.notify(LOGITS, key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
     return grad.clone()
 
 

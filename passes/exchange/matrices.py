@@ -12,7 +12,7 @@ from compile_muon.kernels.dispatch import symmetric_kernels
 
 from ..language.spec import MuonSpec, decode_dtype
 from ..language.views import View
-from ..methods import Made, Seen, matrix_method
+from ..methods import WholeInputs, WholeOutputs, matrix_method
 from ..methods.method import MOMENTUM
 
 __all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
@@ -42,8 +42,8 @@ _LEAST_NORM = 1e-12
 class MethodInputs:
     """The arguments of a method for one parameter, beside its matrices, on the rank that orthogonalizes them."""
 
-    # ``(1 - momentum, momentum)``, then the rates that :attr:`~..methods.MatrixMethod.given` names.
-    hyper: Tensor
+    # ``(1 - momentum, momentum)``, then the rates that :attr:`~..methods.MatrixMethod.graph_rates` names.
+    graph_scalars: Tensor
     settings: MuonSpec
     states: Sequence[Tensor] = ()  # that this rank owns, ``[count, a, b]`` each, part by part
     norms: Tensor | None = None  # of the update's rows on this rank, ``[..., rows]`` fp32, if known
@@ -52,18 +52,18 @@ class MethodInputs:
         self._method = matrix_method(self.settings.method)
         self._left = iter(self.states)
         #: new states, in the order of ``states``, filled by :meth:`direction`
-        self.made: list[Tensor] = []
+        self.new_states: list[Tensor] = []
 
-    def seen(self, part: Tensor) -> Seen:
+    def whole_inputs(self, part: Tensor) -> WholeInputs:
         """Return the inputs for the next part, ``[rows, cols]`` or ``[count, rows, cols]``; call once per part."""
         method = self._method
-        rates = {name: self.hyper[2 + place] for place, name in enumerate(method.given)}
+        rates = {name: self.graph_scalars[2 + place] for place, name in enumerate(method.graph_rates)}
         if method.keeps_momentum:
-            rates[MOMENTUM.name] = self.hyper[1]
+            rates[MOMENTUM.name] = self.graph_scalars[1]
         owned_states = {state.name: next(self._left) for state in method.owned}
         if part.ndim == 2:
             owned_states = {name: state.squeeze(0) for name, state in owned_states.items()}
-        return Seen(rates, owned_states, self.settings.phase)
+        return WholeInputs(rates, owned_states, self.settings.phase)
 
     def row_norms(self, matrix: Tensor) -> Tensor:
         """Norms of the rows of the parameter's update ``matrix``, ``[..., rows, 1]`` fp32."""
@@ -71,12 +71,13 @@ class MethodInputs:
             return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
         return self.norms.reshape(*matrix.shape[:-1], 1)
 
-    def direction(self, found: Tensor | Made, seen: Seen) -> Tensor:
-        """Return the direction of a part, from the method's result ``found``, and keep its new states in ``made``."""
-        result = found if isinstance(found, Made) else Made(found)
-        for name, old in seen.states.items():
+    def direction(self, found: Tensor | WholeOutputs, whole_inputs: WholeInputs) -> Tensor:
+        """Return the direction of a part, from the method's result ``found``, and keep its new states in
+        ``new_states``."""
+        result = found if isinstance(found, WholeOutputs) else WholeOutputs(found)
+        for name, old in whole_inputs.states.items():
             new = result.states.get(name, old).to(old.dtype)
-            self.made.append(new.unsqueeze(0) if old.ndim == 2 else new)
+            self.new_states.append(new.unsqueeze(0) if old.ndim == 2 else new)
         return result.direction.to(decode_dtype(self.settings.dtype))
 
 
@@ -111,8 +112,8 @@ def orthogonalized(
         directions = iter(run(flat))
     else:
         part_inputs = [each for each, several in zip(inputs, parts, strict=True) for _ in several]
-        seen = [each.seen(part) for each, part in zip(part_inputs, flat, strict=True)]
-        results = zip(part_inputs, whole(flat, run, seen), seen, strict=True)
+        whole_inputs = [each.whole_inputs(part) for each, part in zip(part_inputs, flat, strict=True)]
+        results = zip(part_inputs, whole(flat, run, whole_inputs), whole_inputs, strict=True)
         directions = iter([each.direction(output, entry) for each, output, entry in results])
     output = [[next(directions) for _ in several] for several in parts]
     return [entry[0] if view is None else view.join(entry) for entry, view in zip(output, views, strict=True)]

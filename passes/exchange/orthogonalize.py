@@ -22,7 +22,7 @@ from torch import Tensor
 from ..language.holder import FETCH
 from ..language.spec import ParamSpec, decode_dtype
 from ..methods import matrix_method
-from ..momentum import Updated, takes, updates_of
+from ..momentum import Updated, supports, updates_of
 from ..record import Alike, call
 from .local import local
 from .matrices import MethodInputs, wire_dtype
@@ -40,7 +40,7 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     """Return the key on which parameters must agree to share one exchange."""
     muon = spec.muon_settings
     layout = spec.layout
-    ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
+    ranks = (layout.redistribution_key, layout.owner_group, layout.replica_group, layout.tensor_parallel)
     return (muon.exchange, muon.method, muon.phase, repr(ranks), *map(repr, muon.kernel_settings))
 
 
@@ -54,7 +54,7 @@ def hops(spec: ParamSpec) -> int:
 def orthogonalize_group(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
-    hypers: Sequence[Tensor],
+    all_graph_scalars: Sequence[Tensor],
     specs: Sequence[ParamSpec],
     owners: Sequence[int],
     states: Sequence[Sequence[Tensor]] | None = None,
@@ -69,62 +69,69 @@ def orthogonalize_group(
 
     - ``grads``: averaged gradients of the shards, ``spec.layout.local_shape``, ``spec.dtype``.
     - ``momenta``: averages of the gradients of earlier steps, same shapes, ``spec.state_dtype``; empty where offloaded.
-    - ``hypers``: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then the rates of its method.
+    - ``all_graph_scalars``: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then the rates of its
+      method.
     - ``specs``: of one :func:`route`. ``owners``: of each share, from :func:`assign_owners`.
     - ``states``: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
     - ``updated``: a list to fill with the momentum operator's further results for each gradient, None where
-      :func:`~..momentum.takes` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
+      :func:`~..momentum.supports` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
     - ``carried``: by index, the ``.grad`` of earlier backwards, to which the gradient is added.
     - ``alike``: records a function once for all parameters of one kind (:data:`~..record.Alike`).
     """
-    by_operator = _by_operator(grads, momenta, hypers, specs, carried)
+    by_operator = _by_operator(grads, momenta, all_graph_scalars, specs, carried)
     updates = []
-    for i, (grad, momentum, hyper, spec) in enumerate(zip(grads, momenta, hypers, specs, strict=True)):
+    for i, (grad, momentum, graph_scalars, spec) in enumerate(
+        zip(grads, momenta, all_graph_scalars, specs, strict=True)
+    ):
         if i in by_operator:
             updates.append(by_operator[i].update)
             continue
-        updates.append(alike((_update, spec), partial(_update, spec), [grad, momentum, hyper]))
+        updates.append(alike((_update, spec), partial(_update, spec), [grad, momentum, graph_scalars]))
     if updated is not None:
         updated += [by_operator.get(i) for i in range(len(grads))]
     inputs = [
-        MethodInputs(hyper, spec.muon_settings, own, by_operator[i].norms if i in by_operator else None)
-        for i, (hyper, spec, own) in enumerate(zip(hypers, specs, states or [()] * len(specs), strict=True))
+        MethodInputs(graph_scalars, spec.muon_settings, own, by_operator[i].norms if i in by_operator else None)
+        for i, (graph_scalars, spec, own) in enumerate(
+            zip(all_graph_scalars, specs, states or [()] * len(specs), strict=True)
+        )
     ]
     directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
-    return [*directions, *(new for each in inputs for new in each.made)]
+    return [*directions, *(new for each in inputs for new in each.new_states)]
 
 
-def _update(spec: ParamSpec, grad: Tensor, momentum: Tensor, hyper: Tensor) -> Tensor:
+def _update(spec: ParamSpec, grad: Tensor, momentum: Tensor, graph_scalars: Tensor) -> Tensor:
     """Return the update of one parameter that Newton-Schulz orthogonalizes, in the wire dtype."""
     muon = spec.muon_settings
     grad = grad.to(decode_dtype(spec.state_dtype))
     if muon.fetched:
         momentum = FETCH(momentum, grad)
     update = matrix_method(muon.method).update
-    return update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon))
+    return update(grad, momentum, (graph_scalars[0], graph_scalars[1]), muon.nesterov, wire_dtype(muon))
 
 
 def _by_operator(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
-    hypers: Sequence[Tensor],
+    all_graph_scalars: Sequence[Tensor],
     specs: Sequence[ParamSpec],
     carried: Mapping[int, Tensor],
 ) -> dict[int, Updated]:
     """Return, by index, the updates of those parameters that the fused momentum operator takes."""
     groups: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, (grad, momentum, spec) in enumerate(zip(grads, momenta, specs, strict=True)):
-        if takes(grad, momentum, spec):
+        if supports(grad, momentum, spec):
             muon = spec.muon_settings
             kind = (grad.dtype, momentum.dtype, muon.nesterov, wire_dtype(muon), decode_dtype(spec.dtype), i in carried)
             groups.setdefault(kind, []).append(i)
     updates: dict[int, Updated] = {}
     for (_, _, nesterov, dtype, wide, _), indices in groups.items():
-        group_grads, group_momenta, group_hypers = ([each[i] for i in indices] for each in (grads, momenta, hypers))
+        group_grads, group_momenta, group_graph_scalars = (
+            [each[i] for i in indices] for each in (grads, momenta, all_graph_scalars)
+        )
         group_carried = [carried[i] for i in indices if i in carried]
         updates |= zip(
             indices,
-            updates_of(group_grads, group_momenta, group_hypers, group_carried, nesterov, dtype, wide),
+            updates_of(group_grads, group_momenta, group_graph_scalars, group_carried, nesterov, dtype, wide),
             strict=True,
         )
     return updates

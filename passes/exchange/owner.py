@@ -39,7 +39,13 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     for number, spec in enumerate(specs):
         layout = spec.layout
         for share in shares(spec):
-            key = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.whole_at)
+            key = (
+                layout.redistribution_key,
+                layout.owner_group,
+                layout.replica_group,
+                layout.tensor_parallel,
+                share.whole_at,
+            )
             if key not in places_of_kind:
                 count = layout.owner_group.size * layout.replica_group.size
                 ranks = tuple(map(layout.owner_ranks, range(count)))

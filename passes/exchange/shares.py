@@ -97,7 +97,12 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
     layout, muon = spec.layout, spec.muon_settings
     view = muon.view
     one_share = (Share(spec, muon.matrices),)
-    if muon.exchange != "owner" or view is None or layout.joined or any(len(block.runs) > 1 for block in view.blocks):
+    if (
+        muon.exchange != "owner"
+        or view is None
+        or layout.tensor_parallel
+        or any(len(block.runs) > 1 for block in view.blocks)
+    ):
         return one_share
     places = range(layout.owner_group.size)
     split_shares: list[Share] = []

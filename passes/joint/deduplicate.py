@@ -49,13 +49,13 @@ def _merge_reductions(gm: GraphModule) -> None:
         left, right = map(_only_reduction, node.args[:2])
         if left is None or right is None or left.node is right.node:
             continue
-        if (left.state, left.hyper, left.spec) != (right.state, right.hyper, right.spec):
+        if (left.state, left.graph_scalars, left.spec) != (right.state, right.graph_scalars, right.spec):
             continue
         # The sum keeps the add's place and tags; the reduction follows it with the first reduction's meta.
         with gm.graph.inserting_before(node):
             grad_sum = gm.graph.call_function(torch.ops.aten.add.Tensor, (left.grad, right.grad))
             grad_sum.meta = {**node.meta, "val": left.grad.meta["val"]}
-            reduced = ReduceGrad.insert(gm.graph, grad_sum, left.state, left.hyper, left.spec).node
+            reduced = ReduceGrad.insert(gm.graph, grad_sum, left.state, left.graph_scalars, left.spec).node
             reduced.meta = dict(left.node.meta)
         replace(gm, node, reduced)
         for dead in (left.node, right.node):

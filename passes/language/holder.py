@@ -23,7 +23,7 @@ class Holder(Protocol):
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the offloaded momentum into ``out`` and return it; ``grad`` is the gradient to be mixed with it."""
 
-    def tell(self, what: str, *facts: Any) -> None:
+    def notify(self, what: str, *facts: Any) -> None:
         """Pass on ``facts`` of kind ``what`` that an op found about the parameter during its backward."""
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:

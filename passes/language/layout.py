@@ -69,7 +69,7 @@ class Layout:
     slice at its place along ``replicate``.
     """
 
-    whole: tuple[int, ...]  # shape of the whole parameter
+    unsharded_shape: tuple[int, ...]  # shape of the whole parameter
     stage: int  # ZeRO stage, 0 to 3
     # Rows (dim 0) are sharded over ``shard``. Ranks along ``replicate`` hold the same rows; gradients are averaged over
     # both (HSDP).
@@ -110,7 +110,7 @@ class Layout:
         return tuple({axis.group: axis for axis in reversed(all_axes) if not axis.alone}.values())
 
     @property
-    def company(self) -> tuple[object, ...]:
+    def redistribution_key(self) -> tuple[object, ...]:
         """The key on which layouts must agree to share a collective."""
         return self.shard, self.replicate, self.sharded, self.cut_twice, self.divisor
 
@@ -122,23 +122,23 @@ class Layout:
     # ------------------------------------------------------------------------------------------ parts of a model
 
     @property
-    def joined(self) -> bool:
+    def tensor_parallel(self) -> bool:
         """Whether matrices are cut by tensor parallelism, and have to be joined for Newton-Schulz."""
         return self.tensor_dim is not None and not self.tensor.alone
 
     @property
-    def parted(self) -> bool:
+    def model_parallel(self) -> bool:
         """Whether a rank's model has only a part of the parameter."""
-        return self.joined or not self.expert.alone
+        return self.tensor_parallel or not self.expert.alone
 
     def _bounds(self, expert: int, tensor: int | None) -> list[tuple[int, int]]:
         """``(start, stop)`` along each dim of a part; ``tensor`` None joins the parts of that axis."""
-        bounds = [(0, size) for size in self.whole]
+        bounds = [(0, size) for size in self.unsharded_shape]
         if not self.expert.alone:
-            bounds[0] = _part(self.whole[0], self.expert.size, expert)
-        if tensor is not None and self.joined:
+            bounds[0] = _part(self.unsharded_shape[0], self.expert.size, expert)
+        if tensor is not None and self.tensor_parallel:
             assert self.tensor_dim is not None
-            bounds[self.tensor_dim] = _part(self.whole[self.tensor_dim], self.tensor.size, tensor)
+            bounds[self.tensor_dim] = _part(self.unsharded_shape[self.tensor_dim], self.tensor.size, tensor)
         return bounds
 
     def _part_shape(self, tensor: int | None) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class Layout:
     def holders(self) -> tuple[int, ...]:
         """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of its rows
         (unless tensor parallelism cuts another dim)."""
-        parts = self.tensor.size if self.joined else 1
+        parts = self.tensor.size if self.tensor_parallel else 1
         return tuple(
             (data * self.expert.size + expert) * self.tensor.size + tensor
             for expert in range(self.expert.size)
@@ -190,7 +190,7 @@ class Layout:
     @property
     def cut_in_rows(self) -> bool:
         """Whether every piece consists of rows of the whole parameter."""
-        return not self.joined or self.tensor_dim == 0
+        return not self.tensor_parallel or self.tensor_dim == 0
 
     # ------------------------------------------------------------------------------------------ Newton-Schulz
 
@@ -216,7 +216,7 @@ class Layout:
         """Return the ranks of the whole mesh that are owner number ``owner``: one for each place along ``expert``."""
         # Experts share one owner table, of places along replica group and owner group.
         replica, place = divmod(owner, self.owner_group.size)
-        if self.joined:
+        if self.tensor_parallel:
             place, tensor = divmod(place, self.tensor.size)
         else:
             replica, tensor = divmod(replica, self.tensor.size)
@@ -225,7 +225,7 @@ class Layout:
 
     def _owner_group_place(self, place: int) -> tuple[int, int]:
         """Split a place along :attr:`owner_group` into ``(data, tensor)``."""
-        return divmod(place, self.tensor.size) if self.joined else (place, self.tensor.index)
+        return divmod(place, self.tensor.size) if self.tensor_parallel else (place, self.tensor.index)
 
     def owner_group_shape(self, place: int) -> tuple[int, ...]:
         """Shape of the piece of a matrix at ``place`` along :attr:`owner_group`."""
@@ -238,7 +238,7 @@ class Layout:
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Concatenate flat pieces, by place along :attr:`owner_group`, into a tensor of :attr:`joined_shape`."""
-        if not self.joined:
+        if not self.tensor_parallel:
             return torch.cat([pieces[data] for data in self.data_holders]).view(self.joined_shape)
         parts = []
         for tensor in range(self.tensor.size):
@@ -251,7 +251,7 @@ class Layout:
         """Return the piece at ``place`` along :attr:`owner_group`, of a tensor as large as :attr:`joined_shape`."""
         data, tensor = self._owner_group_place(place)
         part = matrix.reshape(self.joined_shape)
-        if self.joined:
+        if self.tensor_parallel:
             assert self.tensor_dim is not None
             start, stop = self._bounds(self.expert.index, tensor)[self.tensor_dim]
             part = part.narrow(self.tensor_dim, start, stop - start)
@@ -290,7 +290,7 @@ class Layout:
     @property
     def copies(self) -> int:
         """How many ranks of the whole mesh hold the same gradient and optimizer state."""
-        same = 1 if self.joined else self.tensor.size
+        same = 1 if self.tensor_parallel else self.tensor.size
         if self.cut_twice:
             return same
         return same * (self.replicate.size if self.sharded else self.everyone.size)
@@ -343,7 +343,7 @@ class Layout:
 
     def owner_of(self, shape: tuple[int, ...]) -> str | None:
         """Name the first holder whose piece has this shape, as ``"rank 0 of 4"``; None for the whole parameter."""
-        if not (self.sharded or self.parted) or shape == self.whole:
+        if not (self.sharded or self.model_parallel) or shape == self.unsharded_shape:
             return None
         for rank in sorted(self.holders):
             if shape == tuple(part.stop - part.start for part in self.region(rank)):

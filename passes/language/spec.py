@@ -38,9 +38,11 @@ def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
     """Name the exchange strategy of ``batch`` stacked matrices: "local" if ranks have whole ones, else "owner"."""
     apart = layout.sharded or not layout.expert.alone
     # Ranks hold whole matrices already: a single rank, or a stack, which dim 0 cuts between its matrices.
-    local = layout.owner_group.size * layout.replica_group.size == 1 or (batch > 1 and apart and not layout.joined)
+    local = layout.owner_group.size * layout.replica_group.size == 1 or (
+        batch > 1 and apart and not layout.tensor_parallel
+    )
     # A view, too, may be cut between its matrices on every rank.
-    if view is not None and apart and not layout.joined and layout.replica_group.alone:
+    if view is not None and apart and not layout.tensor_parallel and layout.replica_group.alone:
         bounds = [layout.region(rank)[0] for rank in layout.holders]
         local = local or all(view.within(part.start, part.stop) for part in bounds)
     return "local" if local else "owner"
@@ -133,21 +135,21 @@ class ParamSpec:
     @cached_property
     def stacked(self) -> bool:
         """Whether dim 0 of a Muon parameter counts matrices."""
-        whole, muon = self.layout.whole, self.muon_settings
+        whole, muon = self.layout.unsharded_shape, self.muon_settings
         return len(whole) == 3 and (muon.rows, muon.cols) == whole[1:]
 
     @property
     def cut_in_columns(self) -> bool:
         """Whether tensor parallelism cuts the rows of a matrix, so that each rank has some columns."""
         layout = self.layout
-        return layout.joined and layout.tensor_dim is not None and layout.tensor_dim > self.stacked
+        return layout.tensor_parallel and layout.tensor_dim is not None and layout.tensor_dim > self.stacked
 
     @property
     def matrix_count(self) -> int:
         """Number of matrices in the whole parameter."""
         if (view := self.muon_settings.view) is not None:
             return view.count
-        return self.layout.whole[0] if self.stacked else 1
+        return self.layout.unsharded_shape[0] if self.stacked else 1
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -181,7 +183,7 @@ class ParamSpec:
         """Inverse of :meth:`encode`."""
         fields = json.loads(text)
         layout, muon = fields.pop("layout"), fields.pop("muon")
-        layout["whole"] = tuple(layout["whole"])
+        layout["unsharded_shape"] = tuple(layout["unsharded_shape"])
         for axis in ("shard", "replicate", "both", "expert", "tensor", "owner_group_over", "replica_group_over"):
             layout[axis] = None if layout[axis] is None else Axis(**layout[axis])
         if muon is not None:

@@ -53,7 +53,7 @@ def group_neighbours(
     sizes: dict[int, int] = {}
     open_group: dict[tuple[object, ...], int] = {}
     bytes_of = [spec.layout.numel * decode_dtype(dtype_of(spec)).itemsize for spec in specs]
-    keys = [(spec.layout.company, dtype_of(spec)) for spec in specs]
+    keys = [(spec.layout.redistribution_key, dtype_of(spec)) for spec in specs]
     totals: Counter[tuple[object, ...]] = Counter()
     for key, nbytes in zip(keys, bytes_of, strict=True):
         totals[key] += nbytes

@@ -15,7 +15,7 @@ from ..exchange.shares import by_parameter
 from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS, row_sums
 from ..language.work import Category, Work, work_of
 from ..markers import Orthogonalize, OrthogonalizeWith
-from ..momentum import Updated, takes
+from ..momentum import Updated, supports
 from ..pipeline import PassContext, tensor_value
 from ..record import Alike, call
 from .buckets import bucket_matrices, exchanged_bytes
@@ -51,16 +51,18 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             alike: Alike = call,
         ) -> list[torch.Tensor]:
             count, rest = len(chosen), iter(tensors[3 * len(chosen) :])
-            grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
+            grads, momenta, all_graph_scalars = (tensors[part * count : (part + 1) * count] for part in range(3))
             states = [[next(rest) for _ in of_marker] for of_marker in kept]
             carried = {i: next(rest) for i in added}
             updated: list[Updated | None] = []
             specs = [marker.spec for marker in chosen]
-            outcomes = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried, alike)
+            outcomes = orthogonalize_group(
+                grads, momenta, all_graph_scalars, specs, table, states, updated, carried, alike
+            )
             return [*outcomes, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
 
-        states, hypers = [marker.state for marker in chosen], [marker.hyper for marker in chosen]
-        inputs = [*(gradient.source for gradient in gradients), *states, *hypers]
+        states, all_graph_scalars = [marker.state for marker in chosen], [marker.graph_scalars for marker in chosen]
+        inputs = [*(gradient.source for gradient in gradients), *states, *all_graph_scalars]
         inputs += [node for of_marker in kept for node in of_marker]
         inputs += [gradient.carried for gradient in gradients if gradient.carried is not None]
         first = chosen[0].spec
@@ -127,7 +129,7 @@ def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
 
 
 def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
-    return takes(tensor_value(grad), tensor_value(marker.state), marker.spec)
+    return supports(tensor_value(grad), tensor_value(marker.state), marker.spec)
 
 
 def _sum_rows(gm: GraphModule) -> None:

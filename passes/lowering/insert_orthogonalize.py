@@ -37,7 +37,7 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     with gm.graph.inserting_before(output):
         for i, gradient in zip(request.speculated, gradients, strict=True):
             reduction = reductions[i]
-            marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.hyper, reduction.spec)
+            marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.graph_scalars, reduction.spec)
             directions.append(marker.node)
     insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients, by_kind=True))
     return gm

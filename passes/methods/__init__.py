@@ -7,7 +7,7 @@ from .adamw import ADAMW
 from .dion2 import DION2
 from .heavy_ball import HEAVY_BALL
 from .lion import LION
-from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State
+from .method import STEP, After, ElementMethod, MatrixMethod, Method, Piece, Rate, State, WholeInputs, WholeOutputs
 from .muon import MUON
 from .muonbp import MUONBP
 from .muonh import MUONH
@@ -19,13 +19,13 @@ __all__ = [
     "METHODS",
     "After",
     "ElementMethod",
-    "Made",
     "MatrixMethod",
     "Method",
     "Piece",
     "Rate",
-    "Seen",
     "State",
+    "WholeInputs",
+    "WholeOutputs",
     "matrix_method",
     "method_names",
     "method_of",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, MatrixMethod, NewtonSchulz, Rate, Seen
+from .method import DECAY, LR, MOMENTUM, MatrixMethod, NewtonSchulz, Rate, WholeInputs
 
 __all__ = ["DION2"]
 
@@ -28,10 +28,10 @@ def _before(
     return (momentum.to(wide) + grad.to(wide)).to(out_dtype)
 
 
-def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Tensor]:
+def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, inputs: list[WholeInputs]) -> list[Tensor]:
     # Transposed where tall: the rows are chosen along the shorter side.
     wide = [x if x.shape[-2] <= x.shape[-1] else x.mT for x in matrices]
-    rows = [_chosen(x, part.phase) for x, part in zip(wide, seen, strict=True)]
+    rows = [_chosen(x, part.phase) for x, part in zip(wide, inputs, strict=True)]
     orthogonal = newton_schulz([x.take_along_dim(at, -2).contiguous() for x, at in zip(wide, rows, strict=True)])
     directions = [
         torch.zeros_like(x, dtype=part.dtype).scatter(-2, at.expand_as(part), part)

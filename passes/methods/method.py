@@ -25,13 +25,13 @@ __all__ = [
     "STEP",
     "After",
     "ElementMethod",
-    "Made",
     "MatrixMethod",
     "Method",
     "Piece",
     "Rate",
-    "Seen",
     "State",
+    "WholeInputs",
+    "WholeOutputs",
     "averaged",
     "multiply",
 ]
@@ -172,7 +172,7 @@ def multiply(tensors: Sequence[Tensor], factor: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WholeInputs:
     """The inputs of :attr:`MatrixMethod.whole` beside a matrix, or a stack of matrices."""
 
     # Of the group, by name, each 0-dim fp32 on the device: all but learning rate and decay, which the commit applies.
@@ -184,7 +184,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Made:
+class WholeOutputs:
     """The result of :attr:`MatrixMethod.whole` for a matrix, or for a stack."""
 
     direction: Tensor  # of the matrix's shape, in any dtype
@@ -231,11 +231,11 @@ class MatrixMethod(Method):
             whole rows.
         advance: ``(momenta, grads, directions, rates)``: updates the momenta in place in a step; None for the moving
             average. Directions are those of ``whole``, rates as in :class:`Piece`.
-        whole: ``(matrices, newton_schulz, seen) -> directions`` at the rank that has the matrices whole, ``[rows,
-            cols]`` or ``[batch, rows, cols]``, traced and pure. ``seen`` has a :class:`Seen` for each matrix, and each
-            direction is a tensor or a :class:`Made`. None for Newton-Schulz alone.
+        whole: ``(matrices, newton_schulz, inputs) -> directions`` at the rank that has the matrices whole, ``[rows,
+            cols]`` or ``[batch, rows, cols]``, traced and pure. ``inputs`` has a :class:`WholeInputs` for each matrix,
+            and each direction is a tensor or a :class:`WholeOutputs`. None for Newton-Schulz alone.
         phase: ``rates -> text or number``: chooses one of few graphs, on the host ahead of each step, by plain numbers.
-            A choice made on the device, by ``rates`` of :class:`Seen`, would cost both branches.
+            A choice made on the device, by ``rates`` of :class:`WholeInputs`, would cost both branches.
         joined: ``rates -> bool``, on the host likewise: whether a step sees each parameter as one matrix, whatever its
             view.
         launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
@@ -257,7 +257,7 @@ class MatrixMethod(Method):
     project: Callable[[Piece], Tensor] | None = None
     project_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     advance: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Mapping[str, Any]], None] | None = None
-    whole: Callable[[list[Tensor], NewtonSchulz, list[Seen]], Sequence[Tensor | Made]] | None = None
+    whole: Callable[[list[Tensor], NewtonSchulz, list[WholeInputs]], Sequence[Tensor | WholeOutputs]] | None = None
     phase: Callable[[Mapping[str, Any]], Any] | None = None
     joined: Callable[[Mapping[str, Any]], Any] | None = None
     launched: tuple[Any, ...] = ()
@@ -284,7 +284,7 @@ class MatrixMethod(Method):
         return bool(self.owned or self.phase or self.joined or self.project)
 
     @functools.cached_property
-    def given(self) -> tuple[str, ...]:
+    def graph_rates(self) -> tuple[str, ...]:
         """Names of the rates that graphs take as inputs, beside the momentum."""
         if self.whole is None:
             return (STEP.name,) if self.has(STEP.name) else ()

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, STEP, Made, MatrixMethod, NewtonSchulz, Rate, Seen, State
+from .method import DECAY, LR, STEP, MatrixMethod, NewtonSchulz, Rate, State, WholeInputs, WholeOutputs
 
 __all__ = ["SOAP"]
 
@@ -74,19 +74,19 @@ def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Ten
     return _basis(gram @ basis, energy), moments
 
 
-def _step(gradient: Tensor, seen: Seen) -> Made:
-    states = seen.states
+def _step(gradient: Tensor, inputs: WholeInputs) -> WholeOutputs:
+    states = inputs.states
     left, right, bases = states["left"], states["right"], (states["left_basis"], states["right_basis"])
     moments, momentum = states["second_moment"], states["first_moment"]
-    rates, grad = seen.rates, gradient.to(moments.dtype)
+    rates, grad = inputs.rates, gradient.to(moments.dtype)
     near, far = rates["beta1"], rates["beta2"]
     new = {
         "left": left.lerp(grad @ grad.mT, 1 - far) if left.numel() else left,
         "right": right.lerp(grad.mT @ grad, 1 - far) if right.numel() else right,
     }
-    if seen.phase == _FIRST:
+    if inputs.phase == _FIRST:
         new |= {f"{side}_basis": _begun(new[side]) for side in ("left", "right")}
-        return Made(gradient * 0, new)
+        return WholeOutputs(gradient * 0, new)
     steps_done = rates["step"] - 1
     momentum = momentum.lerp(grad, 1 - near)
     moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - far)
@@ -94,14 +94,14 @@ def _step(gradient: Tensor, seen: Seen) -> Made:
     step = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * unbiased
     direction = _seen_from(step, *(basis.mT for basis in bases))
     new["first_moment"] = momentum
-    if seen.phase == _TURN:
+    if inputs.phase == _TURN:
         new["left_basis"], moments = _turned(new["left"], bases[0], moments, -2)
         new["right_basis"], moments = _turned(new["right"], bases[1], moments, -1)
-    return Made(direction, new | {"second_moment": moments})
+    return WholeOutputs(direction, new | {"second_moment": moments})
 
 
-def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Made]:
-    return [_step(matrix, inputs) for matrix, inputs in zip(matrices, seen, strict=True)]
+def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, inputs: list[WholeInputs]) -> list[WholeOutputs]:
+    return [_step(matrix, inputs) for matrix, inputs in zip(matrices, inputs, strict=True)]
 
 
 SOAP = MatrixMethod(

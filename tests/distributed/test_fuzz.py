@@ -487,6 +487,6 @@ def test_the_loops_would_notice(monkeypatch):
     """A step that trusts every direction must fail."""
     from compile_muon.engine.step_checks import StepChecks
 
-    monkeypatch.setattr(StepChecks, "held", lambda self: frozenset(self.names("ready")))
+    monkeypatch.setattr(StepChecks, "speculated", lambda self: frozenset(self.names("ready")))
     with pytest.raises(AssertionError, match="seed plain-"):
         random_loops("plain", LOOPS["plain"])

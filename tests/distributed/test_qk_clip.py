@@ -327,7 +327,7 @@ def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(insi
     optimizer.zero_grad()
     expected = float(largest(model, quiet).max())
     assert expected < float(largest(model, loud).max())
-    with mock.patch.object(ShardedParam, "tell", autospec=True, side_effect=ShardedParam.tell) as noted:
+    with mock.patch.object(ShardedParam, "notify", autospec=True, side_effect=ShardedParam.notify) as noted:
         loss(run, quiet).backward()
     assert noted.call_count == 1
     optimizer.step()

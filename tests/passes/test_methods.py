@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method, Piece, Seen, State
+from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method, Piece, State, WholeInputs
 from compile_muon.passes.methods.method import MOMENTUM, STEP
 from compile_muon.passes.methods.muon import MUON
 
@@ -54,12 +54,14 @@ def _equal(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(same)
 
 
-def seen_of(method: MatrixMethod, step: int) -> list[Seen]:
+def seen_of(method: MatrixMethod, step: int) -> list[WholeInputs]:
     now = numbers(method, step)
-    rates = {name: torch.tensor(float(now[name])) for name in (*method.given, MOMENTUM.name) if name in now}
+    rates = {name: torch.tensor(float(now[name])) for name in (*method.graph_rates, MOMENTUM.name) if name in now}
     phase = None if method.phase is None else method.phase(now)
     return [
-        Seen(rates, {s.name: torch.eye(*s.shape(r, c)).expand(n, *s.shape(r, c)).clone() for s in method.owned}, phase)
+        WholeInputs(
+            rates, {s.name: torch.eye(*s.shape(r, c)).expand(n, *s.shape(r, c)).clone() for s in method.owned}, phase
+        )
         for n, r, c in SHAPES
     ]
 

@@ -6,8 +6,8 @@ and ``together`` simulates several ranks that wait for each other. docs/referenc
 """
 
 from compile_muon.planning.simulate.engine import Event, Timeline, simulate, to_chrome_trace
-from compile_muon.planning.simulate.memory import Held
-from compile_muon.planning.simulate.played import Played
+from compile_muon.planning.simulate.memory import LiveBytes
+from compile_muon.planning.simulate.played import SimulatedGraph
 from compile_muon.planning.simulate.together import simulate_together
 
-__all__ = ["Event", "Held", "Played", "Timeline", "simulate", "simulate_together", "to_chrome_trace"]
+__all__ = ["Event", "LiveBytes", "SimulatedGraph", "Timeline", "simulate", "simulate_together", "to_chrome_trace"]

@@ -33,10 +33,10 @@ from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
 from compile_muon.planning.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
-from compile_muon.planning.simulate.memory import Held, Memory
+from compile_muon.planning.simulate.memory import LiveBytes, Memory
 from compile_muon.planning.simulate.newton_schulz import Call
 from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
-from compile_muon.planning.simulate.played import Played
+from compile_muon.planning.simulate.played import SimulatedGraph
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Timeline", "simulate", "to_chrome_trace"]
 
@@ -68,7 +68,7 @@ class Timeline:
     exposed: Mapping[str, float]  # the compute stream waiting, by cause; "host" is one
     events: tuple[Event, ...]  # in order of their ends
     traffic: Traffic
-    peak: Held  # where most bytes are live
+    peak: LiveBytes  # where most bytes are live
     # by the ranks of a group, in order: (name of the collective that all its ranks share, how many of that name came
     # before) -> when this rank issued it
     issued: Mapping[tuple[int, ...], Mapping[tuple[str, int], float]]
@@ -78,7 +78,7 @@ class Timeline:
 
 
 def simulate(
-    graphs: Sequence[Played],
+    graphs: Sequence[SimulatedGraph],
     machine: Machine,
     *,
     groups: Mapping[Axis, Sequence[int]],
@@ -114,7 +114,9 @@ def simulate(
     )  # fmt: skip
 
 
-def _timed(played: Played, found: Mapping[Node, list[Node]], machine: Machine, codegen: str) -> Mapping[Node, Kernel]:
+def _timed(
+    played: SimulatedGraph, found: Mapping[Node, list[Node]], machine: Machine, codegen: str
+) -> Mapping[Node, Kernel]:
     """Return the kernels whose time counts: on GPUs by the fusion rules of whatever generates them there."""
     if machine.device == "cuda" and played.fused:
         return fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
@@ -219,7 +221,7 @@ class _Player:
         self._runs_behind = self.machine.device != "cpu"
         self._ways = self.transfers or OffloadTransfers((), buffers=1, host=self.machine.host_bandwidth, disk=0.0)
 
-    def run(self, played: Played, found: Mapping[Node, Kernel]) -> None:
+    def run(self, played: SimulatedGraph, found: Mapping[Node, Kernel]) -> None:
         self._graphs += 1
         self._starts = self._runs_behind and not played.replayed
         # Eager step code runs on GPUs as multi-tensor launches, which the nodes of the trace do not show.
@@ -383,7 +385,7 @@ class _Player:
         return self._events
 
 
-def _finishing(played: Played) -> dict[Node, int]:
+def _finishing(played: SimulatedGraph) -> dict[Node, int]:
     """Return the nodes that finish each refresh, from its last wait on, with the number of the refresh."""
     finishing: dict[int, list[Node]] = {}
     for node in played.gm.graph.nodes:

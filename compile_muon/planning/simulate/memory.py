@@ -23,9 +23,9 @@ from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.played import Played
+from compile_muon.planning.simulate.played import SimulatedGraph
 
-__all__ = ["Held", "Memory"]
+__all__ = ["LiveBytes", "Memory"]
 
 _OF_WORK = {
     Category.GATHER: "gathered",
@@ -37,7 +37,7 @@ _OF_WORK = {
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveBytes:
     """Bytes that are live at one time."""
 
     # The caller's resident categories, "gathered" (weights), "activations" (saved for backward), "intermediates" (other
@@ -88,13 +88,13 @@ class Memory:
         self._reached = (self._peak.total(), self._peak.total())
 
     @property
-    def peak(self) -> Held:
+    def peak(self) -> LiveBytes:
         """The most so far: pools are always full, so it is reached when most is live outside of them."""
         outside, live = self._reached
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
-        return Held({**self._peak, **idle}, self._largest)
+        return LiveBytes({**self._peak, **idle}, self._largest)
 
-    def run(self, played: Played, roots: Mapping[Node, Node]) -> None:
+    def run(self, played: SimulatedGraph, roots: Mapping[Node, Node]) -> None:
         """Count the bytes of one run of a graph; `roots` maps each node to the last node of its kernel."""
         gm, kind, frame = played.gm, played.kind, played.frame
         for live in self._live.values():

@@ -30,7 +30,7 @@ from compile_muon.kernels.stability import Triple
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.planning.machine import Machine
 
-__all__ = ["Call", "Launched", "Steps", "launches"]
+__all__ = ["Call", "KernelLaunch", "Steps", "launches"]
 
 #: kernels of the normalization, by how many matrices each reads and writes: largest entry, division by it, norm,
 #: division; aten needs one more pass for the least entry
@@ -43,7 +43,7 @@ Matrices = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Launched:
+class KernelLaunch:
     """A kernel launch that computes one product of all its matrices."""
 
     part: str  # name of the product
@@ -88,9 +88,9 @@ class Steps:
 
 
 @lru_cache(maxsize=256)  # plans repeat calls, and layers repeat shapes
-def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[Launched, ...]:
+def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[KernelLaunch, ...]:
     """Return the launches of the products of these tensors, each given with the bytes of an input entry."""
-    launched: list[Launched] = []
+    launched: list[KernelLaunch] = []
     how = (steps.form, len(steps.triples), len(steps.restarts))
     stacks = [Stack(b, list_bytes(k, w, *how, given, steps.itemsize)) for (b, k, w), given in tensors]
     for chunk in chunked(stacks, steps.limit):
@@ -121,11 +121,11 @@ class _Noted:
     layout: Layout
     results: Sequence[Matrices]
     listed: bool
-    launched: list[Launched] = field(default_factory=list)
+    launched: list[KernelLaunch] = field(default_factory=list)
 
     def _note(self, part: str, triangle: bool, square: bool, summand: bool) -> bool:
         results = results_of(self.layout, triangle=triangle, square=square)
-        self.launched.append(Launched(part, results, triangle, summand, self.listed))
+        self.launched.append(KernelLaunch(part, results, triangle, summand, self.listed))
         return square
 
     def outer(self, x: bool) -> bool:
@@ -144,7 +144,7 @@ class _Noted:
         if out is None:
             return self._note("Q" if right else "FX, or QX", triangle=False, square=right, summand=plus is not None)
         self.launched += [
-            Launched("the last X", ((b, k, width, k),), triangle=False, summand=plus is not None, listed=False)
+            KernelLaunch("the last X", ((b, k, width, k),), triangle=False, summand=plus is not None, listed=False)
             for b, k, width in self.results
         ]
         return right
@@ -183,14 +183,14 @@ class Call:
         return Steps(form, self.triples, tuple(self.restarts), folds, self.itemsize, self.limit)
 
     @cached_property
-    def listed(self) -> list[Launched] | None:
+    def listed(self) -> list[KernelLaunch] | None:
         """Triton's launches; None where other kernels compute the call, or the machine has no tile tables."""
         if self.machine.tiles is None or not self.symmetric:
             return None
         groups: dict[str, list[tuple[Matrices, int]]] = {}
         for b, k, width, dtype, _ in self.tensors:
             groups.setdefault(self.form(k, width), []).append(((b, k, width), dtype.itemsize))
-        launched: list[Launched] = []
+        launched: list[KernelLaunch] = []
         for form, tensors in groups.items():
             launched += launches(tuple(tensors), self._steps(form, folds=self.dtype == "float16"))
         return launched
@@ -232,7 +232,7 @@ class Call:
             return sum(self._shape_seconds(count, *shape) for shape, count in self._shapes.items())
         return self._alone(self.listed) + sum(map(self.machine.move_seconds, self._beside_products()))
 
-    def _alone(self, listed: Sequence[Launched]) -> float:
+    def _alone(self, listed: Sequence[KernelLaunch]) -> float:
         assert self.machine.tiles is not None
         return sum(launched.seconds(self.machine.tiles, self.machine.processors) for launched in listed)
 

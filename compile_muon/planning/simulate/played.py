@@ -10,11 +10,11 @@ from torch.fx import GraphModule, Node
 from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.planning.simulate.offload_transfers import Moves
 
-__all__ = ["Played"]
+__all__ = ["SimulatedGraph"]
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedGraph:
     """A lowered graph and its role in the simulated step."""
 
     gm: GraphModule
@@ -34,7 +34,7 @@ class Played:
     moves: Mapping[Node, Moves] = field(default_factory=dict)  # moves of offloaded state ahead of each node
 
     @classmethod
-    def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
+    def of(cls, gm: GraphModule, ctx: PassContext) -> SimulatedGraph:
         """Return a graph that the lowering passes have run over."""
         return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
 

@@ -330,4 +330,4 @@ def test_a_warning_is_of_a_category_of_ours_at_the_users_line_and_of_rank_0(monk
         warnings.simplefilter("error")
         errors.warn_user("text")
         with pytest.raises(MuonZeroWarning):
-            errors.warn_user("text", own=True)
+            errors.warn_user("text", this_rank=True)

@@ -75,20 +75,20 @@ def test_the_table_has_every_combination_once() -> None:
     [
         # whoever is not finite is named, and what follows from it is not
         (
-            {"gradients": {"a": NAN, "b": math.inf}, "held": "ab", "directions": "a"},
+            {"gradients": {"a": NAN, "b": math.inf}, "speculated": "ab", "directions": "a"},
             None,
             "ab",
             {"gradient": ["a", "b"]},
         ),
-        ({"spoiled": {"momentum": ["b"]}, "held": "ab", "directions": "b"}, None, "ab", {"momentum": ["b"]}),
+        ({"spoiled": {"momentum": ["b"]}, "speculated": "ab", "directions": "b"}, None, "ab", {"momentum": ["b"]}),
         ({"spoiled": {"momentum": [], "rate": ["muon lr"]}}, None, "", {"rate": ["muon lr"]}),
-        ({"held": "ab", "directions": "b"}, None, "ab", {"direction": ["b"]}),
+        ({"speculated": "ab", "directions": "b"}, None, "ab", {"direction": ["b"]}),
         # a direction that nobody uses may be what it likes
-        ({"held": "a", "directions": "b"}, None, "a", {}),
-        ({"held": "ab", "directions": "ab"}, 4.0, "", {}),
+        ({"speculated": "a", "directions": "b"}, None, "a", {}),
+        ({"speculated": "ab", "directions": "ab"}, 4.0, "", {}),
         # a norm that is not a number is over no limit: the step is refused for the gradient
-        ({"gradients": {"a": NAN}, "held": "a"}, 4.0, "a", {"gradient": ["a"]}),
-        ({"gradients": {"a": math.inf}, "held": "a"}, 4.0, "", {"gradient": ["a"]}),
+        ({"gradients": {"a": NAN}, "speculated": "a"}, 4.0, "a", {"gradient": ["a"]}),
+        ({"gradients": {"a": math.inf}, "speculated": "a"}, 4.0, "", {"gradient": ["a"]}),
     ],
 )
 def test_a_step_names_what_is_not_finite(

@@ -118,7 +118,7 @@ def test_what_is_not_overridden_is_not_called() -> None:
     assert hooks.state_provider.all_resident and hooks.peers.alone and hooks.unrecorded is None
     assert hooks_of([Listening()]).unrecorded == "an extension may ask the host"
     listening = hooks_of([Listening()])
-    assert {name for name in EMPTY if getattr(listening, name)} == EMPTY - {"dynamo_passes", "told", "why_not_finite"}
+    assert {name for name in EMPTY if getattr(listening, name)} == EMPTY - {"dynamo_passes", "notify", "why_not_finite"}
 
 
 def test_an_extension_that_refuses_a_step_leaves_all_as_it_was() -> None:

@@ -103,7 +103,7 @@ def test_bytes_are_those_that_the_optimizer_counts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(3, backend="nccl", options=FrameOptions(codegen="eager"), model=ONE).simulated(SLOW).traffic
     monkeypatch.setattr(engine_step, "refused", lambda *args: False)
-    monkeypatch.setattr(StepChecks, "held", lambda checks: frozenset(checks.names("ready")))
+    monkeypatch.setattr(StepChecks, "speculated", lambda checks: frozenset(checks.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):
         model = ONE()

@@ -19,7 +19,7 @@ from compile_muon.passes import GraphKind
 from compile_muon.passes.costs import Link
 from compile_muon.planning import capture_step
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate import Played, simulate
+from compile_muon.planning.simulate import SimulatedGraph, simulate
 from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
 
 PAGE = 4096
@@ -129,7 +129,7 @@ def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:
     node.meta["val"] = torch.zeros(2)
     end = graph.output((node,))
     moves = {node: ((OPEN, one), (CLOSE, one)), end: ((COMMIT, None),)}
-    played = Played(GraphModule(torch.nn.Module(), graph), GraphKind.BACKWARD, moves=moves)
+    played = SimulatedGraph(GraphModule(torch.nn.Module(), graph), GraphKind.BACKWARD, moves=moves)
     machine = Machine(
         name="round", device="cpu", memory_bytes=1, memory_bandwidth=8.0, kernel_seconds=0.0,
         rates={"float32": ((1.0, 1.0),)}, links=(Link(None, 1.0, 0.0),),

@@ -24,7 +24,7 @@ from compile_muon.planning.command import page, price_text, rows
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
-from compile_muon.planning.simulate import Event, Held, Timeline
+from compile_muon.planning.simulate import Event, LiveBytes, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 H100 = load_machine("h100")
@@ -253,7 +253,7 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
     (world,) = worlds
     (price,) = world.prices
     world = replace(world, prices=[price, replace(price, tokens=32, seconds=2 * price.seconds)])
-    timeline = Timeline(1.0, 1.0, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), Held(), {})
+    timeline = Timeline(1.0, 1.0, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), LiveBytes(), {})
     plan = Plan(**{**found, "model": "</script><b>&"}, worlds=[world], timelines=[timeline])
     text = page(plan)
     assert cells_of(text)[-3:] == [str(world.ranks), *map(price_text, world.prices)]
@@ -400,7 +400,7 @@ def test_the_smallest_offload_that_fits_is_named() -> None:
 
     def offloaded(offload: plans.OffloadConfig) -> Any:
         asked.append((offload.device, offload.ratio))
-        return Timeline(5.2, 5.2, {}, (), Traffic(), Held(), {})
+        return Timeline(5.2, 5.2, {}, (), Traffic(), LiveBytes(), {})
 
     given = STATES, H100, offloaded
     said = plans._remedy(figures(2, 4000, 105), *given)

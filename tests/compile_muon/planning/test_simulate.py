@@ -18,7 +18,7 @@ from compile_muon.passes.costs import Link
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category, Work, note_work
 from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate import Played, simulate, simulate_together
+from compile_muon.planning.simulate import SimulatedGraph, simulate, simulate_together
 from compile_muon.planning.simulate.cost import kernel_seconds, operations
 from compile_muon.planning.simulate.engine import _Player, _Sent, _Wires
 from compile_muon.planning.simulate.fusion import fused_step, gpu_kernels, kernels, moved_bytes
@@ -78,7 +78,7 @@ class Drawing:
 
 
 def play(*graphs, machine=ROUND, groups=GROUPS, **options):
-    played = [gm if isinstance(gm, Played) else Played(gm, GraphKind.INFERENCE) for gm in graphs]
+    played = [gm if isinstance(gm, SimulatedGraph) else SimulatedGraph(gm, GraphKind.INFERENCE) for gm in graphs]
     return simulate(played, machine, groups=groups, ranks=4, **({"codegen": "eager"} | options))
 
 
@@ -117,7 +117,7 @@ GPU = replace(ROUND, device="cuda", host_seconds={"graph": 1.0, "kernel": 3.0, "
 )
 def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
     draw = Drawing()
-    played = Played(
+    played = SimulatedGraph(
         draw.done(*(draw.neg(draw.input(n)) for n in computed)), GraphKind.STEP, parameters=0, replayed=replayed
     )
     found = play(played, machine=GPU)
@@ -131,13 +131,15 @@ def test_a_host_that_waits_has_nothing_queued_behind() -> None:
     draw = Drawing()
     commit = draw.done(draw.neg(draw.input(5)))
     for waits, exposed in ((False, 3), (True, 3 + 3)):
-        found = play(Played(checks, GraphKind.STEP, waits=waits), Played(commit, GraphKind.STEP), machine=GPU)
+        found = play(
+            SimulatedGraph(checks, GraphKind.STEP, waits=waits), SimulatedGraph(commit, GraphKind.STEP), machine=GPU
+        )
         assert found.exposed == {"host": exposed} and found.seconds == 10 + exposed
 
 
 def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> None:
     machine = replace(ROUND, host_seconds={"graph": 1.0, "parameter": 2.0, "collective": 0.5, "byte": 1 / 16})
-    called = Played(gather_and_compute(6), GraphKind.FORWARD, parameters=3)
+    called = SimulatedGraph(gather_and_compute(6), GraphKind.FORWARD, parameters=3)
     found = play(called, machine=machine)
     assert found.seconds == found.busy == (1 + 3 * 2) + (0.5 + 16 / 16) + 6
     assert [(e.category, e.start, e.end) for e in found.events if e.category in ("host", "gather")] == [
@@ -423,7 +425,10 @@ def test_on_gpus_a_step_s_writes_are_one_kernel() -> None:
     gm = draw.done(weight)
     (kernel,) = fused_step(gm, set()).values()
     assert kernel.moved == 3 * 16 + 2 * 16
-    assert play(Played(gm, GraphKind.STEP, eager=True, fused=True), machine=replace(ROUND, device="cuda")).seconds == 10
+    assert (
+        play(SimulatedGraph(gm, GraphKind.STEP, eager=True, fused=True), machine=replace(ROUND, device="cuda")).seconds
+        == 10
+    )
 
 
 def test_products_take_longer_beside_a_collective_that_holds_multiprocessors() -> None:
@@ -485,10 +490,12 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     for _ in range(3):
         b = draw.neg(b)
     backward = draw.done(b)
-    found = play(Played(forward, GraphKind.FORWARD, user_outputs=1), Played(backward, GraphKind.BACKWARD))
+    found = play(
+        SimulatedGraph(forward, GraphKind.FORWARD, user_outputs=1), SimulatedGraph(backward, GraphKind.BACKWARD)
+    )
     # the output, what is saved, and what is computed of it; from then on two at a time and the output
     assert found.peak.by_category == {"intermediates": 32, "activations": 16}
-    longer = play(Played(forward, GraphKind.FORWARD, "a", 1), Played(backward, GraphKind.BACKWARD, "b"))
+    longer = play(SimulatedGraph(forward, GraphKind.FORWARD, "a", 1), SimulatedGraph(backward, GraphKind.BACKWARD, "b"))
     assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
 
 
@@ -500,9 +507,14 @@ def test_pools_of_cuda_graphs_keep_the_most_that_they_held() -> None:
         return draw.done(draw.neg(draw.neg(draw.input(width))))
 
     def peak(*, model: bool, step: bool) -> tuple[int, int]:
-        of_model = [Played(chain(8), GraphKind.FORWARD, "a", 1), Played(chain(6), GraphKind.FORWARD, "b", 1)]
+        of_model = [
+            SimulatedGraph(chain(8), GraphKind.FORWARD, "a", 1),
+            SimulatedGraph(chain(6), GraphKind.FORWARD, "b", 1),
+        ]
         graphs = [replace(graph, replayed=model) for graph in of_model]
-        found = play(*graphs, Played(chain(4), GraphKind.STEP, replayed=step), resident={"parameters": 100}).peak
+        found = play(
+            *graphs, SimulatedGraph(chain(4), GraphKind.STEP, replayed=step), resident={"parameters": 100}
+        ).peak
         return found.total, found.by_category.get("pools", 0)
 
     assert peak(model=False, step=False) == (100 + 32 + 24 + 32, 0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from compile_muon import backend
-from compile_muon.engine.recorded import Recorded
+from compile_muon.engine.recorded import StepGraphCache
 from compile_muon.passes import GraphKind
 
 
-class AsGraphs(Recorded):
+class AsGraphs(StepGraphCache):
     """A replay runs the launches on what the recording was given, and writes what it found to where that one did. They
     find groups as they were when it was recorded: numbers that a graph would have kept."""
 

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_muon.passes.methods import STEP, Made, MatrixMethod, Rate, Seen, State
+from compile_muon.passes.methods import STEP, MatrixMethod, Rate, State, WholeInputs, WholeOutputs
 from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM
 from support.books import NewtonSchulz, Step
 
 __all__ = ["TILTED", "tilted"]
 
 
-def _tilted(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> list[Made]:
+def _tilted(matrices: list[Tensor], newton_schulz: Any, inputs: list[WholeInputs]) -> list[WholeOutputs]:
     """A gram of each side; every third step its traces tilt the update, which the device decides."""
     found = []
-    for matrix, own in zip(matrices, seen, strict=True):
+    for matrix, own in zip(matrices, inputs, strict=True):
         left = own.states["left"].lerp(matrix @ matrix.mT, own.rates["weight"])
         right = own.states["right"].lerp(matrix.mT @ matrix, own.rates["weight"])
         tilt = left @ matrix / left.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         tilt = tilt @ right / right.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         found.append((torch.where(own.rates["step"] % 3 == 0, tilt, matrix), {"left": left, "right": right}))
     directions = newton_schulz([update for update, _ in found])
-    return [Made(direction, states) for direction, (_, states) in zip(directions, found, strict=True)]
+    return [WholeOutputs(direction, states) for direction, (_, states) in zip(directions, found, strict=True)]
 
 
 TILTED = MatrixMethod(

@@ -56,7 +56,7 @@ def test_links_that_start_slowly_get_larger_buckets(start, best):
     st.integers(0, 2),
 )
 def test_every_tensor_is_in_one_bucket_that_keeps_to_its_size(kib, start, cap_mib, reduces, kinds):
-    """A bucket has one dtype and one company."""
+    """A bucket has one dtype and one redistribution key."""
     every = ({}, {"ranks": 8}, {"dtype": "int32"})[: kinds + 1]
     specs = [spec((each * 256,), **every[i % len(every)]) for i, each in enumerate(kib)]
     groups, sizes = grouped(specs, starting(start), cap_mib, reduces=reduces)
