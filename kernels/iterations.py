@@ -46,28 +46,26 @@ class Products(Protocol[M]):
     """The matrix products of a device, each of all k × k or k × l matrices of its operands at once."""
 
     def outer(self, x: M) -> M:
-        """``x xᵀ``, new."""
+        """Return ``x xᵀ``, new."""
 
     def symmetric(self, left: M, right: M, *, plus: M, beta: float, alpha: float = 1.0) -> M:
-        """``alpha left right + beta plus``, new, where operands are symmetric and so is, up to rounding, the result.
-
-        One triangle may be computed and mirrored.
-        """
+        """Return ``alpha left right + beta plus``, new. Operands are symmetric, and up to rounding the result: one
+        triangle may be computed and mirrored."""
 
     def general(self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, out: M | None = None) -> M:
-        """``left right + beta plus``, in ``out`` where given, else new."""
+        """Return ``left right + beta plus``, in ``out`` where given, else new."""
 
     def add_to_diagonal(self, x: M, a: float) -> None:
-        """``x + aI`` in x's own memory; x is k × k."""
+        """Add ``aI`` to ``x``, k × k, in place."""
 
 
 class Folding(Protocol[M]):
-    """What makes F = aI + bR + cR² at once, and takes products of symmetric matrices that have no summand."""
+    """Products that make F = aI + bR + cR² at once, and need no summand."""
 
     def symmetric(
         self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
     ) -> M:
-        """As ``Products.symmetric``: ``alpha left right + beta plus + gamma I``, new, rounded once."""
+        """Return ``alpha left right + beta plus + gamma I``, new, rounded once, as ``Products.symmetric``."""
 
 
 def standard(
@@ -79,17 +77,11 @@ def standard(
     out: M | None = None,
     folding: Folding[M] | None = None,
 ) -> M:
-    """Newton-Schulz as it is defined, on k × l matrices.
+    """Return ``steps`` (a, b, c) of Newton-Schulz as it is defined, in ``out`` or new.
 
-    Args:
-        x: normalized matrices with k ≤ l, unmodified.
-        steps: (a, b, c) of each step.
-        restarts: of the gram form: the numbers of steps after which a new segment begins.
-        products: computes.
-        out: takes the result; any strides, no memory shared with ``x``.
-        folding: folds; None for a summand in every product.
-    Returns:
-        ``out``, or new matrices of x's shape and dtype.
+    ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts`` are the gram form's: numbers of steps after
+    which a segment begins. ``out`` has any strides and shares no memory with ``x``. Without ``folding`` every product has a
+    summand.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)
@@ -110,19 +102,19 @@ def gram(
     out: M | None = None,
     folding: Folding[M] | None = None,
 ) -> M:
-    """The same polynomial, iterated on k × k matrices between restarts; arguments as for :func:`standard`."""
+    """Return the same polynomial, iterated on k × k matrices between restarts; arguments as for :func:`standard`."""
     for start, stop in pairwise((0, *restarts, len(steps))):
-        of_segment = steps[start:stop]
+        segment = steps[start:stop]
         if folding is None:
-            Q = _segment(products.outer(x), of_segment, products)
+            Q = _segment(products.outer(x), segment, products)
         else:
-            Q = _folded(products.outer(x), of_segment, products, folding, mirrored=MIRRORED.issuperset(steps))
+            Q = _folded(products.outer(x), segment, products, folding, mirrored=MIRRORED.issuperset(steps))
         x = products.general(Q, x, out=out if stop == len(steps) else None)
     return x
 
 
 def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
-    """Q after these steps, from R = XXᵀ and Q = I; see the module's docstring for the order of the factors."""
+    """Return Q after these steps, from R = XXᵀ and Q = I; the module's docstring has the order of the factors."""
     Q: M | None = None
     for i, (a, b, c) in enumerate(steps):
         Z = products.symmetric(R, R, plus=R, beta=b, alpha=c)
@@ -139,7 +131,7 @@ def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
 
 
 def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M], *, mirrored: bool) -> M:
-    """:func:`_segment` with F for aI + Z."""
+    """Return Q as :func:`_segment` does, with F for aI + Z."""
     Q: M | None = None
     for i, (a, b, c) in enumerate(steps):
         F = folding.symmetric(R, R, plus=R, beta=b, alpha=c, gamma=a)

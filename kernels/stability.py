@@ -41,17 +41,11 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Precision:
-    """What half precision does to the gram form.
+    """Rounding errors of a dtype, as the gram form meets them."""
 
-    Args:
-        perturbation: error of a Gram matrix's eigenvalues.
-        roundoff: half the spacing of numbers at one.
-        tolerated: the largest ``amplification`` of a segment.
-    """
-
-    perturbation: float
-    roundoff: float
-    tolerated: float
+    perturbation: float  # of a Gram matrix's eigenvalues
+    roundoff: float  # half the spacing of numbers at one
+    tolerated: float  # largest ``amplification`` of a segment
 
 
 # 4e-4: Dao-AILab/gram-newton-schulz; the others follow from the roundoff.
@@ -62,14 +56,7 @@ FLOAT32 = Precision(perturbation=4e-4 / 2**13, roundoff=2.0**-24, tolerated=1 + 
 
 
 def amplification(triples: Sequence[Triple], perturbation: float) -> float:
-    """Largest |Q(r) / Q(0)| over the steps of a segment for r = −``perturbation``.
-
-    Args:
-        triples: (a, b, c) of each step of the segment.
-        perturbation: what rounding takes from an eigenvalue of R that is zero.
-    Returns:
-        The ratio, infinite where it exceeds 1e6.
-    """
+    """Return the largest |Q(r) / Q(0)| over the steps of a segment for r = −``perturbation``; infinity above 1e6."""
     r, ratio, worst = -perturbation, 1.0, 1.0
     for a, b, c in triples:
         factor = a + b * r + c * r * r
@@ -83,17 +70,11 @@ def amplification(triples: Sequence[Triple], perturbation: float) -> float:
 
 @cache
 def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16) -> tuple[int, ...] | None:
-    """The numbers of steps after which to restart: as few as keep each segment's ``amplification`` tolerated.
+    """Return the numbers of steps after which to restart: as few as each segment's tolerated ``amplification`` allows.
 
-    Among equally few, the placement with the least damage, then the latest. In float16 that is where
-    Dao-AILab/gram-newton-schulz restarts: after step 3 for jordan, after step 2 for you and polar_express.
-
-    Args:
-        triples: (a, b, c) of every step.
-        precision: that R and Q are rounded to.
-    Returns:
-        The restarts, or None where two steps already exceed what is tolerated: restarting after every step is the
-        standard form at a higher price.
+    Among equally few, the placement with the least damage, then the latest. In float16 Dao-AILab/gram-newton-schulz has
+    the same: after step 3 for jordan, after step 2 for you and polar_express. None where two steps exceed the tolerance:
+    a restart after every step is the standard form at a higher price. R and Q are rounded to ``precision``.
     """
     n = len(triples)
     if any(amplification(triples[i : i + 2], precision.perturbation) > precision.tolerated for i in range(n)):
@@ -112,29 +93,20 @@ def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16)
 
 
 def factors_are_accurate(triples: Sequence[Triple], precision: Precision) -> bool:
-    """Whether rounding aI + Z costs no singular value more than 2 %; the standard form rounds aX + BX instead.
+    """Tell whether rounding aI + Z costs no singular value more than 2 %; the standard form rounds aX + BX instead.
 
     Measured in bfloat16: jordan (1.3 %) and you (1.6 %) are within 1.6 times the standard form's error with their
     restarts; polar_express (3.2 %) is at 4.3 times, at 3.9 still with a restart after every step, and diverges on two
     clusters of singular values with restarts after 2 and 4, which ``amplification`` finds harmless.
-
-    Args:
-        triples: (a, b, c) of every step.
-        precision: that the factors are rounded to.
     """
     return all(abs(a) * precision.roundoff <= 0.02 for a, _, _ in triples)
 
 
 @cache
 def survives_rounding(triples: tuple[Triple, ...], safety: float, precision: Precision) -> bool:
-    """Whether every singular value in [0, 1/safety] ends below 1.5 though each step rounds it up by a·roundoff.
+    """Tell whether every singular value in [0, 1/safety] ends below 1.5 though each step rounds it up by a·roundoff.
 
     Not so for cans, whose first step sends 0.367 and 1 to 1.99 and whose next steps diverge from 1.995 on.
-
-    Args:
-        triples: (a, b, c) of every step.
-        safety: that the norm is multiplied by.
-        precision: that the factors are rounded to.
     """
     for i in range(1, 1001):
         s = i / 1000 / safety

@@ -1,12 +1,12 @@
-"""``muon_zero::momentum``: Muon's updates of many gradients, and what is told by the same read, as one operator.
+"""``muon_zero::momentum``: Muon's updates of many gradients, with norms and fingerprints from the same read.
 
     momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, Tensor[] carried, bool nesterov, str dtype, str wide)
         -> Tensor[]
 
-Results are, of each gradient, the update in ``dtype``, the gradient in the dtype ``wide`` where it has another, the
-norms of the update's rows, and the sums of the wide gradient's rows that its fingerprint is made of
-(:func:`~.fingerprint.row_sums`): updates first, then the rest list by list. Each is new memory. ``carried`` is what
-each gradient is added to, for all but the gradient that is returned, or empty.
+For each gradient the operator returns the update in ``dtype``, the gradient in the dtype ``wide`` if it has another,
+the norms of the update's rows, and the sums of the wide gradient's rows, of which a fingerprint is made
+(:func:`~.fingerprint.row_sums`): updates first, then the rest list by list, all in new memory. ``carried``, if not
+empty, is added to each gradient, but not to the gradient that is returned.
 
 On CUDA Triton's kernel (``compile_muon.kernels.gpu.momentum``) makes them, several gradients a launch. Written in aten,
 as elsewhere, Inductor would fuse each with what makes the gradient: as many bytes, but 20 nodes a matrix, which were
@@ -42,23 +42,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Updated:
-    """What the operator makes of one gradient.
+    """The operator's results for one gradient."""
 
-    Args:
-        update: to be orthogonalized.
-        wide: the gradient in the parameter's dtype.
-        norms: of the update's rows, ``[..., rows]`` fp32.
-        sums: of the rows of the gradient and what it is added to, 1-D int64.
-    """
-
-    update: Tensor
-    wide: Tensor
-    norms: Tensor
-    sums: Tensor
+    update: Tensor  # to be orthogonalized
+    wide: Tensor  # the gradient in the parameter's dtype
+    norms: Tensor  # of the update's rows, ``[..., rows]`` fp32
+    sums: Tensor  # of the rows of gradient plus carried, 1-D int64
 
 
 def supports(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
-    """Whether the operator is for this gradient: on CUDA with Triton, of a method that averages gradients."""
+    """Tell whether the operator takes this gradient: on CUDA with Triton, of a method that averages gradients."""
     method = matrix_method(spec.muon_settings.method)
     if method.before is not None or method.project is not None or not method.keeps_momentum:
         return False
@@ -74,7 +67,7 @@ def supports(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
 
 
 def kernel_on(device: torch.device) -> bool:
-    """Whether Triton's kernel runs there. Plans are made without a GPU, of graphs for one that has Triton."""
+    """Tell whether Triton's kernel runs there. Without a GPU plans are made of graphs for one with Triton."""
     return device.type == "cuda" and (not torch.cuda.is_available() or triton_kernels() is not None)
 
 
@@ -87,25 +80,21 @@ def updates_of(
     dtype: torch.dtype,
     wide: torch.dtype,
 ) -> list[Updated]:
-    """Of gradients that :func:`supports` takes, of one dtype, with momenta of one dtype.
+    """Make the updates of gradients that :func:`supports` accepts, of one dtype, with momenta of one dtype.
 
-    Args:
-        hypers: fp32, each beginning with ``(1 - beta, beta)``.
-        carried: what each is added to, in dtype ``wide``, or none.
-        nesterov: whether updates look ahead.
-        dtype: of the updates.
-        wide: of the gradients that belong to them.
+    ``hypers``: fp32, each beginning with ``(1 - beta, beta)``. ``carried``: addends of the gradients in dtype ``wide``,
+    or none. ``dtype`` is that of the updates.
     """
-    found = list(MOMENTUM_UPDATES(grads, momenta, hypers, carried, nesterov, encode_dtype(dtype), encode_dtype(wide)))
+    results = list(MOMENTUM_UPDATES(grads, momenta, hypers, carried, nesterov, encode_dtype(dtype), encode_dtype(wide)))
     count = len(grads)
-    updates, found = found[:count], found[count:]
-    given = list(grads)
+    updates, results = results[:count], results[count:]
+    wide_grads = list(grads)
     if grads[0].dtype is not wide:
-        given, found = found[:count], found[count:]
-    norms, sums = found[:count], found[count:]
+        wide_grads, results = results[:count], results[count:]
+    norms, sums = results[:count], results[count:]
     return [
-        Updated(update, own, rows.view(update.shape[:-1]), told)
-        for update, own, rows, told in zip(updates, given, norms, sums, strict=True)
+        Updated(update, grad, rows.view(update.shape[:-1]), row_sum)
+        for update, grad, rows, row_sum in zip(updates, wide_grads, norms, sums, strict=True)
     ]
 
 
@@ -121,7 +110,7 @@ def make_updates(
     *,
     by_kernel: bool = False,
 ) -> list[Tensor]:
-    """The operator; ``by_kernel``: in Triton's kernel wherever the tensors are, as on "meta" to note its launches."""
+    """Run the operator; ``by_kernel``: by Triton's kernel on any device, as on "meta" to note its launches."""
     out, full = decode_dtype(dtype), decode_dtype(wide)
     if by_kernel or may_launch([*grads, *momenta]):
         from compile_muon.kernels.gpu import momentum as gpu

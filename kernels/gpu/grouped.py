@@ -27,16 +27,12 @@ Given = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """The two matrix products of a device of all matrices of a list, ``iterations.Products`` over ``Matrices``.
+    """The two matrix products of all matrices of a list: ``iterations.Products`` over ``Matrices``."""
 
-    Args:
-        alone: those of one tensor of matrices.
-    """
-
-    alone: newton_schulz.Products
+    alone: newton_schulz.Products  # of one tensor of matrices
 
     def outer(self, x: Matrices) -> Matrices:
-        """``x xᵀ``, k × k, new."""
+        """Return ``x xᵀ``, k × k, new."""
         return self.symmetric(x, x)
 
     def symmetric(
@@ -49,8 +45,8 @@ class GroupedProducts:
         alpha: float = 1.0,
         gamma: float = 0.0,
     ) -> Matrices:
-        """``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; ``left leftᵀ`` of
-        k × l ones."""
+        """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; for k × l
+        operands ``left leftᵀ``."""
         if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
             assert plus is not None and plus.flat is not None
             out = replace(plus, flat=plus.flat * beta)
@@ -79,16 +75,13 @@ class GroupedProducts:
         beta: float = 0.0,
         out: Matrices | None = None,
     ) -> Matrices:
-        """``left right + beta plus`` in ``out`` where given, else new.
-
-        ``out`` are tensors of results, of which a table would have to hold the addresses, other ones at every call: so
-        each has a launch of its own.
-        """
+        """Return ``left right + beta plus``, in ``out`` where given, else new."""
         if out is None:
             out = right.new(square=right.square)
             tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
             grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
+        # A table would have to hold the addresses of ``out``, others at every call: each result has its own launch.
         summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
         operands = zip(left.parts(out.results), right.parts(out.results), out.results, summands, strict=True)
         for factor, x, result, summand in operands:
@@ -96,7 +89,7 @@ class GroupedProducts:
         return out
 
     def add_to_diagonal(self, x: Matrices, a: float) -> None:
-        """``x + aI``, in place."""
+        """Add ``aI`` to ``x``, in place."""
         for view in x.views:
             view.diagonal(dim1=-2, dim2=-1).add_(a)
 
@@ -104,18 +97,13 @@ class GroupedProducts:
 def orthogonalize_list(
     xs: Sequence[Tensor], plan: Plan, products: newton_schulz.Products, norms: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Newton-Schulz of every matrix of a list. Allocates and launches only, so a CUDA graph can capture it, once it
-    has run on matrices of these shapes and the tables of ``schedule`` are on the device.
+    """Orthogonalize every matrix of a list, in chunks whose work memory stays under ``plan.memory_limit``.
 
-    Args:
-        xs: [..., m, n], none empty, in float16, bfloat16 or float32, any strides, on one device, unmodified.
-        plan: with method "standard" or "gram", dtype float16 or bfloat16. Matrices are worked on in chunks that stay
-            under its ``memory_limit``; one matrix that exceeds it by itself is a chunk.
-        products: of the device.
-        norms: of the rows of each of xs, [..., m] in float32, contiguous; none where they are not known.
-    Returns:
-        New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
+    ``xs``: [..., m, n], none empty, in float16, bfloat16 or float32, any strides, on one device, unmodified. ``plan``:
+    method "standard" or "gram", dtype float16 or bfloat16. ``norms``: of the rows of each of ``xs``, [..., m] in
+    float32, contiguous, or none. Results are new contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
+    # Allocates and launches only: a CUDA graph can capture it, once the tables of ``tile_order`` are on the device.
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     inputs = [wide(x) for x in xs]
     outputs = [wide(result) for result in results]
@@ -146,7 +134,7 @@ def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz
 
 
 def _together(given: list[Given]) -> Given:
-    """Matrices of one shape as one tensor: a copy of the inputs, and room for their results."""
+    """Put matrices of one shape into one tensor: a copy of the inputs, and room for their results."""
     turned = _turned(given[0][1])
     x = torch.cat([x.mT if turned else x for x, *_ in given])
     out = torch.empty(x.shape, dtype=given[0][1].dtype, device=x.device)
@@ -156,7 +144,7 @@ def _together(given: list[Given]) -> Given:
 
 
 def _turned(x: Tensor) -> bool:
-    """Whether a column is what lies together in memory."""
+    """Tell whether columns, not rows, are contiguous in memory."""
     return x.stride(1) < x.stride(2)
 
 

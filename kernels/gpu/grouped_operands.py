@@ -1,4 +1,4 @@
-"""What the two grouped kernels share: a row of their table, and operands by pointers or by descriptors of one shape.
+"""The parts that both grouped kernels share: rows of their table, and operands by pointers or descriptors of one shape.
 
 Rows of arenas are padded with zeros to a multiple of 16 elements, and bounds along a row are the padded ones. Pitches
 and starts come from a table, so Triton is told what it could not know: that they are multiples of 16 and 64.
@@ -34,10 +34,8 @@ PIECE = 128
 
 @triton.jit
 def first_tile(table, shape, waves, width):
-    """This program's first tile of a shape, of which every ``width``-th is its own: :func:`tile_order.dealt`.
-
-    Of memory alone: what was carried from shape to shape would hold registers.
-    """
+    """Return this program's first tile of a shape, of which every ``width``-th is its own: :func:`tile_order.dealt`."""
+    # Read from memory each time: a number carried from shape to shape would hold a register.
     first = tl.load(waves + tl.program_id(0) // width, volatile=True) + tl.program_id(0) % width
     before = tl.load(table + (shape - 1) * 8, mask=shape > 0, other=0, volatile=True).to(tl.int32)
     return first + tl.cdiv(max(before - first, 0), width) * width
@@ -45,19 +43,18 @@ def first_tile(table, shape, waves, width):
 
 @triton.jit
 def last_tile(waves, width):
-    """One past the last tile that may be this program's. Volatile, so that it holds no register meanwhile."""
+    """Return the end of the tiles that may be this program's. Volatile, so that it holds no register meanwhile."""
     return tl.load(waves + tl.program_id(0) // width + 1, volatile=True)
 
 
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
-    """Of a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
+    """Read a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
 
     With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: tile_order.FIELDS.
-
-    Volatile: without descriptors the kernels read this anew for every tile, and for its store once more. Kept from tile
-    to tile, it and all address arithmetic that follows from it would hold registers that the sums need, and spill.
     """
+    # Volatile: without descriptors the kernels read the row anew for every tile, and for its store once more. Kept from
+    # tile to tile, it and all addresses that follow from it would hold registers that the sums need, and spill.
     row = table + shape * 8
     end = tl.load(row, volatile=True).to(tl.int32)
     matrices = tl.load(row + 1, volatile=True).to(tl.int32)
@@ -74,7 +71,7 @@ def read_shape(table, shape, SQUARE: tl.constexpr):
 
 @triton.jit
 def place_in_list(places, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(matrix, first row, first column) of a tile, of one word: :func:`tile_order.packed`. Volatile as above."""
+    """Unpack (matrix, first row, first column) of a tile from a word: :func:`tile_order.packed`. Volatile as above."""
     word = tl.load(places + tile, volatile=True)
     return (word >> 32).to(tl.int32), ((word >> 16) & 0xFFFF).to(tl.int32) * ROWS, (word & 0xFFFF).to(tl.int32) * COLS
 
@@ -90,7 +87,7 @@ def source_of(
     COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """What ``load_part`` loads [ROWS, COLS] tiles from, of matrices [matrices, rows, cols] that begin at ``start``."""
+    """Make the source of ``load_part``: [ROWS, COLS] tiles of matrices [matrices, rows, cols] from ``start`` on."""
     if DESCRIPTORS:
         return tl.make_tensor_descriptor(
             start,
@@ -115,7 +112,7 @@ def load_part(
     DESCRIPTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """[ROWS, COLS] of matrix ``matrix`` from (row, col) on, zero outside."""
+    """Load [ROWS, COLS] entries of matrix ``matrix`` from (row, col) on, zero outside."""
     if DESCRIPTORS:
         part = source.load([matrix, row, col]).reshape(ROWS, COLS)
     else:
@@ -130,7 +127,7 @@ def load_part(
 
 
 def beside_others() -> bool:
-    """Whether collectives with other ranks may hold some of the device's multiprocessors."""
+    """Tell whether collectives with other ranks may hold some of the device's multiprocessors."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -147,19 +144,16 @@ def grouped_launch(
     *,
     triangle: bool,
 ) -> Launch:
-    """Either grouped kernel on arenas of one layout.
+    """Make the launch of either grouped kernel on arenas of one layout.
 
-    Args:
-        kernel: takes these arenas, the tables, the number of shapes, and ``numbers``.
-        square, triangle: as for ``schedule.results_of``.
-        tile: of all results.
-        processors: of the device.
+    ``kernel`` takes these arenas, the tables, the number of shapes, and ``numbers``; ``square`` and ``triangle`` are
+    those of ``tile_order.results_of``, ``processors`` the multiprocessors of the device.
     """
     assert left.flat is not None and right.flat is not None and out.flat is not None
-    found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
-    deal = dealt(found.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
+    table = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
+    deal = dealt(table.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
-    order = (found.shapes, found.places, len(out.layout.shapes), deal.waves, deal.width)
+    order = (table.shapes, table.places, len(out.layout.shapes), deal.waves, deal.width)
     settings = {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
     settings |= {"SQUARE": square, "WIDE": min(PIECE, tile.rows, tile.cols)}
     settings["FLATTEN"] = tile.flattened(summand=plus is not None)

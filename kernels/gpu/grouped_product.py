@@ -2,8 +2,8 @@
 
     C = L R + β P      for each shape (k, l): L [b, k, k], R, P, C [b, k, d] with d = l or k
 
-as in ``product``: accumulated in float32, rounded once. Here programs stay, each going through every so-manieth tile of
-all results in the order of ``schedule.places``.
+as in ``product``: accumulated in float32, rounded once. Programs are persistent: each goes through every width-th tile
+of all results in the order of ``tile_order.places``.
 """
 
 import triton

@@ -3,9 +3,9 @@
     C = α X Xᵀ            for each shape (k, l): X [b, k, l], C [b, k, k]
     C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
-as in ``symmetric``, where it is said why it is L R and not L Rᵀ. Here programs stay, each going through every
-so-manieth tile of all triangles in the order of ``tile_order.places``, which has none above a diagonal. A tile of two
-squares whose right one is above it is made of half the width, behind all others: 8 of the 72 in a triangle of 2048.
+as in ``symmetric``, which says why L R and not L Rᵀ. Programs are persistent: each goes through every width-th tile of
+all triangles in the order of ``tile_order.places``, which has no tile above a diagonal. A tile of two squares whose
+right one is above the diagonal has half the width and comes behind all others: 8 of the 72 in a triangle of 2048.
 
 On 9.0 and 10.0 results leave through descriptors too: next to the state of a program that stays, the addresses of two
 stores, straight and mirrored, spilled 40 to 240 bytes a thread.
@@ -52,7 +52,7 @@ def _tiles_of_shapes(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Of rows ``begin`` to ``stop`` of the table, whose tiles have one width, those of this program."""
+    """Compute this program's tiles of the shapes in rows ``begin`` to ``stop`` of the table, all of one width."""
     for shape in range(begin, stop):
         end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
         first = first_tile(table, shape, waves, width)
@@ -150,18 +150,10 @@ def grouped_symmetric(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """out ← α left right + β plus + γ I of every k × k matrix, or with α left leftᵀ of every k × l one.
+    """Launch out ← α left right + β plus + γ I for every k × k matrix, or with α left leftᵀ for every k × l one.
 
-    Args:
-        left: an arena.
-        right: an arena of the same layout, k × k as left is; left itself where that is k × l.
-        out: an arena of its k × k matrices; shares no memory with the others.
-        tile: of all results.
-        processors: of the device.
-        alpha: not 0.
-        plus: an arena of its k × k matrices, or None.
-        beta: multiplies ``plus``.
-        gamma: added to diagonals, before results are rounded.
+    ``left`` and ``right``: arenas of one layout, k × k both, or the same k × l one. ``out`` and ``plus``: arenas of its
+    k × k matrices; ``out`` shares no memory with the others. α is not 0. γ is added before results are rounded.
     """
     numbers = (alpha, beta / alpha, gamma)
     launch = grouped_launch(

@@ -28,13 +28,13 @@ __all__ = ["Products", "folding", "orthogonalize_into", "products_on", "serves"]
 
 @dataclass(frozen=True)
 class Products(Aten):
-    """The two matrix products of a device, with its tile table and number of multiprocessors."""
+    """The two matrix products of a device, by its tile table and number of multiprocessors."""
 
     table: Table
     processors: int
 
     def outer(self, x: Tensor) -> Tensor:
-        """``x xᵀ``, [b, k, k], new."""
+        """Return ``x xᵀ``, [b, k, k], new."""
         return self.symmetric(x, None)
 
     def symmetric(
@@ -47,7 +47,7 @@ class Products(Aten):
         alpha: float = 1.0,
         gamma: float = 0.0,
     ) -> Tensor:
-        """``alpha left right + beta plus + gamma I``, [b, k, k], new: the squares below the diagonal, mirrored.
+        """Return ``alpha left right + beta plus + gamma I``, [b, k, k], new: the squares below the diagonal, mirrored.
 
         Without ``right``, which then is ``leftᵀ``, ``left`` may be [b, k, l].
         """
@@ -65,7 +65,7 @@ class Products(Aten):
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """``left right + beta plus``, [b, k, l], in ``out`` where given, else new."""
+        """Return ``left right + beta plus``, [b, k, l], in ``out`` where given, else new."""
         if out is None:
             matrices, rows, cols = right.shape
             out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
@@ -79,7 +79,7 @@ class Products(Aten):
 
 
 def products_on(device: torch.device) -> Products | None:
-    """None where no table covers the device."""
+    """Return the products of a device; None where no table covers it."""
     return _products_on(where_it_runs(device))
 
 
@@ -131,5 +131,5 @@ def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan,
 
 
 def folding(products: M, plan: Plan) -> M | None:
-    """What folds aI + Z into one matrix: bfloat16 would round it too coarsely."""
+    """Return the products that fold aI + Z into one matrix; None in bfloat16, which would round it too coarsely."""
     return products if plan.dtype == torch.float16 else None
