@@ -80,8 +80,8 @@ def standard(
     """Return ``steps`` (a, b, c) of Newton-Schulz as it is defined, in ``out`` or new.
 
     ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts`` are the gram form's: numbers of steps after
-    which a segment begins. ``out`` has any strides and shares no memory with ``x``. Without ``folding`` every product has a
-    summand.
+    which a segment begins. ``out`` has any strides and shares no memory with ``x``. Without ``folding`` every product
+    has a summand.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)

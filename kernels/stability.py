@@ -70,7 +70,7 @@ def amplification(triples: Sequence[Triple], perturbation: float) -> float:
 
 @cache
 def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16) -> tuple[int, ...] | None:
-    """Return the numbers of steps after which to restart: as few as each segment's tolerated ``amplification`` allows.
+    """Return the steps after which to restart: as few as keep every segment's ``amplification`` tolerated.
 
     Among equally few, the placement with the least damage, then the latest. In float16 Dao-AILab/gram-newton-schulz has
     the same: after step 3 for jordan, after step 2 for you and polar_express. None where two steps exceed the tolerance:
