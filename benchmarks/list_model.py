@@ -1,7 +1,7 @@
 """Expected times of the 80 matrices of `train_step.py --preset 1b` by the model of a launch, by part, and beside NCCL.
 
     python benchmarks/list_model.py [sm_90] [--processors 132]
-    python benchmarks/list_model.py --fit benchmarks/results/h200_lists.json --machine h200
+    python benchmarks/list_model.py --fit benchmarks/results/h200_lists.json --machine h200 --whole-q
 
 No GPU: times are those of kernels/gpu/model.py, whose numbers are in tiles.json. "before" has tiles on diagonals as
 wide as others, loops that are not flattened, and a summand wherever a is added. Normalization is left out.
@@ -24,6 +24,7 @@ import torch
 from gpt import PRESETS
 from lists import CASES
 
+from compile_muon.kernels import iterations
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import chosen_form
@@ -112,10 +113,13 @@ def main() -> None:
     parser.add_argument("--processors", type=int, default=132)
     parser.add_argument("--fit", type=Path, metavar="LISTS.json")
     parser.add_argument("--machine", default="h200", help="that was timed, for --fit")
+    parser.add_argument("--whole-q", action="store_true", help="the lists were timed before Q was mirrored")
     options = parser.parse_args()
     if options.fit:
         machine = load_machine(options.machine)
         rows = json.loads(options.fit.read_text())["rows"]
+        if options.whole_q:
+            iterations.MIRRORED = frozenset()
         print(json.dumps(fitted(rows, load_tables()[machine.architecture], machine)))
         return
     table, processors = load_tables()[options.architecture], options.processors
@@ -135,8 +139,8 @@ def main() -> None:
         ]
         print(f"\n{method}, {dtype}: {len(unfolded)} launches\n")
         print("| part | before, ms | halves on diagonals | flattened | a on the diagonal |\n|---|---|---|---|---|")
-        for part in columns[0]:
-            print(f"| {part} | {' | '.join(f'{column[part]:.1f}' for column in columns)} |")
+        for part in {**columns[0], **columns[-1]}:
+            print(f"| {part} | {' | '.join(f'{column.get(part, 0):.1f}' for column in columns)} |")
         print(f"| all | {' | '.join(f'{sum(column.values()):.1f}' for column in columns)} |")
         lists = [launch for launch in folded if launch.listed]
         idle, _ = beside(lists, table, processors, 0, "one wave")

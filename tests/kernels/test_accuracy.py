@@ -97,7 +97,7 @@ def definition(name: str, spectrum: str, seed: int, k: int = ROWS, l: int = COLS
 
 def error(
     name, method, dtype, spectrum, *, restarts=None, seeds=SEEDS, size=(ROWS, COLS), given=torch.float64, scale=1.0,
-    products=None,
+    compute=orthogonalize,
 ) -> float:  # fmt: skip
     chosen = COEFFICIENTS[name]
     if restarts is None:
@@ -107,7 +107,7 @@ def error(
     for seed in range(seeds):
         exact = definition(name, spectrum, seed, *size)
         x = (matrix(spectrum, seed, *size) * scale).to(given)
-        squares.append(((orthogonalize(x, plan, products).double() - exact).norm() / exact.norm()) ** 2)
+        squares.append(((compute(x, plan).double() - exact).norm() / exact.norm()) ** 2)
     return (sum(squares) / seeds).sqrt().item()
 
 
@@ -209,8 +209,11 @@ class Rounded(reference.Aten):
     def outer(self, x):
         return self._once(x.float() @ x.float().mT)
 
-    def symmetric(self, left, right, *, plus, beta, alpha=1.0):
-        whole = torch.addmm(plus.float(), left.float(), right.float(), beta=beta, alpha=alpha)
+    def symmetric(self, left, right, *, plus=None, beta=0.0, alpha=1.0, gamma=0.0):
+        whole = alpha * (left.float() @ right.float())
+        if plus is not None:
+            whole += beta * plus.float()
+        self.add_to_diagonal(whole, gamma)
         return self._once(whole.tril() + whole.tril(-1).mT)
 
     def general(self, left, right, *, plus=None, beta=0.0, out=None):
@@ -218,7 +221,17 @@ class Rounded(reference.Aten):
         return self._once(whole if plus is None else torch.add(whole, plus.float(), alpha=beta))
 
 
-HALVED = ("jordan", "you", "polar_express")
+def as_kernels_do(x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Newton-Schulz with one factor a step in float16, and there one triangle of Q for the sets that allow it."""
+    products, half = Rounded(plan.dtype), plan.dtype == torch.float16
+    if half:
+        x = reference.normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
+    else:
+        x = reference.normalize_as_torch_muon(x, eps=plan.eps, safety=plan.safety)
+    return FORMS[plan.method](x, plan.steps, plan.restarts, products, folding=products if half else None)
+
+
+HALVED = ("jordan", "you", "polar_express", "four_steps")
 FORMS_OF_DEFAULT = {  # method, dtype, and the dtype that a gradient arrives in
     "bfloat16 standard": ("standard", torch.bfloat16, torch.bfloat16),
     "float16 gram": ("gram", torch.float16, torch.float32),
@@ -231,7 +244,7 @@ def errors_of_default(name: str, k: int, spectra=MORE_SPECTRA) -> dict[str, list
     """Of each form, on each spectrum, k × 2k; of no matrix is the norm one, for bfloat16 would divide exactly by it."""
     return {
         form: [
-            error(name, method, dtype, s, seeds=1, size=(k, 2 * k), given=given, scale=0.37, products=Rounded(dtype))
+            error(name, method, dtype, s, seeds=1, size=(k, 2 * k), given=given, scale=0.37, compute=as_kernels_do)
             for s in spectra
         ]
         for form, (method, dtype, given) in FORMS_OF_DEFAULT.items()

@@ -135,7 +135,7 @@ class _Noted:
     def symmetric(
         self, left: bool, right: bool, *, plus: bool | None = None, beta: float = 0, alpha: float = 1, gamma: float = 0
     ) -> bool:
-        part = "bR + cR², and aI" if alpha != 1 or gamma else "S and R"
+        part = "bR + cR², and aI" if alpha != 1 or gamma else "S and R, a mirrored Q"
         return self._note(part, triangle=True, square=True, summand=plus is not None)
 
     def general(
