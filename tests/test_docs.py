@@ -51,15 +51,8 @@ TABLE = re.compile(r"<!-- (?:settings: [\w -]+|end of settings) -->")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Args:
-        page: path of the page.
-        line: of its first line of code, from 1.
-        language: the info string.
-        code: as the reader sees it.
-        marker: the comment on the line above, or "".
-    """
+    """A fenced block: ``line`` is that of its first line of code, from 1; ``language`` the info string; ``code`` as the
+    reader sees it; ``marker`` the comment on the line above, or ""."""
 
     page: str
     line: int
@@ -233,10 +226,8 @@ def two_columns() -> dict[str, Any]:
 
 
 class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
-    """What the optimizer of that name in KellerJordan/Muon does, from its formulas and defaults.
-
-    Its Newton-Schulz is in bfloat16, whose rounding hides what a wrong momentum or scale would do.
-    """
+    """What the optimizer of that name in KellerJordan/Muon does, from its formulas and defaults. Its Newton-Schulz is
+    in bfloat16, whose rounding hides what a wrong momentum or scale would do."""
 
     dtype = torch.bfloat16
 
@@ -525,11 +516,7 @@ class NotACommand(Exception):
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse a command, as far as there is a parser.
-
-    Raises:
-        NotACommand: a file, target, extra, option or program that is not there.
-    """
+    """Parse a command, as far as there is a parser; NotACommand: no such file, target, extra, option or program."""
     for word in words:
         if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
             raise NotACommand(f"no file {word}")

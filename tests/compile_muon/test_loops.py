@@ -56,10 +56,8 @@ def grads(side):
 
 
 def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), zero=None, steps=STEPS):
-    """The loop of most programs, with something between backward and step; its results are compared.
-
-    ``loss`` has what stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``.
-    """
+    """The loop of most programs, with something between backward and step; its results are compared. ``loss`` has what
+    stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``."""
 
     def loop(side):
         found = []

@@ -94,10 +94,8 @@ def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:
 
 
 def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is.
-
-    And what a module that no fit has seen is evaluated with.
-    """
+    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is. And what
+    a module that no fit has seen is evaluated with."""
     with launched():
         new = Language()
         trainer_of(config_of(3)).validate(new, loader(12), verbose=False)

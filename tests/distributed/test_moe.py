@@ -85,10 +85,7 @@ def beside(
     kind: str, size: int, capacity_factor: float | None = None, reentrant: bool | None = None
 ) -> tuple[Any, Any, list[str]]:
     """A model whose experts are shared, the whole one with the same loss and gradients, and what backward called.
-
-    Args:
-        reentrant: how layers are checkpointed, if they are.
-    """
+    ``reentrant``: how layers are checkpointed, if they are."""
     world, rank = world_and_rank()
     whole, model = tiny(kind), shared(tiny(kind), size, capacity_factor)
     losses = [loss_of(whole, other) for other in range(world)]

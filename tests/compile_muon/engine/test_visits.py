@@ -66,11 +66,8 @@ def book(steps=1, update="auto"):
 
 
 def purposes(w, calls, events, **visit):
-    """What each backward is for.
-
-    Args:
-        events: a forward, a backward, ``close``, ``.grad`` dropped by the ledger, or taken away by the user.
-    """
+    """What each backward is for; an event is a forward, a backward, ``close``, or ``.grad`` dropped by the ledger or
+    the user."""
     found = ""
     for event in events:
         if event == "f":

@@ -53,13 +53,8 @@ def loss_of_words(run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Plain:
-    """Unsharded and eager: the formulas of Muon in float32, torch's AdamW.
-
-    Args:
-        model: trained in place.
-        config: its rates.
-        muon: names of the matrices that get Muon.
-    """
+    """Unsharded and eager, ``model`` in place: formulas of Muon in float32 for the names in ``muon``, torch's AdamW for
+    others."""
 
     def __init__(self, model: nn.Module, config: Config, muon: Collection[str] = ("a.weight", "b.weight")) -> None:
         self.model = self.run = model

@@ -81,13 +81,8 @@ def adamw(**given: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Values of a field.
-
-    Args:
-        holds: whether a value is one of them; None where only the field can tell.
-        good, bad: values of it, and others, near it above all.
-        said: what an error says to a number that is outside.
-    """
+    """Values of a field: ``holds`` says whether a value is one (None where only the field can tell); ``good`` and
+    ``bad`` are values, near its ends above all; ``said`` is what an error says to a number outside."""
 
     holds: Callable[[Any], bool] | None
     good: st.SearchStrategy[Any]

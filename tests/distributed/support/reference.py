@@ -98,14 +98,9 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 @dataclass
 class Reference:
-    """Muon and AdamW by the book.
-
-    Args:
-        model: trained in place.
-        matrices: who gets Muon, and how each is viewed.
-        clip: global norm to clip gradients to.
-        slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
-    """
+    """Muon and AdamW by the book; ``model`` is trained in place. ``matrices``: who gets Muon, and how each is viewed.
+    ``clip``: global norm. ``slices``: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row
+    slices."""
 
     model: nn.Module
     matrices: Matrices
@@ -192,17 +187,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Report:
-    """How far a run is from its reference.
-
-    Args:
-        parameters: relative error of each parameter after the last step.
-        directions: largest relative error of each Muon direction over the steps.
-        norms: largest relative error of ``optimizer.grad_norm``.
-        gradients: largest error of what ``.grad`` holds before a step, relative to its norm or a thousandth of all.
-        balance: visits the ledger still counts after the last step.
-        misplaced: directions that were not made where ``update`` says.
-        noise: relative error of the fp32 reference itself against one in fp64, where asked for.
-    """
+    """How far a run is from its reference, in relative errors. ``parameters``: each after the last step.
+    ``directions``: the largest of each Muon direction over the steps. ``norms``: the largest of
+    ``optimizer.grad_norm``. ``gradients``: the largest of what ``.grad`` holds before a step, relative to its norm or a
+    thousandth of all. ``balance``: visits the ledger still counts after the last step. ``misplaced``: directions that
+    were not made where ``update`` says. ``noise``: of the fp32 reference itself against one in fp64, where asked
+    for."""
 
     parameters: dict[str, float]
     directions: dict[str, float]
@@ -256,23 +246,12 @@ def train(
     sequence: SequenceParallelConfig | None = None,
     **settings: Any,
 ) -> Report:
-    """Train ``model`` with MuonZero next to its reference, different data on each rank.
-
-    Args:
-        codegen, reshard_after_forward, cuda_graphs: of the backend. Without ``codegen`` only ``update="backward"`` is
-            compiled, by "eager": the markers that run else do the same arithmetic and the same collectives, in a tenth
-            of the time.
-        slices, used: mistakes for the reference to make.
-        compiled: how to compile, instead of ``torch.compile`` of the whole model.
-        by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
-        dynamic: of ``torch.compile``.
-        measure_noise: also train a reference in fp64.
-        unsharded: the whole model, where ``model`` is a part of it.
-        sharing: how many neighbouring ranks have the same data.
-        experts: how those of a Transformers model are spread.
-        sequence: how its positions are.
-        settings: of MuonZero.
-    """
+    """Train ``model`` with MuonZero next to its reference, different data on each rank (``sharing`` neighbouring ranks:
+    the same). Without ``codegen`` only ``update="backward"`` is compiled, by "eager": the markers that run else do the
+    same arithmetic and the same collectives, in a tenth of the time. ``compiled`` compiles instead of ``torch.compile``
+    of the whole model. ``slices``, ``used``: mistakes for the reference to make. ``by_context``: tell the optimizer
+    about micro-batches by ``accumulate()`` instead of their number. ``measure_noise``: also train a reference in fp64.
+    ``unsharded``: the whole model, where ``model`` is a part of it. ``settings``: of MuonZero."""
     world, rank = (place // sharing for place in world_and_rank())
     micro = settings.get("gradient_accumulation_steps", 1)
     whole = copy.deepcopy(model) if unsharded is None else unsharded

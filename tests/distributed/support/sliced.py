@@ -151,14 +151,8 @@ def spread(model: Any, mesh: DeviceMesh | None, marked: bool = False) -> None:
 def train_on_mesh(
     kind: str, sizes: dict[str, int], count: int = 4, marked: bool = False, tied: bool = False, **settings: Any
 ) -> Report:
-    """Train a model beside the whole one.
-
-    Args:
-        sizes: of the axes of the mesh.
-        count: of experts.
-        marked: experts are plain tensors with a mark.
-        tied: the table is the head.
-    """
+    """Train a model beside the whole one, on a mesh with axes of these sizes. ``count``: of experts. ``marked``:
+    experts are plain tensors with a mark. ``tied``: the table is the head."""
     model = model_of(kind, count)
     if tied:
         model.head.weight = model.embedding.weight

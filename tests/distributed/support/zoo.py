@@ -76,15 +76,10 @@ def _classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tens
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One model of the zoo.
-
-    Args:
-        build: makes it; its weights come from the global generator.
-        blocks: the modules one would checkpoint.
-        exclude, stacks: which parameters are not trained by Muon, and which are stacks of matrices.
-        loss, data: what :func:`reference.train` takes.
-        noisy: whether rounding noise is magnified beyond the usual tolerance, which then has to be measured.
-    """
+    """One model of the zoo. ``build``: makes it; weights come from the global generator. ``blocks``: modules one would
+    checkpoint. ``exclude``, ``stacks``: parameters that Muon does not train, and stacks of matrices. ``loss``,
+    ``data``: as :func:`reference.train` takes them. ``noisy``: rounding noise exceeds the usual tolerance, and has to
+    be measured."""
 
     build: Callable[[], nn.Module]
     blocks: Callable[[Any], list[nn.Module]]
