@@ -13,8 +13,6 @@ from compile_muon.config import Config
 from compile_muon.kernels import newton_schulz
 from support.reference import decayed_apart
 
-__all__ = ["EAGER", "Net", "Plain", "Words", "X", "loss_of_words"]
-
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 

@@ -19,8 +19,6 @@ from compile_muon import config as settings
 from compile_muon.config.checked import Checked
 from compile_muon.config.settings import ARGUMENTS
 
-__all__ = ["FIELDS", "HUGE", "Range", "adamw", "keywords", "nested", "params", "range_of"]
-
 HUGE = 10**400
 #: what few settings take
 OTHERS = st.sampled_from(

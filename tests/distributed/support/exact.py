@@ -26,9 +26,6 @@ from support.as_graphs import AsGraphs, outputs_in_place
 from support.books import Step
 from support.reference import ADAMW_EPS, BETAS, DECAY, DEVICE, LR, MOMENTUM, full, placed, world_and_rank
 
-__all__ = ["ELEMENT_LR", "REST", "SHAPES", "STEPS", "VIEWS", "Case", "Exact", "blocks_of", "given", "gradients", "made",
-           "resumed", "steps_of", "train"]  # fmt: skip
-
 SHAPES = {
     "wide": (6, 12), "tall": (13, 6), "fused": (24, 8), "stack": (3, 6, 8), "narrow": (2, 8),
     "table": (7, 4), "vector": (5,),

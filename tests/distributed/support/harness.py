@@ -40,8 +40,6 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["BACKEND", "Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
-
 #: of what ranks have where models train
 BACKEND = os.environ.get("COMPILE_MUON_TEST_BACKEND", "gloo")
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}

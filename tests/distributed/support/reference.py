@@ -22,26 +22,6 @@ from torch.utils._pytree import tree_map
 import compile_muon
 from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
 
-__all__ = [
-    "ADAMW_EPS",
-    "ADAMW_LR",
-    "DEVICE",
-    "DIRECTION_TOLERANCE",
-    "GRADIENT_TOLERANCE",
-    "PARAMETER_TOLERANCE",
-    "Matrices",
-    "Reference",
-    "Report",
-    "decayed_apart",
-    "full",
-    "hidden_matrices",
-    "newton_schulz",
-    "placed",
-    "relative_error",
-    "train",
-    "world_and_rank",
-]
-
 #: where models train that are compared; their references stay on the host. One GPU serves several ranks.
 DEVICE = torch.device(os.environ.get("COMPILE_MUON_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":

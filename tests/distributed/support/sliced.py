@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from support.odd import STEPS, Odd, loss
 from support.reference import DEVICE, Report, hidden_matrices, train
 
-__all__ = ["Experts", "Mixture", "Sliced", "data", "model_of", "on_mesh", "spread", "train_on_mesh"]
-
 
 def data(step: int, micro: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)

@@ -26,11 +26,6 @@ from torch import Tensor, nn
 import compile_muon
 from support.reference import full
 
-__all__ = [
-    "ACCUMULATED", "BATCH", "LIMIT", "MUON", "Net", "Run", "causal_loss", "check", "gpt", "plain", "sentences",
-    "small", "state_of", "trainer",
-]  # fmt: skip
-
 ACCUMULATED, BATCH, LIMIT = 2, 2, 0.5
 STEPS_OF_EPOCH, BATCHES_OF_EPOCH = 3, 5  # of a rank, where epochs end with a micro-batch that is alone
 MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}}

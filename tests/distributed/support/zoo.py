@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from support.reference import Matrices, hidden_matrices
 
-__all__ = ["ZOO", "Uneven", "ZooModel"]
-
 VOCABULARY = 64
 
 
