@@ -141,27 +141,19 @@ def tokens() -> Tensor:
 def loop() -> dict[str, Any]:
     """What a loop needs."""
     return {
-        "MyModel": MyModel,
-        "batches": [(tokens(), tokens()) for _ in range(3)],
-        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()),
-        "my_schedule": lambda step: 1 / (1 + step),
+        "MyModel": MyModel, "batches": [(tokens(), tokens()) for _ in range(3)],
+        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()), "my_schedule": lambda step: 1 / (1 + step),
         "log": print,
-    }
+    }  # fmt: skip
 
 
 def trained() -> dict[str, Any]:
     """A sharded model in the midst of its training."""
     model, optimizer = compile_muon.initialize(MyModel(), "config.json")
     return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-        "loader": Loader(),
-        "losses": [3.4],
-        "steps": 200,
-        "x": tokens(),
-        "y": tokens(),
-    }
+        "model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": Loader(), "losses": [3.4], "steps": 200, "x": tokens(), "y": tokens(),
+    }  # fmt: skip
 
 
 class Loader:
@@ -217,12 +209,9 @@ def two_columns() -> dict[str, Any]:
         return model(batch, batch)
 
     return {
-        "make_model": MyModel,
-        "batches": [[tokens() for _ in range(2)]] * 2,
-        "loss_of": loss_of,
-        "folder": "checkpoint",
-        "log": lambda loss, norm: print(loss.item(), norm.item()),
-    }
+        "make_model": MyModel, "batches": [[tokens() for _ in range(2)]] * 2, "loss_of": loss_of,
+        "folder": "checkpoint", "log": lambda loss, norm: print(loss.item(), norm.item()),
+    }  # fmt: skip
 
 
 class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
@@ -323,32 +312,18 @@ TRAINERS = ("transformers", "accelerate", "lightning")
 
 #: page to what is there before its first block
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": loop,
-    "docs/index.md": loop,
-    "docs/start/training.md": loop,
-    "docs/start/from-torch-muon.md": two_optimizers,
-    "docs/start/from-nanogpt.md": nanogpt,
-    "docs/start/fine-tuning.md": fine_tuned,
-    "docs/start/from-fsdp2.md": two_columns,
-    "docs/how-to/checkpoints.md": trained,
-    "docs/how-to/weights.md": weights,
-    "docs/how-to/averages.md": loop,
+    "README.md": loop, "docs/index.md": loop, "docs/start/training.md": loop,
+    "docs/start/from-torch-muon.md": two_optimizers, "docs/start/from-nanogpt.md": nanogpt,
+    "docs/start/fine-tuning.md": fine_tuned, "docs/start/from-fsdp2.md": two_columns,
+    "docs/how-to/checkpoints.md": trained, "docs/how-to/weights.md": weights, "docs/how-to/averages.md": loop,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
-    "docs/how-to/offload.md": lambda: {"make_model": MyModel},
-    "docs/how-to/sequence.md": long_sequences,
-    "docs/how-to/profiling.md": trained,
-    "docs/how-to/transformers.md": hugging_face,
-    "docs/how-to/accelerate.md": hugging_face,
-    "docs/how-to/peft.md": hugging_face,
-    "docs/how-to/lightning.md": lightning,
-    "docs/how-to/torchtitan.md": dict,
-    "docs/how-to/write-a-pass.md": dict,
-    "docs/how-to/write-an-extension.md": dict,
-    "docs/reference/configuration.md": loop,
-    "docs/reference/host-time.md": dict,
-    "docs/reference/machines.md": simulated,
-    "docs/reference/kernels.md": kernels,
-}
+    "docs/how-to/offload.md": lambda: {"make_model": MyModel}, "docs/how-to/sequence.md": long_sequences,
+    "docs/how-to/profiling.md": trained, "docs/how-to/transformers.md": hugging_face,
+    "docs/how-to/accelerate.md": hugging_face, "docs/how-to/peft.md": hugging_face,
+    "docs/how-to/lightning.md": lightning, "docs/how-to/torchtitan.md": dict, "docs/how-to/write-a-pass.md": dict,
+    "docs/how-to/write-an-extension.md": dict, "docs/reference/configuration.md": loop,
+    "docs/reference/host-time.md": dict, "docs/reference/machines.md": simulated, "docs/reference/kernels.md": kernels,
+}  # fmt: skip
 #: a page of loops that stand each by itself, with the library that each imports first
 LIBRARIES = "docs/how-to/libraries.md"
 #: page to programs that stand side by side on it, block by block
@@ -639,21 +614,14 @@ def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "command",
     [
-        "python -m compile_muon doktor",
-        "python -m compile_muon plan MODEL --world 8",
-        "torchrun --nproc-per-nodes 2 examples/train_gpt.py",
-        "torchrun examples/train_gtp.py",
-        "python benchmarks/faults.py --onli x",
-        "make trian",
-        "make train TRAIN_ARG=--steps",
-        "make train TRAIN_ARGS=--stepps",
-        "make test PYTEST_ARGS=tests/nothing",
-        "pip install '.[nothing]'",
-        "pip install 'compile_muon[transformers]'",
-        "pythn examples/train_gpt.py",
+        "python -m compile_muon doktor", "python -m compile_muon plan MODEL --world 8",
+        "torchrun --nproc-per-nodes 2 examples/train_gpt.py", "torchrun examples/train_gtp.py",
+        "python benchmarks/faults.py --onli x", "make trian", "make train TRAIN_ARG=--steps",
+        "make train TRAIN_ARGS=--stepps", "make test PYTEST_ARGS=tests/nothing", "pip install '.[nothing]'",
+        "pip install 'compile_muon[transformers]'", "pythn examples/train_gpt.py",
         "sbatch examples/launch/slrum.sbatch",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotACommand):
         check(commands(command)[0], monkeypatch)
@@ -802,14 +770,8 @@ def g(one, other, names):
 """
     found = {message.text for message in errors.of_source(source, "m")}
     assert found == {
-        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out",
-        "….x = …: is even; leave it out",
-        "…: missing",
-        "… is … long",
-        "a = …: is one; take two",
-        "a = …: is many; take few",
-        "a = …: is none; take one",
-        "… = …: is no name; write it",
-        "… = …: …; leave it out",
-    }
+        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out", "….x = …: is even; leave it out", "…: missing",
+        "… is … long", "a = …: is one; take two", "a = …: is many; take few", "a = …: is none; take one",
+        "… = …: is no name; write it", "… = …: …; leave it out",
+    }  # fmt: skip
     assert errors.unlisted({"m": source + "def helper(x): return ValueError(x)\n"}) == ["m.silent"]

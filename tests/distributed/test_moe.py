@@ -486,14 +486,10 @@ REFUSED = (
 
 
 ON_TWO_RANKS = [
-    every_kind_of_experts_with_and_without_tokens,
-    one_rank_computes_bit_for_bit_what_transformers_does,
-    capacity_that_drops_nothing_is_exact,
-    checkpointed_layers_dispatch_again,
-    half_precision,
-    a_model_is_switched_by_itself,
-    what_cannot_be_shared_is_refused_on_every_rank,
-]
+    every_kind_of_experts_with_and_without_tokens, one_rank_computes_bit_for_bit_what_transformers_does,
+    capacity_that_drops_nothing_is_exact, checkpointed_layers_dispatch_again, half_precision,
+    a_model_is_switched_by_itself, what_cannot_be_shared_is_refused_on_every_rank,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", ON_TWO_RANKS)

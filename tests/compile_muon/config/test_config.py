@@ -130,17 +130,12 @@ HINTS = [
     (NSConfig, "coefficients", (1.0, NAN, 2.0), "triple of finite"),
     (NSConfig, "coefficients", [(1, 2, 3)] * 100, "100 triples; give at most 99"),
     (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "triple of finite"),
-    (NSConfig, "coefficients", [(1, 2)] * 5, "triple of finite"),
-    (NSConfig, "method", "gramm", "'standard', 'gram'"),
-    (MuonConfig, "lr", "auto", "Hugging Face"),
-    (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
-    (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"),
-    (ZeroConfig, "gradient_clipping", 0.0, "lies outside (0, inf)"),
-    (ZeroConfig, "offload_param", "nvme", "'cpu'"),
-    (Config, "machine", "h1000", "use b200"),
-    (Config, "muon_params", "blocks.*", '["pattern"'),
-    (Config, "muon_params", [], "leave it out"),
-]
+    (NSConfig, "coefficients", [(1, 2)] * 5, "triple of finite"), (NSConfig, "method", "gramm", "'standard', 'gram'"),
+    (MuonConfig, "lr", "auto", "Hugging Face"), (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
+    (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"), (ZeroConfig, "gradient_clipping", 0.0, "lies outside (0, inf)"),
+    (ZeroConfig, "offload_param", "nvme", "'cpu'"), (Config, "machine", "h1000", "use b200"),
+    (Config, "muon_params", "blocks.*", '["pattern"'), (Config, "muon_params", [], "leave it out"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "field", "value", "word"), HINTS)

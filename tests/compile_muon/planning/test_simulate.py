@@ -28,14 +28,9 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 #: pairs of neighbours have a link of their own
 ROUND = Machine(
-    name="round",
-    device="cpu",
-    memory_bytes=10**9,
-    memory_bandwidth=8.0,
-    kernel_seconds=0.0,
-    rates={"float32": ((1.0, 2.0),)},
-    links=(Link(2, 4.0, 0.0), Link(None, 4.0, 0.0)),
-)
+    name="round", device="cpu", memory_bytes=10**9, memory_bandwidth=8.0, kernel_seconds=0.0,
+    rates={"float32": ((1.0, 2.0),)}, links=(Link(2, 4.0, 0.0), Link(None, 4.0, 0.0)),
+)  # fmt: skip
 INNER, OUTER = Axis("shard", 2, 0, "inner"), Axis("replicate", 2, 0, "outer")
 GROUPS = {INNER: [0, 1], OUTER: [0, 2]}
 BOTH = {0: GROUPS, 1: GROUPS}

@@ -23,27 +23,10 @@ HUGE = 10**400
 #: what few settings take
 OTHERS = st.sampled_from(
     [
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        1.5,
-        "1",
-        "auto",
-        "",
-        "a\0b",
-        [1.0],
-        {},
-        math.nan,
-        math.inf,
-        -math.inf,
-        HUGE,
-        -HUGE,
-        1j,
+        None, True, False, 0, 1, -1, 1.5, "1", "auto", "", "a\0b", [1.0], {}, math.nan, math.inf, -math.inf, HUGE,
+        -HUGE, 1j,
     ]
-)
+)  # fmt: skip
 #: of what only the field can tell whether it is one
 EXAMPLES: dict[str, list[Any]] = {
     "a triple": [[3, -4.5, 2], (1.0, 2.0, 3.0)],

@@ -126,15 +126,9 @@ def _mixtral() -> nn.Module:
 
 def _convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Conv2d(6, 9, 3, stride=2, groups=3),
-        nn.ReLU(),
-        nn.ConvTranspose2d(9, 4, 2, bias=False),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
+        nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 9, 3, stride=2, groups=3), nn.ReLU(),
+        nn.ConvTranspose2d(9, 4, 2, bias=False), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
 
 
 class _Block(nn.Module):
