@@ -325,8 +325,8 @@ class Graph:
         return [path for path in self._called.get(end.rpartition("/")[2], ()) if f"/{path}".endswith(f"/{end}")]
 
     def reached(self, start: str, *, executed: bool = False) -> dict[str, int]:
-        """File -> its steps from ``start``; ``executed``: also by what packages import that run as a module inside is
-        imported."""
+        """File -> how many steps ``start`` is away from it; ``executed``: also by what packages import that run because
+        a module inside them is imported."""
         steps, pending, expanded = {start: 0}, deque([start]), {start}
         while pending:
             file = pending.popleft()
@@ -396,8 +396,7 @@ def this_repository(changed: Iterable[str] = (), root: Path = ROOT) -> Graph:
 
 
 def changed_since(commit: str, root: Path = ROOT) -> set[str] | None:
-    """Files that differ from a commit (its name, or a file that has it), committed or not; None where the history lacks
-    it."""
+    """Files that differ from a commit (its name, or a file that has it), committed or not; None if history lacks it."""
     named = root / commit
     name = named.read_text().strip() if named.is_file() else commit
     if not _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"):

@@ -182,10 +182,8 @@ def hugging_face() -> dict[str, Any]:
     return {
         "model": AutoModelForCausalLM.from_config(small_gpt2()),
         "args": TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]),
-        "data": samples,
-        "more": samples,
-        "loader": torch.utils.data.DataLoader(samples, batch_size=2),
-    }
+        "data": samples, "more": samples, "loader": torch.utils.data.DataLoader(samples, batch_size=2),
+    }  # fmt: skip
 
 
 def weights() -> dict[str, Any]:
@@ -468,10 +466,8 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dep
 OTHERS = {"kubectl", "nsys", "sbatch"}
 #: variables of `make`, to the script whose options they are
 SCRIPTS = {
-    "BENCH_ARGS": "benchmarks/train_step.py",
-    "GPU_ARGS": "benchmarks/gpu.py",
-    "TRAIN_ARGS": "examples/train_gpt.py",
-}
+    "BENCH_ARGS": "benchmarks/train_step.py", "GPU_ARGS": "benchmarks/gpu.py", "TRAIN_ARGS": "examples/train_gpt.py",
+}  # fmt: skip
 
 
 def commands(code: str) -> list[list[str]]:
@@ -724,14 +720,12 @@ def test_every_message_is_listed(errors: Any) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: compile_muon.MuonZero(nn.LayerNorm(3)),
-        lambda: compile_muon.MuonZero(MyModel(), lr=-1),
+        lambda: compile_muon.MuonZero(nn.LayerNorm(3)), lambda: compile_muon.MuonZero(MyModel(), lr=-1),
         lambda: compile_muon.MuonZero(MyModel(), muon_params=["nothing"]),
         lambda: compile_muon.load_config({"optimizer": {"params": {"muon_lrr": 1}}}),
-        lambda: compile_muon.load_config("nowhere.json"),
-        lambda: compile_muon.load_pretrained(MyModel(), "nowhere"),
+        lambda: compile_muon.load_config("nowhere.json"), lambda: compile_muon.load_pretrained(MyModel(), "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_found_by_its_words(wrong: Callable[[], object]) -> None:
     with pytest.raises(compile_muon.MuonZeroError) as caught:
         wrong()

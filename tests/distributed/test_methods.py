@@ -50,8 +50,7 @@ ADAMW = partial(books.adamw, eps=ADAMW_EPS)
 @dataclass(frozen=True)
 class Row:
     """A method. ``book``: of a matrix; ``rest``: of everything else; ``joined``: whether it is of whole parameters,
-    whatever the view. ``settings``: of MuonZero. ``views``: that it is trained with. ``record``: of a method the
-    package does not know."""
+    whatever the view. ``views``: that it is trained with. ``record``: of a method the package does not know."""
 
     book: Book
     settings: dict[str, Any] = field(default_factory=dict)

@@ -202,12 +202,10 @@ def kept_by_hand(index: Tensor, weights: Tensor, capacity: int | None) -> Tensor
 
 #: the experts that get tokens, and how many tokens each of two ranks has
 CASES = {
-    "all": (range(8), (5, 5)),
-    "one expert gets none": (range(1, 8), (5, 5)),
-    "one rank gets none": (range(4, 8), (5, 5)),
-    "one rank has none": (range(8), (5, 0)),
+    "all": (range(8), (5, 5)), "one expert gets none": (range(1, 8), (5, 5)),
+    "one rank gets none": (range(4, 8), (5, 5)), "one rank has none": (range(8), (5, 0)),
     "no rank has any": (range(8), (0, 0)),
-}
+}  # fmt: skip
 
 
 def run_experts(kind: str, case: str, frozen: str = "") -> None:

@@ -101,14 +101,9 @@ class Trained:
     last backward, or in the loss. ``settings``: of MuonZero."""
 
     def __init__(
-        self,
-        *,
-        parts: tuple[str, ...] = EVEN,
-        schedule: str = "gpipe",
-        compiled: bool = True,
-        scale: bool = False,
+        self, *, parts: tuple[str, ...] = EVEN, schedule: str = "gpipe", compiled: bool = True, scale: bool = False,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shards = dist.get_world_size() // len(parts)
         mesh = init_device_mesh("cpu", (len(parts), self.shards), mesh_dim_names=("pipeline", "shard"))
         self.stage, self.rank = mesh.get_local_rank("pipeline"), mesh.get_local_rank("shard")
@@ -174,8 +169,8 @@ class Expected(Reference):
 
 def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train beside the unsharded model, where the loop doubles the gradient of ``edited``; ``settings`` are
-    :class:`Trained`'s. Returns what is out of tolerance, and the optimizer's metrics with the norms of all steps and
-    the gathers of stages."""
+    :class:`Trained`'s. What is out of tolerance, and the optimizer's metrics with all norms and the gathers of
+    stages."""
     mine, expected = Trained(gradient_clipping=clip, **settings), Expected(clip)
     far: dict[str, Any] = {}
     norms, gathers = [], []
@@ -200,12 +195,9 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
     if mine.optimizer.engine.ledger.balance():
         far["visits owed"] = mine.optimizer.engine.ledger.balance()
     return far, {
-        **mine.optimizer.metrics(),
-        **mine.optimizer.totals(),
-        "norms": norms,
-        "gathers": gathers,
+        **mine.optimizer.metrics(), **mine.optimizer.totals(), "norms": norms, "gathers": gathers,
         "matrices": len(mine.optimizer.engine.step.muon),
-    }
+    }  # fmt: skip
 
 
 def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:

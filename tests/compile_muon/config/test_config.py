@@ -465,13 +465,11 @@ def test_adamw_takes_lr_decay_betas_and_eps_and_keeps_the_engine(prefix):
 @pytest.mark.parametrize(
     ("text", "field", "word"),
     [
-        ("{", "config", "line 1"),
-        ("\udcff\udcfe\0", "config", "cannot be read"),
-        ("[]", "config", "object"),
+        ("{", "config", "line 1"), ("\udcff\udcfe\0", "config", "cannot be read"), ("[]", "config", "object"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping", "twice"),
         ('{"gradient_clipping": NaN}', "gradient_clipping", "finite"),
     ],
-)
+)  # fmt: skip
 def test_bad_files(tmp_path, text, field, word):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -66,8 +66,7 @@ def book(steps=1, update="auto"):
 
 
 def purposes(w, calls, events, **visit):
-    """What each backward is for; an event is a forward, a backward, ``close``, or ``.grad`` dropped by the ledger or
-    the user."""
+    """What each backward is for; events: a forward, a backward, ``close``, or ``.grad`` that ledger or user dropped."""
     found = ""
     for event in events:
         if event == "f":

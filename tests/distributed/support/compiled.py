@@ -30,6 +30,17 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
+class Pair(nn.Module):
+    """Two models in one frame, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Net(), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) - self.right(2 * x)
+
+
 class Words(nn.Module):
     """Three hidden matrices between an embedding and a head."""
 
@@ -51,8 +62,7 @@ def loss_of_words(run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Plain:
-    """Unsharded and eager, ``model`` in place: formulas of Muon in float32 for the names in ``muon``, torch's AdamW for
-    others."""
+    """Unsharded and eager, ``model`` in place: formulas of Muon in float32 for ``muon``, torch's AdamW for others."""
 
     def __init__(self, model: nn.Module, config: Config, muon: Collection[str] = ("a.weight", "b.weight")) -> None:
         self.model = self.run = model

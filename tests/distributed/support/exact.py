@@ -114,9 +114,8 @@ class Case:
     """How a method is trained. ``compiled``: by the backend, "eager"; directions are made in backward where the method
     can and ``update`` lets it. ``view``: of :data:`VIEWS`. ``mesh``: "", "replicas" of shards, or "slices" of tensor
     parallelism. ``over``: ``shard_state_over``. ``offload``: "", "cpu" or "nvme". ``masters``: weights are bf16, and
-    master weights offloaded. ``micro``: micro-batches. ``checks``: where a step more comes whose gradients are inf on
-    the last rank: "in_step" or "next_step". ``recorded``: steps are CUDA graphs
-    (:class:`support.as_graphs.AsGraphs`)."""
+    master weights offloaded. ``checks``: where a step more comes whose gradients are inf on the last rank: "in_step" or
+    "next_step". ``recorded``: steps are CUDA graphs (:class:`support.as_graphs.AsGraphs`)."""
 
     stage: int = 3
     compiled: bool = False

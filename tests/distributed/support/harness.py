@@ -179,9 +179,8 @@ def _forget_groups() -> None:
 
 
 class Ranks:
-    """``world`` processes in one group on this machine, stopped while they have nothing to do: the threads of a process
-    group poll, and ranks of several worlds that wait for tests have hundreds of them. ``timeout``: the group's, in
-    seconds."""
+    """``world`` processes in one group on this machine, stopped while they have nothing to do: threads of a group poll,
+    and ranks of several worlds that wait for tests have hundreds of them. The group's ``timeout`` is in seconds."""
 
     def __init__(self, world: int, timeout: float = 60.0) -> None:
         self.world = world

@@ -79,8 +79,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 @dataclass
 class Reference:
     """Muon and AdamW by the book; ``model`` is trained in place. ``matrices``: who gets Muon, and how each is viewed.
-    ``clip``: global norm. ``slices``: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row
-    slices."""
+    ``clip``: global norm. ``slices``: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row parts."""
 
     model: nn.Module
     matrices: Matrices
@@ -171,8 +170,7 @@ class Report:
     ``directions``: the largest of each Muon direction over the steps. ``norms``: the largest of
     ``optimizer.grad_norm``. ``gradients``: the largest of what ``.grad`` holds before a step, relative to its norm or a
     thousandth of all. ``balance``: visits the ledger still counts after the last step. ``misplaced``: directions that
-    were not made where ``update`` says. ``noise``: of the fp32 reference itself against one in fp64, where asked
-    for."""
+    were not made where ``update`` says. ``noise``: of the fp32 reference itself against fp64, if asked for."""
 
     parameters: dict[str, float]
     directions: dict[str, float]
@@ -205,27 +203,12 @@ def _directions_of_step(
 
 
 def train(
-    model: nn.Module,
-    matrices: Matrices,
-    loss: Loss,
-    data: Data,
-    *,
-    steps: int,
-    codegen: str | None = None,
-    reshard_after_forward: bool = True,
-    cuda_graphs: bool = False,
-    slices: int = 1,
-    used: int | None = None,
-    compiled: Callable[[nn.Module], Any] | None = None,
-    by_context: bool = False,
-    dynamic: bool | None = None,
-    measure_noise: bool = False,
-    unsharded: nn.Module | None = None,
-    sharing: int = 1,
-    experts: ExpertParallelConfig | None = None,
-    sequence: SequenceParallelConfig | None = None,
-    **settings: Any,
-) -> Report:
+    model: nn.Module, matrices: Matrices, loss: Loss, data: Data, *, steps: int, codegen: str | None = None,
+    reshard_after_forward: bool = True, cuda_graphs: bool = False, slices: int = 1, used: int | None = None,
+    compiled: Callable[[nn.Module], Any] | None = None, by_context: bool = False, dynamic: bool | None = None,
+    measure_noise: bool = False, unsharded: nn.Module | None = None, sharing: int = 1,
+    experts: ExpertParallelConfig | None = None, sequence: SequenceParallelConfig | None = None, **settings: Any,
+) -> Report:  # fmt: skip
     """Train ``model`` with MuonZero next to its reference, different data on each rank (``sharing`` neighbouring ranks:
     the same). Without ``codegen`` only ``update="backward"`` is compiled, by "eager": the markers that run else do the
     same arithmetic and the same collectives, in a tenth of the time. ``compiled`` compiles instead of ``torch.compile``

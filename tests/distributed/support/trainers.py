@@ -123,8 +123,7 @@ def plain(
     optimizer: Any = MUON, thaw: tuple[str, int] = ("", 0), clip: Callable[..., Any] = nn.utils.clip_grad_norm_,
 ) -> Run:  # fmt: skip
     """By hand, in one process on the batches of all ranks: ``worlds`` of them by step, of which ``shared`` would share
-    a sequence. ``dtype``: of autocast. ``thaw``: a module, and the step until which it is frozen. ``clip``: what clips
-    gradients."""
+    a sequence. ``dtype``: of autocast. ``thaw``: a module, and the step until which it is frozen."""
     run, model = Run(), job.model(shared)
     config = {"optimizer": optimizer, "gradient_accumulation_steps": None}
     model, muon = compile_muon.initialize(model, config, groups=groups)

@@ -76,8 +76,8 @@ def _classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tens
 class ZooModel:
     """One model of the zoo. ``build``: makes it; weights come from the global generator. ``blocks``: modules one would
     checkpoint. ``exclude``, ``stacks``: parameters that Muon does not train, and stacks of matrices. ``loss``,
-    ``data``: as :func:`reference.train` takes them. ``noisy``: rounding noise exceeds the usual tolerance, and has to
-    be measured."""
+    ``data``: as :func:`reference.train` takes them. ``noisy``: rounding noise exceeds the usual tolerance: measure
+    it."""
 
     build: Callable[[], nn.Module]
     blocks: Callable[[Any], list[nn.Module]]
