@@ -47,16 +47,10 @@ _LISTING: dict[str, list[str]] = {"glob": [], "rglob": ["**"], "iterdir": ["*"]}
 
 @dataclass
 class _References:
-    """What a source refers to.
-
-    Args:
-        imports: ``(module, names)``; no names for ``import module``, None for the module alone.
-        paths: ends of paths, with patterns.
-        words: identifiers, and strings that are one.
-        fixtures: of a conftest.py, each with what it alone refers to.
-        lazy: of a package what it imports once it is asked for a name: name -> module.
-        named: paths that have a name in the module.
-    """
+    """What a source refers to. ``imports``: ``(module, names)``, no names for ``import module``, None for the module
+    alone; ``paths``: ends of paths, with patterns; ``words``: identifiers, and strings that are one; ``fixtures``: of a
+    conftest.py, each with what it alone refers to; ``lazy``: of a package, name -> module that it imports once asked
+    for the name; ``named``: paths that have a name in the module."""
 
     imports: set[tuple[str, tuple[str, ...] | None]] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
@@ -77,12 +71,7 @@ class _References:
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the references of a Python source.
-
-    Args:
-        file: its path.
-        module: its name in the package; "" of a script.
-    """
+    """Collects the references of a Python source; ``module`` is its name in the package, "" of a script."""
 
     def __init__(self, text: str, file: PurePosixPath, module: str) -> None:
         tree = ast.parse(text)
@@ -222,12 +211,7 @@ def _text(node: ast.AST | None) -> str | None:
 
 
 class Graph:
-    """What each file of a repository reaches.
-
-    Args:
-        root: of the repository.
-        files: in it, by their path from there; those that are gone may be among them.
-    """
+    """What each file of a repository reaches; ``files`` are paths from ``root``, and may have some that are gone."""
 
     def __init__(self, root: Path, files: Iterable[str]) -> None:
         self.files = sorted({*files})
@@ -341,11 +325,8 @@ class Graph:
         return [path for path in self._called.get(end.rpartition("/")[2], ()) if f"/{path}".endswith(f"/{end}")]
 
     def reached(self, start: str, *, executed: bool = False) -> dict[str, int]:
-        """File -> how many steps ``start`` is away from it.
-
-        Args:
-            executed: also by what packages import that run because a module inside them is imported.
-        """
+        """File -> how many steps ``start`` is away from it; ``executed``: also by what packages import that run because
+        a module inside them is imported."""
         steps, pending, expanded = {start: 0}, deque([start]), {start}
         while pending:
             file = pending.popleft()
@@ -415,11 +396,7 @@ def this_repository(changed: Iterable[str] = (), root: Path = ROOT) -> Graph:
 
 
 def changed_since(commit: str, root: Path = ROOT) -> set[str] | None:
-    """Files that differ from a commit, committed or not; None where the history has no such commit.
-
-    Args:
-        commit: its name, or a file that has it.
-    """
+    """Files that differ from a commit (its name, or a file that has it), committed or not; None if history lacks it."""
     named = root / commit
     name = named.read_text().strip() if named.is_file() else commit
     if not _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"):
@@ -429,14 +406,8 @@ def changed_since(commit: str, root: Path = ROOT) -> set[str] | None:
 
 
 def note_passed(commit: str, *, in_part: bool, root: Path = ROOT) -> str:
-    """Have ``.ci/full`` name a commit at which all tests have passed, if they have.
-
-    Args:
-        commit: that was checked out when they began.
-        in_part: whether only some of them were run.
-    Returns:
-        What was done, or why nothing was.
-    """
+    """Have ``.ci/full`` name the commit that was checked out when the tests began, if all have passed and not only a
+    part was run; returns what was done, or why nothing was."""
     missing = [extra for extra, module in EXTRAS.items() if find_spec(module) is None]
     edited = _git(root, "status", "-z", "--porcelain")
     if in_part:

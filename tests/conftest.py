@@ -77,8 +77,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def _place(item: pytest.Item) -> int:
     """Files that take long come first, so that no worker has one left when the others are done: those of whole programs
-    at the top, then those that need ranks, which a worker starts once for them all.
-    """
+    at the top, then those that need ranks, which a worker starts once for them all."""
     folders = item.path.relative_to(ROOT).parts[1:-1] if item.path.is_relative_to(ROOT) else ()
     return 0 if not folders else 1 if folders[0] == "distributed" else 2
 

@@ -51,15 +51,8 @@ sys.meta_path.insert(0, Copy)
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault.
-
-    Args:
-        name: a sentence that says what is wrong then.
-        file: that has it.
-        before: a text that the file has once.
-        after: what stands there instead.
-        caught_by: a default test that is known to fail, ``file::function``.
-    """
+    """One fault: a sentence ``name`` says what is wrong where ``after`` stands for ``before``, which the file has once;
+    ``caught_by``, ``file::function``, is a default test that is known to fail."""
 
     name: str
     file: str
@@ -68,11 +61,7 @@ class Mutation:
     caught_by: str
 
     def apply(self, text: str) -> str:
-        """The file's text with the fault.
-
-        Raises:
-            ValueError: ``before`` is not there, or several times.
-        """
+        """The file's text with the fault; a ValueError where ``before`` is not there, or several times."""
         if (count := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: {self.file} has its `before` {count} times; update it")
         return text.replace(self.before, self.after)
@@ -115,12 +104,7 @@ def nearest_first(graph: Graph, file: str) -> list[str]:
 
 
 class Copy:
-    """The repository somewhere else, with an environment that finds the package there.
-
-    Args:
-        folder: an empty one.
-        files: what to copy.
-    """
+    """The repository's ``files`` in an empty folder, with an environment that finds the package there."""
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         self.root = folder / "copy"
@@ -178,11 +162,7 @@ class Copy:
 
 
 def catching(copy: Copy, graph: Graph, mutation: Mutation, *, skip: str = "") -> str | None:
-    """The test that fails with the fault; None if none does.
-
-    Args:
-        skip: a test that is left out.
-    """
+    """The test that fails with the fault, other than ``skip``; None if none does."""
     hint = mutation.caught_by if mutation.is_caught(ROOT) else mutation.caught_by.partition("::")[0]
     if not skip and (ROOT / hint.partition("::")[0]).is_file() and (found := copy.failing([hint], "-x")):
         return found[0]

@@ -123,11 +123,8 @@ def test_ratios_are_taken_within_a_round(benchmark) -> None:
 def test_bars_of_a_link_are_beside_the_same_rounds_without(benchmark) -> None:
     report, train_step = benchmark("report"), benchmark("train_step")
     speeds = {
-        "ours-muon": [5.0, 6.0],
-        "ours-adamw": [4.0, 4.9],
-        "fsdp2-adamw": [6.0, 8.0],
-        "deepspeed-muon": [9.0, 12.5],
-    }
+        "ours-muon": [5.0, 6.0], "ours-adamw": [4.0, 4.9], "fsdp2-adamw": [6.0, 8.0], "deepspeed-muon": [9.0, 12.5],
+    }  # fmt: skip
     head = {"stage": 3, "heat": 3, "repeat": 0, "error": None, "first_step_s": 9.0, "losses": [2.0], "note": ""}
     head |= {"peak_bytes": None, "socket_bytes_per_step": 49e6, "counted_bytes_per_step": 49e6}
     both = ["unlimited", "160mbit"]  # 10 MB/s for each of two ranks: 4.9 s

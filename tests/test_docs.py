@@ -51,15 +51,8 @@ TABLE = re.compile(r"<!-- (?:settings: [\w -]+|end of settings) -->")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Args:
-        page: path of the page.
-        line: of its first line of code, from 1.
-        language: the info string.
-        code: as the reader sees it.
-        marker: the comment on the line above, or "".
-    """
+    """A fenced block: ``line`` is that of its first line of code, from 1; ``language`` the info string; ``code`` as the
+    reader sees it; ``marker`` the comment on the line above, or ""."""
 
     page: str
     line: int
@@ -148,27 +141,19 @@ def tokens() -> Tensor:
 def loop() -> dict[str, Any]:
     """What a loop needs."""
     return {
-        "MyModel": MyModel,
-        "batches": [(tokens(), tokens()) for _ in range(3)],
-        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()),
-        "my_schedule": lambda step: 1 / (1 + step),
+        "MyModel": MyModel, "batches": [(tokens(), tokens()) for _ in range(3)],
+        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()), "my_schedule": lambda step: 1 / (1 + step),
         "log": print,
-    }
+    }  # fmt: skip
 
 
 def trained() -> dict[str, Any]:
     """A sharded model in the midst of its training."""
     model, optimizer = compile_muon.initialize(MyModel(), "config.json")
     return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-        "loader": Loader(),
-        "losses": [3.4],
-        "steps": 200,
-        "x": tokens(),
-        "y": tokens(),
-    }
+        "model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": Loader(), "losses": [3.4], "steps": 200, "x": tokens(), "y": tokens(),
+    }  # fmt: skip
 
 
 class Loader:
@@ -197,10 +182,8 @@ def hugging_face() -> dict[str, Any]:
     return {
         "model": AutoModelForCausalLM.from_config(small_gpt2()),
         "args": TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]),
-        "data": samples,
-        "more": samples,
-        "loader": torch.utils.data.DataLoader(samples, batch_size=2),
-    }
+        "data": samples, "more": samples, "loader": torch.utils.data.DataLoader(samples, batch_size=2),
+    }  # fmt: skip
 
 
 def weights() -> dict[str, Any]:
@@ -224,19 +207,14 @@ def two_columns() -> dict[str, Any]:
         return model(batch, batch)
 
     return {
-        "make_model": MyModel,
-        "batches": [[tokens() for _ in range(2)]] * 2,
-        "loss_of": loss_of,
-        "folder": "checkpoint",
-        "log": lambda loss, norm: print(loss.item(), norm.item()),
-    }
+        "make_model": MyModel, "batches": [[tokens() for _ in range(2)]] * 2, "loss_of": loss_of,
+        "folder": "checkpoint", "log": lambda loss, norm: print(loss.item(), norm.item()),
+    }  # fmt: skip
 
 
 class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
-    """What the optimizer of that name in KellerJordan/Muon does, from its formulas and defaults.
-
-    Its Newton-Schulz is in bfloat16, whose rounding hides what a wrong momentum or scale would do.
-    """
+    """What the optimizer of that name in KellerJordan/Muon does, from its formulas and defaults. Its Newton-Schulz is
+    in bfloat16, whose rounding hides what a wrong momentum or scale would do."""
 
     dtype = torch.bfloat16
 
@@ -332,32 +310,18 @@ TRAINERS = ("transformers", "accelerate", "lightning")
 
 #: page to what is there before its first block
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": loop,
-    "docs/index.md": loop,
-    "docs/start/training.md": loop,
-    "docs/start/from-torch-muon.md": two_optimizers,
-    "docs/start/from-nanogpt.md": nanogpt,
-    "docs/start/fine-tuning.md": fine_tuned,
-    "docs/start/from-fsdp2.md": two_columns,
-    "docs/how-to/checkpoints.md": trained,
-    "docs/how-to/weights.md": weights,
-    "docs/how-to/averages.md": loop,
+    "README.md": loop, "docs/index.md": loop, "docs/start/training.md": loop,
+    "docs/start/from-torch-muon.md": two_optimizers, "docs/start/from-nanogpt.md": nanogpt,
+    "docs/start/fine-tuning.md": fine_tuned, "docs/start/from-fsdp2.md": two_columns,
+    "docs/how-to/checkpoints.md": trained, "docs/how-to/weights.md": weights, "docs/how-to/averages.md": loop,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
-    "docs/how-to/offload.md": lambda: {"make_model": MyModel},
-    "docs/how-to/sequence.md": long_sequences,
-    "docs/how-to/profiling.md": trained,
-    "docs/how-to/transformers.md": hugging_face,
-    "docs/how-to/accelerate.md": hugging_face,
-    "docs/how-to/peft.md": hugging_face,
-    "docs/how-to/lightning.md": lightning,
-    "docs/how-to/torchtitan.md": dict,
-    "docs/how-to/write-a-pass.md": dict,
-    "docs/how-to/write-an-extension.md": dict,
-    "docs/reference/configuration.md": loop,
-    "docs/reference/host-time.md": dict,
-    "docs/reference/machines.md": simulated,
-    "docs/reference/kernels.md": kernels,
-}
+    "docs/how-to/offload.md": lambda: {"make_model": MyModel}, "docs/how-to/sequence.md": long_sequences,
+    "docs/how-to/profiling.md": trained, "docs/how-to/transformers.md": hugging_face,
+    "docs/how-to/accelerate.md": hugging_face, "docs/how-to/peft.md": hugging_face,
+    "docs/how-to/lightning.md": lightning, "docs/how-to/torchtitan.md": dict, "docs/how-to/write-a-pass.md": dict,
+    "docs/how-to/write-an-extension.md": dict, "docs/reference/configuration.md": loop,
+    "docs/reference/host-time.md": dict, "docs/reference/machines.md": simulated, "docs/reference/kernels.md": kernels,
+}  # fmt: skip
 #: a page of loops that stand each by itself, with the library that each imports first
 LIBRARIES = "docs/how-to/libraries.md"
 #: page to programs that stand side by side on it, block by block
@@ -502,10 +466,8 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dep
 OTHERS = {"kubectl", "nsys", "sbatch"}
 #: variables of `make`, to the script whose options they are
 SCRIPTS = {
-    "BENCH_ARGS": "benchmarks/train_step.py",
-    "GPU_ARGS": "benchmarks/gpu.py",
-    "TRAIN_ARGS": "examples/train_gpt.py",
-}
+    "BENCH_ARGS": "benchmarks/train_step.py", "GPU_ARGS": "benchmarks/gpu.py", "TRAIN_ARGS": "examples/train_gpt.py",
+}  # fmt: skip
 
 
 def commands(code: str) -> list[list[str]]:
@@ -525,11 +487,7 @@ class NotACommand(Exception):
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse a command, as far as there is a parser.
-
-    Raises:
-        NotACommand: a file, target, extra, option or program that is not there.
-    """
+    """Parse a command, as far as there is a parser; NotACommand: no such file, target, extra, option or program."""
     for word in words:
         if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
             raise NotACommand(f"no file {word}")
@@ -652,21 +610,14 @@ def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "command",
     [
-        "python -m compile_muon doktor",
-        "python -m compile_muon plan MODEL --world 8",
-        "torchrun --nproc-per-nodes 2 examples/train_gpt.py",
-        "torchrun examples/train_gtp.py",
-        "python benchmarks/faults.py --onli x",
-        "make trian",
-        "make train TRAIN_ARG=--steps",
-        "make train TRAIN_ARGS=--stepps",
-        "make test PYTEST_ARGS=tests/nothing",
-        "pip install '.[nothing]'",
-        "pip install 'compile_muon[transformers]'",
-        "pythn examples/train_gpt.py",
+        "python -m compile_muon doktor", "python -m compile_muon plan MODEL --world 8",
+        "torchrun --nproc-per-nodes 2 examples/train_gpt.py", "torchrun examples/train_gtp.py",
+        "python benchmarks/faults.py --onli x", "make trian", "make train TRAIN_ARG=--steps",
+        "make train TRAIN_ARGS=--stepps", "make test PYTEST_ARGS=tests/nothing", "pip install '.[nothing]'",
+        "pip install 'compile_muon[transformers]'", "pythn examples/train_gpt.py",
         "sbatch examples/launch/slrum.sbatch",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotACommand):
         check(commands(command)[0], monkeypatch)
@@ -769,14 +720,12 @@ def test_every_message_is_listed(errors: Any) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: compile_muon.MuonZero(nn.LayerNorm(3)),
-        lambda: compile_muon.MuonZero(MyModel(), lr=-1),
+        lambda: compile_muon.MuonZero(nn.LayerNorm(3)), lambda: compile_muon.MuonZero(MyModel(), lr=-1),
         lambda: compile_muon.MuonZero(MyModel(), muon_params=["nothing"]),
         lambda: compile_muon.load_config({"optimizer": {"params": {"muon_lrr": 1}}}),
-        lambda: compile_muon.load_config("nowhere.json"),
-        lambda: compile_muon.load_pretrained(MyModel(), "nowhere"),
+        lambda: compile_muon.load_config("nowhere.json"), lambda: compile_muon.load_pretrained(MyModel(), "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_found_by_its_words(wrong: Callable[[], object]) -> None:
     with pytest.raises(compile_muon.MuonZeroError) as caught:
         wrong()
@@ -815,14 +764,8 @@ def g(one, other, names):
 """
     found = {message.text for message in errors.of_source(source, "m")}
     assert found == {
-        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out",
-        "….x = …: is even; leave it out",
-        "…: missing",
-        "… is … long",
-        "a = …: is one; take two",
-        "a = …: is many; take few",
-        "a = …: is none; take one",
-        "… = …: is no name; write it",
-        "… = …: …; leave it out",
-    }
+        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out", "….x = …: is even; leave it out", "…: missing",
+        "… is … long", "a = …: is one; take two", "a = …: is many; take few", "a = …: is none; take one",
+        "… = …: is no name; write it", "… = …: …; leave it out",
+    }  # fmt: skip
     assert errors.unlisted({"m": source + "def helper(x): return ValueError(x)\n"}) == ["m.silent"]

@@ -52,14 +52,8 @@ def check_against_eager(
     wrap=lambda run: run,
     **options,
 ):
-    """Train compiled and unsharded, and compare.
-
-    Args:
-        compiled: what compiles the model; default: torch.compile with ``options``.
-        wrap: what is made of either model.
-    Returns:
-        The model, its optimizer, and the unsharded model.
-    """
+    """Train compiled (by ``compiled``, else by torch.compile with ``options``) and unsharded, either model through
+    ``wrap``, and compare; returns the model, its optimizer, and the unsharded model."""
     model, optimizer = built(cls)
     torch.manual_seed(0)
     plain = cls()

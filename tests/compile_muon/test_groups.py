@@ -109,10 +109,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        (
-            {"q.weight": {"method": "normun"}},
-            r"groups\[q.weight\].method = 'normun': is not a known choice; use",
-        ),
+        ({"q.weight": {"method": "normun"}}, r"groups\[q.weight\].method = 'normun': is not a known choice; use"),
         ({"q.weight": {"method": "muon", "beta2": 0.9}}, r"groups\[q.weight\].beta2 = 0.9: is not a rate of muon"),
         ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is not a rate of adamw"),
         ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is not a rate of any method"),

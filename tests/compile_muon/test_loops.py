@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.compiled import EAGER, Net, Plain
+from support.compiled import EAGER, Net, Pair, Plain
 from torch import nn
 
 from compile_muon import MuonZero
@@ -56,10 +56,8 @@ def grads(side):
 
 
 def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), zero=None, steps=STEPS):
-    """The loop of most programs, with something between backward and step; its results are compared.
-
-    ``loss`` has what stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``.
-    """
+    """The loop of most programs, with something between backward and step; its results are compared. ``loss`` has what
+    stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``."""
 
     def loop(side):
         found = []
@@ -301,23 +299,13 @@ def test_directions_resume_once_the_norm_stays_under_the_limit():
 # --- two optimizers, one frame ----------------------------------------------------------------------------------------
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = Net(), Net()
-
-    def forward(self, x):
-        return self.left(x) - self.right(2 * x)
-
-
 @pytest.mark.parametrize(
     "other", [{"gradient_clipping": 0.05}, {"gradient_accumulation_steps": None}, {"update": "step"}]
 )
 def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
     """The left one steps after every micro-batch, the right one after two: whatever its settings say."""
     torch.manual_seed(0)
-    model = Two()
-    plain = Two()
+    model, plain = Pair(), Pair()
     plain.load_state_dict(model.state_dict())
     theirs = [theirs_of(plain.left), theirs_of(plain.right)]
     common = {"lr": LR, "adamw_lr": ADAMW_LR, "ns_dtype": "float32", "ns_method": "standard"}

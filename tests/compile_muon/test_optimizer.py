@@ -58,12 +58,7 @@ def advance(optimizer, run, seeds):
 
 
 class Both:
-    """Ours, and torch's own optimizers over a model of the same weights.
-
-    Args:
-        theirs: settings of torch's.
-        settings: of ours.
-    """
+    """Ours by ``settings``, and torch's own optimizers by ``theirs``, over a model of the same weights."""
 
     def __init__(self, compiled=True, *, theirs=None, **settings):
         self.model, self.optimizer, self.run = built(compiled, **settings)

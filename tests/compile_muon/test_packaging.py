@@ -213,10 +213,8 @@ def test_lower_layers_never_import_upper_ones(layer: str) -> None:
 
 
 def private_reaches(sources: Mapping[str, str]) -> list[str]:
-    """Where a module names what another one keeps to itself: `x._name` and `from other import _name`.
-
-    Names of modules, tensors and namedtuples are PyTorch's and Python's; `passes/torch_private.py` wraps PyTorch's.
-    """
+    """Where a module names what another one keeps to itself: `x._name` and `from other import _name`. Names of modules,
+    tensors and namedtuples are PyTorch's and Python's; `passes/torch_private.py` wraps PyTorch's."""
 
     def private(name: str) -> bool:
         return name.startswith("_") and not name.startswith("__")

@@ -65,10 +65,8 @@ def test_a_state_may_be_saved_over_another(tmp_path: Path) -> None:
 
 
 def test_an_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
-    """With another number of micro-batches, where Accelerate's own count is in the middle of a step.
-
-    A state in the middle of one is refused: its gradients would be lost.
-    """
+    """With another number of micro-batches, where Accelerate's own count is in the middle of a step. A state in the
+    middle of one is refused: its gradients would be lost."""
     for count in (2, 3):
         with accelerated():
             accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=count)

@@ -80,14 +80,10 @@ def check(group: Ranks, name: str, way: str, codegen: str | None, **settings: An
 
 #: Every model, way and stage is here.
 CASES = (
-    ("gpt", "selective", 2, 2),
-    ("mixtral", "hugging_face", 1, 3),
-    ("gpt-dropout", "by_hand", 2, 3),
-    ("gpt2", "by_hand", 1, 3),
-    ("convnet", "by_hand", 2, 1),
-    ("gpt", "by_hand", 2, 0),
+    ("gpt", "selective", 2, 2), ("mixtral", "hugging_face", 1, 3), ("gpt-dropout", "by_hand", 2, 3),
+    ("gpt2", "by_hand", 1, 3), ("convnet", "by_hand", 2, 1), ("gpt", "by_hand", 2, 0),
     ("llama", "hugging_face_reentrant", 2, 1),
-)
+)  # fmt: skip
 
 
 def test_every_model_way_and_stage_is_there() -> None:

@@ -51,11 +51,8 @@ MATRICES = [(12, 12)] * 4 + [(10, 12), (12, 10)]
 
 
 def count(micro: int, reshard_after_forward: bool = True, eager: bool = False, **settings: Any) -> tuple[int, int]:
-    """Train two steps, then count one: bytes that this rank sends, and matrices that it orthogonalizes.
-
-    Args:
-        eager: without a compiler, and with micro-batches that only the loop knows of.
-    """
+    """Train two steps, then count one: bytes that this rank sends, and matrices that it orthogonalizes. ``eager``:
+    without a compiler, and with micro-batches that only the loop knows of."""
     torch.manual_seed(0)
     model = Small()
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=None if eager else micro, **settings)

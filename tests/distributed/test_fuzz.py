@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.compiled import EAGER, Net, Plain
+from support.compiled import EAGER, Net, Pair, Plain
 from support.harness import Ranks
 from support.reference import full, world_and_rank
 from torch import nn
@@ -76,17 +76,6 @@ class Frozen(Break):
         self.c, self.unused = nn.Linear(6, 6), nn.Linear(4, 4)
         self.c.weight.requires_grad_(False)
         self.a.bias.requires_grad_(False)
-
-
-class Pair(nn.Module):
-    """Two models in one frame, each with an optimizer of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = Net(), Net()
-
-    def forward(self, x):
-        return self.left(x) - self.right(2 * x)
 
 
 KINDS = {"plain": Net, "break": Break, "tied": Tied, "frozen": Frozen, "pair": Pair}

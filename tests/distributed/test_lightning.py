@@ -94,10 +94,8 @@ def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:
 
 
 def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is.
-
-    And what a module that no fit has seen is evaluated with.
-    """
+    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is. And what
+    a module that no fit has seen is evaluated with."""
     with launched():
         new = Language()
         trainer_of(config_of(3)).validate(new, loader(12), verbose=False)
@@ -213,13 +211,10 @@ def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
     callbacks = [EMAWeightAveraging(), StochasticWeightAveraging(1e-2), BackboneFinetuning()]
     settings = dict(callbacks=callbacks, plugins=[HalfPrecision("16-true")], sync_batchnorm=True)
     assert [(each.field, each.shown) for each in errors(settings, compil=True)] == [
-        ("Trainer.precision", "'16-true'"),
-        ("Trainer.sync_batchnorm", "True"),
-        ("Trainer.callbacks", "'EMAWeightAveraging'"),
-        ("Trainer.callbacks", "'StochasticWeightAveraging'"),
-        ("Trainer.callbacks", "'BackboneFinetuning'"),
-        ("compil", "True"),
-    ]
+        ("Trainer.precision", "'16-true'"), ("Trainer.sync_batchnorm", "True"),
+        ("Trainer.callbacks", "'EMAWeightAveraging'"), ("Trainer.callbacks", "'StochasticWeightAveraging'"),
+        ("Trainer.callbacks", "'BackboneFinetuning'"), ("compil", "True"),
+    ]  # fmt: skip
     assert [each.problem for each in errors({}, mesh={"tensor": 2})] == [
         "needs the same batches on its ranks, and loaders here give each process its own",
         "contradicts Trainer.accumulate_grad_batches = 2",

@@ -22,13 +22,8 @@ STEPS, LEFT_OUT = 4, (1, 2)
 def trained(
     stage: int, nonfinite: str, overflow: str | None, scaled: bool
 ) -> tuple[list[Tensor], list[float], Traffic]:
-    """Weights after some steps, and the scale ahead of each.
-
-    Args:
-        overflow: what does in the steps that are left out, on rank 1 alone: the "whole" loss, or one "row" of one
-            weight, whose gradient one rank holds.
-        scaled: by a GradScaler; without one those steps are not made.
-    """
+    """Weights after some steps, and the scale ahead of each; without a GradScaler (``scaled``) steps that overflow are
+    not made. ``overflow``: on rank 1 alone, the "whole" loss, or one "row" of a weight that one rank holds."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     settings = {"stage": stage, "nonfinite": nonfinite, "update": "step", "ns_dtype": "float32"}

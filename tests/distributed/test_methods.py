@@ -49,16 +49,8 @@ ADAMW = partial(books.adamw, eps=ADAMW_EPS)
 
 @dataclass(frozen=True)
 class Row:
-    """A method.
-
-    Args:
-        book: of a matrix.
-        settings: of MuonZero.
-        rest: the book of everything else.
-        joined: whether the book is of whole parameters, whatever the view.
-        views: that it is trained with.
-        record: of a method that the package does not know of.
-    """
+    """A method. ``book``: of a matrix; ``rest``: of everything else; ``joined``: whether it is of whole parameters,
+    whatever the view. ``views``: that it is trained with. ``record``: of a method the package does not know."""
 
     book: Book
     settings: dict[str, Any] = field(default_factory=dict)

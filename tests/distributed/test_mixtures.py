@@ -30,15 +30,9 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train_mixture(
-    kind: str,
-    size: int,
-    *,
-    compiled: bool = False,
-    fullgraph: bool = False,
-    codegen: str = "eager",
-    capacity_factor: float | None = None,
-    **settings: Any,
-) -> Report:
+    kind: str, size: int, *, compiled: bool = False, fullgraph: bool = False, codegen: str = "eager",
+    capacity_factor: float | None = None, **settings: Any,
+) -> Report:  # fmt: skip
     model = tiny(kind)
     whole = copy.deepcopy(model)
     stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -85,10 +85,7 @@ def beside(
     kind: str, size: int, capacity_factor: float | None = None, reentrant: bool | None = None
 ) -> tuple[Any, Any, list[str]]:
     """A model whose experts are shared, the whole one with the same loss and gradients, and what backward called.
-
-    Args:
-        reentrant: how layers are checkpointed, if they are.
-    """
+    ``reentrant``: how layers are checkpointed, if they are."""
     world, rank = world_and_rank()
     whole, model = tiny(kind), shared(tiny(kind), size, capacity_factor)
     losses = [loss_of(whole, other) for other in range(world)]
@@ -205,12 +202,10 @@ def kept_by_hand(index: Tensor, weights: Tensor, capacity: int | None) -> Tensor
 
 #: the experts that get tokens, and how many tokens each of two ranks has
 CASES = {
-    "all": (range(8), (5, 5)),
-    "one expert gets none": (range(1, 8), (5, 5)),
-    "one rank gets none": (range(4, 8), (5, 5)),
-    "one rank has none": (range(8), (5, 0)),
+    "all": (range(8), (5, 5)), "one expert gets none": (range(1, 8), (5, 5)),
+    "one rank gets none": (range(4, 8), (5, 5)), "one rank has none": (range(8), (5, 0)),
     "no rank has any": (range(8), (0, 0)),
-}
+}  # fmt: skip
 
 
 def run_experts(kind: str, case: str, frozen: str = "") -> None:
@@ -489,14 +484,10 @@ REFUSED = (
 
 
 ON_TWO_RANKS = [
-    every_kind_of_experts_with_and_without_tokens,
-    one_rank_computes_bit_for_bit_what_transformers_does,
-    capacity_that_drops_nothing_is_exact,
-    checkpointed_layers_dispatch_again,
-    half_precision,
-    a_model_is_switched_by_itself,
-    what_cannot_be_shared_is_refused_on_every_rank,
-]
+    every_kind_of_experts_with_and_without_tokens, one_rank_computes_bit_for_bit_what_transformers_does,
+    capacity_that_drops_nothing_is_exact, checkpointed_layers_dispatch_again, half_precision,
+    a_model_is_switched_by_itself, what_cannot_be_shared_is_refused_on_every_rank,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", ON_TWO_RANKS)

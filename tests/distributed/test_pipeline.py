@@ -96,25 +96,14 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Trained:
-    """This rank's stage of a pipeline.
-
-    Args:
-        parts: what each stage has.
-        schedule: of :data:`SCHEDULES`.
-        compiled: whether our backend runs the part.
-        scale: how the mean over micro-batches comes about: in the schedule, after the last backward, or in the loss.
-        settings: of MuonZero.
-    """
+    """This rank's stage of a pipeline. ``parts``: what each stage has. ``schedule``: of :data:`SCHEDULES`.
+    ``compiled``: by our backend. ``scale``: how the mean over micro-batches comes about: in the schedule, after the
+    last backward, or in the loss. ``settings``: of MuonZero."""
 
     def __init__(
-        self,
-        *,
-        parts: tuple[str, ...] = EVEN,
-        schedule: str = "gpipe",
-        compiled: bool = True,
-        scale: bool = False,
+        self, *, parts: tuple[str, ...] = EVEN, schedule: str = "gpipe", compiled: bool = True, scale: bool = False,
         **settings: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shards = dist.get_world_size() // len(parts)
         mesh = init_device_mesh("cpu", (len(parts), self.shards), mesh_dim_names=("pipeline", "shard"))
         self.stage, self.rank = mesh.get_local_rank("pipeline"), mesh.get_local_rank("shard")
@@ -179,15 +168,9 @@ class Expected(Reference):
 
 
 def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train beside the unsharded model.
-
-    Args:
-        clip: ``gradient_clipping``.
-        edited: the parameter whose gradient the loop doubles.
-        settings: of :class:`Trained`.
-    Returns:
-        What is out of tolerance, and the optimizer's metrics with the norms of all steps and the gathers of stages.
-    """
+    """Train beside the unsharded model, where the loop doubles the gradient of ``edited``; ``settings`` are
+    :class:`Trained`'s. What is out of tolerance, and the optimizer's metrics with all norms and the gathers of
+    stages."""
     mine, expected = Trained(gradient_clipping=clip, **settings), Expected(clip)
     far: dict[str, Any] = {}
     norms, gathers = [], []
@@ -212,12 +195,9 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
     if mine.optimizer.engine.ledger.balance():
         far["visits owed"] = mine.optimizer.engine.ledger.balance()
     return far, {
-        **mine.optimizer.metrics(),
-        **mine.optimizer.totals(),
-        "norms": norms,
-        "gathers": gathers,
+        **mine.optimizer.metrics(), **mine.optimizer.totals(), "norms": norms, "gathers": gathers,
         "matrices": len(mine.optimizer.engine.step.muon),
-    }
+    }  # fmt: skip
 
 
 def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -310,10 +290,8 @@ NAMED = {
 
 
 def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[str, str], dict[str, float]]:
-    """Train; every second step is spoiled, and writes nothing. What these steps say if they raise.
-
-    That the next goes well says that no stage has left a collective behind.
-    """
+    """Train; every second step is spoiled, and writes nothing. What these steps say if they raise. That the next goes
+    well says that no stage has left a collective behind."""
     mine = Trained(stage=2, compiled=compiled, update="backward", nonfinite=nonfinite, gradient_clipping=NEVER)
     expected = Expected(NEVER)
     said = {}

@@ -208,11 +208,8 @@ def seen_by(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def beside(whole: Any, clip: float, stage: int, batches: list[Tensor], over: str = "") -> tuple[Any, Any, Any]:
-    """Weights behind a step without clipping and with it, and the optimizer that did it.
-
-    Args:
-        over: "sequence" where two ranks share sequences, "tensor" where each has a part of the weights.
-    """
+    """Weights behind a step without clipping and with it, and the optimizer that did it. ``over``: "sequence" where two
+    ranks share sequences, "tensor" where each has a part of the weights."""
     after = []
     for limit in (None, clip):
         model: Any = copy.deepcopy(whole)

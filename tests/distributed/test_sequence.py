@@ -134,12 +134,7 @@ def trained(
     attention: str = "heads", checkpointed: bool = False, regional: bool = False, experts: int = 1,
     model: dict[str, Any] | None = None, axis: str = "", rows: Sequence[int] = (2,), **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """A model of Transformers.
-
-    Args:
-        axis: another one of two ranks, on four in all.
-        rows: of the batches, in turn.
-    """
+    """A model of Transformers; ``axis`` is another axis of two ranks, on four in all; batches have ``rows`` in turn."""
     own = built(kind, **(model or {}))
     whole = copy.deepcopy(own)
     if axis:

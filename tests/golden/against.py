@@ -63,11 +63,7 @@ def differences(here: dict[str, Tensor] | str, there: dict[str, Tensor] | str) -
 
 
 def ranks(tree: Path, world: int, pattern: str) -> list[Results]:
-    """Results of the ranks of a world.
-
-    Raises:
-        RuntimeError: a rank ended without any.
-    """
+    """Results of the ranks of a world; a RuntimeError where a rank ended without any."""
     script = Path(__file__).with_name("runs.py")
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{rank}.pt") for rank in range(world)]

@@ -71,15 +71,8 @@ _BATCHES: dict[Callable[[], nn.Module], Callable[[], Tensor]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A job of which one rank's graphs are stored.
-
-    Args:
-        model: makes the model.
-        axes: sizes of the axes of the mesh; None for one of all ranks.
-        backend: that ranks communicate by.
-        options: of torch.compile.
-        settings: of MuonZero.
-    """
+    """A job of which one rank's graphs are stored. ``model``: makes the model. ``axes``: sizes of the mesh's axes, None
+    for one of all ranks. ``backend``: of communication. ``options``: of torch.compile. ``settings``: of MuonZero."""
 
     world: int
     rank: int = 0

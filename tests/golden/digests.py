@@ -32,11 +32,8 @@ Summary = dict[str, Any]
 
 
 def summary(gm: GraphModule, groups: Mapping[str, str]) -> Summary:
-    """The entry that is stored for a graph.
-
-    Args:
-        groups: of each process group by name: its axis and ranks, which are the same in every process.
-    """
+    """The entry that is stored for a graph; ``groups``: of each process group by name its axis and ranks, which are the
+    same in every process."""
     nodes = list(gm.graph.nodes)
     place = {node: str(number) for number, node in enumerate(nodes)}
     lines, content, kinds = [], {}, defaultdict(list)

@@ -195,10 +195,8 @@ def test_auto_offers_both_forms_only_where_gram_is_accurate(name, dtype):
 
 
 class Rounded(reference.Aten):
-    """Products of numbers of a half precision with float32 sums, rounded once, as tensor cores and our kernels do.
-
-    Triangles are mirrored, as there. Faster on CPUs than their own half-precision products, and the same to rounding.
-    """
+    """Products of numbers of a half precision with float32 sums, rounded once, and triangles mirrored, as by tensor
+    cores and our kernels. Faster on CPUs than their own half-precision products, and the same to rounding."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -81,14 +81,9 @@ def on_threads(world: int, body: Callable[[int, str], Any]) -> list[Any]:
 
 @dataclass
 class Captured:
-    """The graphs of one frame, markers in place.
-
-    Args:
-        joint: as AOTAutograd traced it.
-        rewritten: after the joint passes.
-        forward, backward: the partitioner's halves.
-        user_outputs: how many outputs of `forward` are the model's; the rest is saved for backward.
-    """
+    """The graphs of one frame, markers in place: ``joint`` as AOTAutograd traced it, ``rewritten`` by the joint passes,
+    ``forward`` and ``backward`` by the partitioner. The first ``user_outputs`` of `forward` are the model's; the rest
+    is saved."""
 
     joint: GraphModule
     rewritten: GraphModule

@@ -105,11 +105,7 @@ class NoNumbers(TorchDispatchMode):
 
 
 def of_tensors(what: str, method: Method, function: Callable[[Mapping[str, Any]], Any]) -> Iterator[str]:
-    """The bits are the same where rates are on the device, as CUDA graphs have them.
-
-    Args:
-        function: of the group's rates.
-    """
+    """The bits are the same where rates, which ``function`` takes, are on the device, as CUDA graphs have them."""
     odd = {"lr": 0.0137, "weight_decay": 0.073, "momentum": 0.937}
     rates = numbers(method, 3) | {name: value for name, value in odd.items() if method.has(name)}
     if method.has(STEP.name):

@@ -112,12 +112,8 @@ def test_every_case_has_a_budget(module) -> None:
 def test_bytes_of_collectives_are_those_of_rings(module) -> None:
     order, cases = module("order"), module("cases")
     calls = {
-        "ncclAllGather": 300,
-        "ncclReduceScatter": 75,
-        "ncclAllReduce": 150,
-        "ncclSend": 100,
-        "ncclSend to itself": 0,
-    }
+        "ncclAllGather": 300, "ncclReduceScatter": 75, "ncclAllReduce": 150, "ncclSend": 100, "ncclSend to itself": 0,
+    }  # fmt: skip
     for name, sent in calls.items():
         assert cases.sent_bytes([order.Op("nccl", 1, name, amount=100, ranks=4)]) == sent
 

@@ -130,17 +130,12 @@ HINTS = [
     (NSConfig, "coefficients", (1.0, NAN, 2.0), "triple of finite"),
     (NSConfig, "coefficients", [(1, 2, 3)] * 100, "100 triples; give at most 99"),
     (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "triple of finite"),
-    (NSConfig, "coefficients", [(1, 2)] * 5, "triple of finite"),
-    (NSConfig, "method", "gramm", "'standard', 'gram'"),
-    (MuonConfig, "lr", "auto", "Hugging Face"),
-    (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
-    (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"),
-    (ZeroConfig, "gradient_clipping", 0.0, "lies outside (0, inf)"),
-    (ZeroConfig, "offload_param", "nvme", "'cpu'"),
-    (Config, "machine", "h1000", "use b200"),
-    (Config, "muon_params", "blocks.*", '["pattern"'),
-    (Config, "muon_params", [], "leave it out"),
-]
+    (NSConfig, "coefficients", [(1, 2)] * 5, "triple of finite"), (NSConfig, "method", "gramm", "'standard', 'gram'"),
+    (MuonConfig, "lr", "auto", "Hugging Face"), (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
+    (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"), (ZeroConfig, "gradient_clipping", 0.0, "lies outside (0, inf)"),
+    (ZeroConfig, "offload_param", "nvme", "'cpu'"), (Config, "machine", "h1000", "use b200"),
+    (Config, "muon_params", "blocks.*", '["pattern"'), (Config, "muon_params", [], "leave it out"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "field", "value", "word"), HINTS)
@@ -470,13 +465,11 @@ def test_adamw_takes_lr_decay_betas_and_eps_and_keeps_the_engine(prefix):
 @pytest.mark.parametrize(
     ("text", "field", "word"),
     [
-        ("{", "config", "line 1"),
-        ("\udcff\udcfe\0", "config", "cannot be read"),
-        ("[]", "config", "object"),
+        ("{", "config", "line 1"), ("\udcff\udcfe\0", "config", "cannot be read"), ("[]", "config", "object"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping", "twice"),
         ('{"gradient_clipping": NaN}', "gradient_clipping", "finite"),
     ],
-)
+)  # fmt: skip
 def test_bad_files(tmp_path, text, field, word):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -217,21 +217,17 @@ AUTO = "bf16.enabled gradient_clipping gradient_accumulation_steps compile.deepc
 AUTO += " ".join(f"optimizer.params.{key}" for key in ("lr", "betas", "momentum", "eps", "weight_decay", "nesterov"))
 #: what would change the result
 REQUESTS = [
-    ("zero_optimization.zero_hpz_partition_size", 8),
-    ("amp", {"enabled": True}),
-    ("data_types", {"grad_accum_dtype": "bf16"}),
-    ("tensor_parallel", {"autotp_size": 4}),
+    ("zero_optimization.zero_hpz_partition_size", 8), ("amp", {"enabled": True}),
+    ("data_types", {"grad_accum_dtype": "bf16"}), ("tensor_parallel", {"autotp_size": 4}),
     ("tensor_parallel", {"tp": {"tp_size": 2}}),
     *((section, {"enabled": True}) for section in ("elasticity", "data_efficiency", "curriculum_learning")),
     ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
-    ("optimizer.params.bias_correction", False),
-    ("optimizer.params.max_grad_norm", 1.0),
-    ("compile.passes", ["z3", "autosp"]),
-    ("compile.kwargs", {"dynamic": True}),
+    ("optimizer.params.bias_correction", False), ("optimizer.params.max_grad_norm", 1.0),
+    ("compile.passes", ["z3", "autosp"]), ("compile.kwargs", {"dynamic": True}),
     *((f"compile.{key}", True) for key in ("disable", "offload_parameters")),
     *((path, True) for path in ("expert_parallel.enabled", "bf16.bf16_master_weights_and_grads")),
     ("bfloat16.bf16_optimizer_states", True),
-]
+]  # fmt: skip
 SHARED_PARAMETERS = "compression_training.weight_quantization.shared_parameters"
 NEAR = [
     ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),

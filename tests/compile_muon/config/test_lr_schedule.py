@@ -244,22 +244,17 @@ def test_a_section_without_a_type_is_none(value):
 
 #: kind, its rate, optimizer, and the rates of Muon and AdamW that come of it; without a rate DeepSpeed's default counts
 RATES = [
-    ("WarmupLR", None, None, 0.02, 3e-4),
-    ("WarmupLR", None, params(lr=0.1), 0.1, 0.1),
+    ("WarmupLR", None, None, 0.02, 3e-4), ("WarmupLR", None, params(lr=0.1), 0.1, 0.1),
     ("WarmupLR", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("WarmupLR", 0.5, params(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5),
-    ("WarmupLR", [0.5, 0.25], params(lr=0.1), 0.5, 0.25),
+    ("WarmupLR", 0.5, params(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5), ("WarmupLR", [0.5, 0.25], params(lr=0.1), 0.5, 0.25),
     ("WarmupLR", [0.5, 0.25], params(muon_lr=0.1, adam_lr=0.2), 0.5, 0.25),
-    ("WarmupLR", None, adamw(lr=0.1), 0.02, 0.1),
-    ("WarmupLR", 0.5, adamw(lr=0.1), 0.02, 0.5),
-    ("WarmupLR", [0.5], adamw(lr=0.1), 0.02, 0.5),
-    ("WarmupDecayLR", None, None, 0.001, 0.001),
+    ("WarmupLR", None, adamw(lr=0.1), 0.02, 0.1), ("WarmupLR", 0.5, adamw(lr=0.1), 0.02, 0.5),
+    ("WarmupLR", [0.5], adamw(lr=0.1), 0.02, 0.5), ("WarmupDecayLR", None, None, 0.001, 0.001),
     ("WarmupDecayLR", None, adamw(lr=0.1), 0.02, 0.001),
     ("WarmupCosineLR", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("OneCycle", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
-    ("OneCycle", 0.5, params(lr=0.1), 0.5, 0.5),
+    ("OneCycle", None, params(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2), ("OneCycle", 0.5, params(lr=0.1), 0.5, 0.5),
     ("LRRangeTest", 0.5, params(lr=0.1), 0.5, 0.5),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "rate", "optimizer", "of_muon", "of_adamw"), RATES)

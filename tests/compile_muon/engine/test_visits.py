@@ -66,11 +66,7 @@ def book(steps=1, update="auto"):
 
 
 def purposes(w, calls, events, **visit):
-    """What each backward is for.
-
-    Args:
-        events: a forward, a backward, ``close``, ``.grad`` dropped by the ledger, or taken away by the user.
-    """
+    """What each backward is for; events: a forward, a backward, ``close``, or ``.grad`` that ledger or user dropped."""
     found = ""
     for event in events:
         if event == "f":

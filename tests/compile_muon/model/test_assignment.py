@@ -19,11 +19,8 @@ def muon(result):
 
 def check(model, expected, muon_params=None):
     """One decision per parameter, in order, under its canonical name; a matrix exactly for Muon; always a reason.
-
-    Args:
-        expected: of a parameter its matrix, its algorithm, or the reason of another one. No other one is a matrix of
-            Muon, unless it ends with ``...``.
-    """
+    ``expected`` has of a parameter its matrix, its algorithm, or another one's reason: no matrix of Muon unless it ends
+    with ``...``."""
     result, parameters = assign(model, muon_params), dict(model.named_parameters())
     assert list(result) == list(parameters)
     for name, a in result.items():

@@ -96,10 +96,8 @@ def test_resident_weights_come_under_forward() -> None:
 
 
 def test_bytes_are_those_that_the_optimizer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that is run, refresh included; collectives of the fake group return anything, and nobody answers.
-
-    One exchange, of which every rank owns something: the fake group cannot send nothing.
-    """
+    """Of a step that is run, refresh included; collectives of the fake group return anything, and nobody answers. Every
+    rank owns something of the one exchange: the fake group cannot send nothing."""
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(3, backend="nccl", options=FrameOptions(codegen="eager"), model=ONE).simulated(SLOW).traffic
     monkeypatch.setattr(engine_step, "refused", lambda *args: False)

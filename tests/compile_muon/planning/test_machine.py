@@ -20,17 +20,11 @@ from compile_muon.planning.simulate.cost import operations
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
 NODES = Machine(
-    name="nodes",
-    device="cuda",
-    memory_bytes=10**10,
-    memory_bandwidth=1e12,
-    kernel_seconds=1e-6,
+    name="nodes", device="cuda", memory_bytes=10**10, memory_bandwidth=1e12, kernel_seconds=1e-6,
     rates={"bfloat16": ((64.0, 1e12), (1024.0, 16e12), (4096.0, 32e12)), "float32": ((64.0, 1e12),)},
-    links=(Link(8, 1e11, 1e-6), Link(None, 1e10, 1e-5)),
-    start_seconds=5e-6,
-    collectives={"all_reduce": (2.0, 1.0)},
+    links=(Link(8, 1e11, 1e-6), Link(None, 1e10, 1e-5)), start_seconds=5e-6, collectives={"all_reduce": (2.0, 1.0)},
     product_starts={"float32": 2e-6},
-)
+)  # fmt: skip
 #: two cores
 CPU = replace(NODES, name="cores", device="cpu", links=(Link(None, 1e9, 1e-5),), cores=2, bandwidths=((1e6, 4e12),))
 

@@ -31,12 +31,8 @@ def bucket(pages: int) -> store.Bucket:
 
 
 def waited(script, *, buffers: int = 8, host: float = 1.0, disk: float = 0.0, memory: float = 0.0) -> float:
-    """Seconds of a step, in the midst of others like it, that are waited for: the mean, since they may alternate.
-
-    Args:
-        script: moves, and seconds of compute between them.
-        host, disk, memory: pages/s.
-    """
+    """Seconds waited for in a step amid others like it (the mean: they may alternate); ``script`` has moves, and
+    seconds of compute between them; ``memory``, ``host`` and ``disk`` are pages/s."""
     moves = [one for one in script if isinstance(one, tuple)]
     transfers = OffloadTransfers(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE, memory=memory * PAGE)
     found = []

@@ -324,11 +324,9 @@ def test_candidates_with_and_without_shared_sequences() -> None:
     config = replace(config_from_kwargs(stage=3), sequence_parallel=SequenceParallelConfig(4, ("blocks",)))
     found = candidates(config, 16, H100)
     assert [dict(c.axes) for c in found if c.stage == 3] == [
-        {"shard": 16},
-        {"replicate": 2, "shard": 8},
-        {"shard": 4, "sequence": 4},
+        {"shard": 16}, {"replicate": 2, "shard": 8}, {"shard": 4, "sequence": 4},
         {"replicate": 2, "shard": 2, "sequence": 4},
-    ]
+    ]  # fmt: skip
     assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(3, {"shard": 4, "sequence": 4})]
     assert {c.config(config).sequence_parallel for c in found} == {
         SequenceParallelConfig(), SequenceParallelConfig(4, ("blocks",), check=False),

@@ -28,14 +28,9 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 #: pairs of neighbours have a link of their own
 ROUND = Machine(
-    name="round",
-    device="cpu",
-    memory_bytes=10**9,
-    memory_bandwidth=8.0,
-    kernel_seconds=0.0,
-    rates={"float32": ((1.0, 2.0),)},
-    links=(Link(2, 4.0, 0.0), Link(None, 4.0, 0.0)),
-)
+    name="round", device="cpu", memory_bytes=10**9, memory_bandwidth=8.0, kernel_seconds=0.0,
+    rates={"float32": ((1.0, 2.0),)}, links=(Link(2, 4.0, 0.0), Link(None, 4.0, 0.0)),
+)  # fmt: skip
 INNER, OUTER = Axis("shard", 2, 0, "inner"), Axis("replicate", 2, 0, "outer")
 GROUPS = {INNER: [0, 1], OUTER: [0, 2]}
 BOTH = {0: GROUPS, 1: GROUPS}
@@ -143,10 +138,8 @@ def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> N
     found = play(called, machine=machine)
     assert found.seconds == found.busy == (1 + 3 * 2) + (0.5 + 16 / 16) + 6
     assert [(e.category, e.start, e.end) for e in found.events if e.category in ("host", "gather")] == [
-        ("host", 0, 7),
-        ("host", 7, 8.5),
-        ("gather", 7, 11),
-    ]
+        ("host", 0, 7), ("host", 7, 8.5), ("gather", 7, 11),
+    ]  # fmt: skip
     part = play(replace(called, parameters=None), machine=machine)
     assert part.seconds == found.seconds - 7
 
@@ -154,12 +147,10 @@ def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> N
 @pytest.mark.parametrize(
     ("late", "computed", "wait_first", "seconds", "exposed"),
     [
-        (3, 2, True, 6, {"gather": 4}),
-        (9, 2, True, 11, {"gather": 9}),
-        (9, 2, False, 9, {"gather": 7}),
+        (3, 2, True, 6, {"gather": 4}), (9, 2, True, 11, {"gather": 9}), (9, 2, False, 9, {"gather": 7}),
         (9, 9, False, 9, {}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("issuing", [0.0, 1.0])
 def test_a_wait_lasts_until_late_ranks_are_there(late, computed, wait_first, seconds, exposed, issuing) -> None:
     """They have to issue it too: its seconds of the host are beside what it sends, and ahead of who is late."""

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Book", "Step", "adamuon", "adamw", "by_updates", "cautious", "dion2", "lion", "muon", "muonbp", "muonh",
-           "muown", "normuon", "soap"]  # fmt: skip
-
 
 class Step(NamedTuple):
     """The gradient of a whole matrix, and rates."""

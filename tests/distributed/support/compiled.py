@@ -13,8 +13,6 @@ from compile_muon.config import Config
 from compile_muon.kernels import newton_schulz
 from support.reference import decayed_apart
 
-__all__ = ["EAGER", "Net", "Plain", "Words", "X", "loss_of_words"]
-
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -30,6 +28,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Pair(nn.Module):
+    """Two models in one frame, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Net(), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) - self.right(2 * x)
 
 
 class Words(nn.Module):
@@ -53,13 +62,7 @@ def loss_of_words(run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Plain:
-    """Unsharded and eager: the formulas of Muon in float32, torch's AdamW.
-
-    Args:
-        model: trained in place.
-        config: its rates.
-        muon: names of the matrices that get Muon.
-    """
+    """Unsharded and eager, ``model`` in place: formulas of Muon in float32 for ``muon``, torch's AdamW for others."""
 
     def __init__(self, model: nn.Module, config: Config, muon: Collection[str] = ("a.weight", "b.weight")) -> None:
         self.model = self.run = model

@@ -19,33 +19,14 @@ from compile_muon import config as settings
 from compile_muon.config.checked import Checked
 from compile_muon.config.settings import ARGUMENTS
 
-__all__ = ["FIELDS", "HUGE", "Range", "adamw", "keywords", "nested", "params", "range_of"]
-
 HUGE = 10**400
 #: what few settings take
 OTHERS = st.sampled_from(
     [
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        1.5,
-        "1",
-        "auto",
-        "",
-        "a\0b",
-        [1.0],
-        {},
-        math.nan,
-        math.inf,
-        -math.inf,
-        HUGE,
-        -HUGE,
-        1j,
+        None, True, False, 0, 1, -1, 1.5, "1", "auto", "", "a\0b", [1.0], {}, math.nan, math.inf, -math.inf, HUGE,
+        -HUGE, 1j,
     ]
-)
+)  # fmt: skip
 #: of what only the field can tell whether it is one
 EXAMPLES: dict[str, list[Any]] = {
     "a triple": [[3, -4.5, 2], (1.0, 2.0, 3.0)],
@@ -81,13 +62,8 @@ def adamw(**given: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Values of a field.
-
-    Args:
-        holds: whether a value is one of them; None where only the field can tell.
-        good, bad: values of it, and others, near it above all.
-        said: what an error says to a number that is outside.
-    """
+    """Values of a field: ``holds`` says whether a value is one (None where only the field can tell); ``good`` and
+    ``bad`` are values, near its ends above all; ``said`` is what an error says to a number outside."""
 
     holds: Callable[[Any], bool] | None
     good: st.SearchStrategy[Any]

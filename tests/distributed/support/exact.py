@@ -26,9 +26,6 @@ from support.as_graphs import AsGraphs, outputs_in_place
 from support.books import Step
 from support.reference import ADAMW_EPS, BETAS, DECAY, DEVICE, LR, MOMENTUM, full, placed, world_and_rank
 
-__all__ = ["ELEMENT_LR", "REST", "SHAPES", "STEPS", "VIEWS", "Case", "Exact", "blocks_of", "given", "gradients", "made",
-           "resumed", "steps_of", "train"]  # fmt: skip
-
 SHAPES = {
     "wide": (6, 12), "tall": (13, 6), "fused": (24, 8), "stack": (3, 6, 8), "narrow": (2, 8),
     "table": (7, 4), "vector": (5,),
@@ -41,11 +38,8 @@ SLICES = {"wide": 1, "tall": 0, "fused": 1, "stack": 2, "narrow": 1, "table": 0,
 
 
 class Exact(nn.Module):
-    """A loss that is linear in all parameters: its gradients are what it is given.
-
-    Args:
-        mesh: of slices of rows and of columns, as parallelize_module makes them.
-    """
+    """A loss that is linear in all parameters: its gradients are what it is given. ``mesh``: of slices of rows and of
+    columns, as parallelize_module makes them."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -117,19 +111,11 @@ def blocks_of(name: str, view: str) -> tuple[int, list[Tensor]]:
 
 @dataclass(frozen=True)
 class Case:
-    """How a method is trained.
-
-    Args:
-        compiled: by the backend, "eager"; directions are made in backward where the method can and ``update`` lets it.
-        view: of :data:`VIEWS`.
-        mesh: "", "replicas" of shards, or "slices" of tensor parallelism.
-        over: ``shard_state_over``.
-        offload: "", "cpu" or "nvme".
-        masters: weights are bf16, and master weights offloaded.
-        micro: micro-batches.
-        checks: where a step more comes whose gradients are inf on the last rank: "in_step" or "next_step".
-        recorded: steps are CUDA graphs (:class:`support.as_graphs.AsGraphs`).
-    """
+    """How a method is trained. ``compiled``: by the backend, "eager"; directions are made in backward where the method
+    can and ``update`` lets it. ``view``: of :data:`VIEWS`. ``mesh``: "", "replicas" of shards, or "slices" of tensor
+    parallelism. ``over``: ``shard_state_over``. ``offload``: "", "cpu" or "nvme". ``masters``: weights are bf16, and
+    master weights offloaded. ``checks``: where a step more comes whose gradients are inf on the last rank: "in_step" or
+    "next_step". ``recorded``: steps are CUDA graphs (:class:`support.as_graphs.AsGraphs`)."""
 
     stage: int = 3
     compiled: bool = False
@@ -148,12 +134,7 @@ class Case:
 
 
 def made(settings: dict[str, Any], case: Case = Case(), folder: str = "") -> tuple[Exact, compile_muon.MuonZero]:
-    """A model and its optimizer.
-
-    Args:
-        settings: of the method.
-        folder: of offloaded states.
-    """
+    """A model and its optimizer; ``settings`` are the method's, and offloaded states go to ``folder``."""
     more: dict[str, Any] = {"stage": case.stage, "update": case.update, "shard_state_over": case.over}
     world, sliced = world_and_rank()[0], case.mesh == "slices"
     if case.mesh:
@@ -212,11 +193,8 @@ def train(
 
 
 def resumed(settings: dict[str, Any], case: Case, folder: str, first: int, last: int, whole: bool) -> dict[str, Tensor]:
-    """The weights behind steps that go on from a checkpoint, if there is one, and that leave one.
-
-    Args:
-        whole: by the state as one file has it: that of the checkpoint is spoiled.
-    """
+    """The weights behind steps that go on from a checkpoint, if there is one, and that leave one. ``whole``: by the
+    state as one file has it; that of the checkpoint is spoiled."""
     model, optimizer = made(settings, case, folder)
     checkpointer, file = compile_muon.Checkpointer(Path(folder) / "saved"), Path(folder) / "whole.pt"
     if checkpointer.load(model, optimizer) is not None and whole:

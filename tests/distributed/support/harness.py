@@ -40,8 +40,6 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["BACKEND", "Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
-
 #: of what ranks have where models train
 BACKEND = os.environ.get("COMPILE_MUON_TEST_BACKEND", "gloo")
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -159,11 +157,9 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
 
 
 def _gather(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
-    """PyTorch's functional all-gather on the host, ``DTensor.full_tensor()``'s, with the name of another collective.
-
-    Of its own Gloo keeps a name that is longer than 15 characters, from two threads without a lock: ranks that live
-    long abort with a corrupted heap (benchmarks/NOTES.md, torch 2.11 to 2.13).
-    """
+    """PyTorch's functional all-gather on the host, ``DTensor.full_tensor()``'s, with the name of another collective. Of
+    its own Gloo keeps a name that is longer than 15 characters, from two threads without a lock: ranks that live long
+    abort with a corrupted heap (benchmarks/NOTES.md, torch 2.11 to 2.13)."""
     gathered = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=_resolve_process_group(name))
     return gathered
@@ -171,9 +167,7 @@ def _gather(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
 
 def _forget_groups() -> None:
     """Destroy what the last task made: each group polls a hundred times a second, and tests make hundreds of them.
-
-    Those of NCCL stay: autograd's thread of a GPU has a cache of DTensor's own, which nothing here can clear.
-    """
+    Those of NCCL stay: autograd's thread of a GPU has a cache of DTensor's own, which nothing here can clear."""
     if BACKEND == "nccl":
         return
     _clear_sharding_prop_cache()  # DTensor takes a mesh it has seen for an equal one, and so its groups
@@ -185,14 +179,8 @@ def _forget_groups() -> None:
 
 
 class Ranks:
-    """``world`` processes in one group on this machine, stopped while they have nothing to do.
-
-    The threads of a process group poll, and ranks of several worlds that wait for tests have hundreds of them.
-
-    Args:
-        world: number of ranks.
-        timeout: of the process group, in seconds.
-    """
+    """``world`` processes in one group on this machine, stopped while they have nothing to do: threads of a group poll,
+    and ranks of several worlds that wait for tests have hundreds of them. The group's ``timeout`` is in seconds."""
 
     def __init__(self, world: int, timeout: float = 60.0) -> None:
         self.world = world
@@ -202,11 +190,8 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], /, *, patience: float = 300.0, **kwargs: Any) -> list[Any]:
-        """Call a module-level ``function(**kwargs)`` on every rank; the values by rank.
-
-        Raises:
-            RankError: it failed on a rank. The next call starts fresh processes.
-        """
+        """Call a module-level ``function(**kwargs)`` on every rank; the values by rank. A failure on a rank raises
+        RankError, and the next call starts fresh processes."""
         outcomes = self.outcomes(function, patience=patience, **kwargs)
         failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure is not None]
         if failures:
@@ -216,12 +201,8 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], /, *, patience: float = 300.0, grace: float = _GRACE_SECONDS, **kwargs: Any
     ) -> list[Outcome]:
-        """Like :meth:`run`, but failures are values.
-
-        Args:
-            patience: seconds until ranks that have not answered are stopped.
-            grace: the same, from the first failure on.
-        """
+        """Like :meth:`run`, but failures are values. Ranks that have not answered are stopped after ``patience``
+        seconds, or ``grace`` seconds from the first failure on."""
         self._start()
         self._signal(signal.SIGCONT)
         task = (function.__code__.co_filename, function.__name__, kwargs)

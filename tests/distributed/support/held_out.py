@@ -12,8 +12,6 @@ from compile_muon.passes.methods import STEP, MatrixMethod, Rate, State, WholeIn
 from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM
 from support.books import NewtonSchulz, Step
 
-__all__ = ["TILTED", "tilted"]
-
 
 def _tilted(matrices: list[Tensor], newton_schulz: Any, inputs: list[WholeInputs]) -> list[WholeOutputs]:
     """A gram of each side; every third step its traces tilt the update, which the device decides."""

@@ -9,8 +9,6 @@ from unittest import mock
 
 from support.reference import world_and_rank
 
-__all__ = ["accelerated", "launched"]
-
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:

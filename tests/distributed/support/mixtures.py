@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["tiny", "tokens_of"]
-
 SMALL = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
     max_position_embeddings=32, experts_implementation="eager", use_cache=False,

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from support.reference import DEVICE, Report, train
 
-__all__ = ["AXES", "MATRICES", "NAMES", "STEPS", "Odd", "cases", "data", "loss", "train_on"]
-
 STEPS = 3
 AXES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),

@@ -22,26 +22,6 @@ from torch.utils._pytree import tree_map
 import compile_muon
 from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
 
-__all__ = [
-    "ADAMW_EPS",
-    "ADAMW_LR",
-    "DEVICE",
-    "DIRECTION_TOLERANCE",
-    "GRADIENT_TOLERANCE",
-    "PARAMETER_TOLERANCE",
-    "Matrices",
-    "Reference",
-    "Report",
-    "decayed_apart",
-    "full",
-    "hidden_matrices",
-    "newton_schulz",
-    "placed",
-    "relative_error",
-    "train",
-    "world_and_rank",
-]
-
 #: where models train that are compared; their references stay on the host. One GPU serves several ranks.
 DEVICE = torch.device(os.environ.get("COMPILE_MUON_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":
@@ -98,14 +78,8 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 @dataclass
 class Reference:
-    """Muon and AdamW by the book.
-
-    Args:
-        model: trained in place.
-        matrices: who gets Muon, and how each is viewed.
-        clip: global norm to clip gradients to.
-        slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
-    """
+    """Muon and AdamW by the book; ``model`` is trained in place. ``matrices``: who gets Muon, and how each is viewed.
+    ``clip``: global norm. ``slices``: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row parts."""
 
     model: nn.Module
     matrices: Matrices
@@ -192,17 +166,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Report:
-    """How far a run is from its reference.
-
-    Args:
-        parameters: relative error of each parameter after the last step.
-        directions: largest relative error of each Muon direction over the steps.
-        norms: largest relative error of ``optimizer.grad_norm``.
-        gradients: largest error of what ``.grad`` holds before a step, relative to its norm or a thousandth of all.
-        balance: visits the ledger still counts after the last step.
-        misplaced: directions that were not made where ``update`` says.
-        noise: relative error of the fp32 reference itself against one in fp64, where asked for.
-    """
+    """How far a run is from its reference, in relative errors. ``parameters``: each after the last step.
+    ``directions``: the largest of each Muon direction over the steps. ``norms``: the largest of
+    ``optimizer.grad_norm``. ``gradients``: the largest of what ``.grad`` holds before a step, relative to its norm or a
+    thousandth of all. ``balance``: visits the ledger still counts after the last step. ``misplaced``: directions that
+    were not made where ``update`` says. ``noise``: of the fp32 reference itself against fp64, if asked for."""
 
     parameters: dict[str, float]
     directions: dict[str, float]
@@ -235,44 +203,18 @@ def _directions_of_step(
 
 
 def train(
-    model: nn.Module,
-    matrices: Matrices,
-    loss: Loss,
-    data: Data,
-    *,
-    steps: int,
-    codegen: str | None = None,
-    reshard_after_forward: bool = True,
-    cuda_graphs: bool = False,
-    slices: int = 1,
-    used: int | None = None,
-    compiled: Callable[[nn.Module], Any] | None = None,
-    by_context: bool = False,
-    dynamic: bool | None = None,
-    measure_noise: bool = False,
-    unsharded: nn.Module | None = None,
-    sharing: int = 1,
-    experts: ExpertParallelConfig | None = None,
-    sequence: SequenceParallelConfig | None = None,
-    **settings: Any,
-) -> Report:
-    """Train ``model`` with MuonZero next to its reference, different data on each rank.
-
-    Args:
-        codegen, reshard_after_forward, cuda_graphs: of the backend. Without ``codegen`` only ``update="backward"`` is
-            compiled, by "eager": the markers that run else do the same arithmetic and the same collectives, in a tenth
-            of the time.
-        slices, used: mistakes for the reference to make.
-        compiled: how to compile, instead of ``torch.compile`` of the whole model.
-        by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
-        dynamic: of ``torch.compile``.
-        measure_noise: also train a reference in fp64.
-        unsharded: the whole model, where ``model`` is a part of it.
-        sharing: how many neighbouring ranks have the same data.
-        experts: how those of a Transformers model are spread.
-        sequence: how its positions are.
-        settings: of MuonZero.
-    """
+    model: nn.Module, matrices: Matrices, loss: Loss, data: Data, *, steps: int, codegen: str | None = None,
+    reshard_after_forward: bool = True, cuda_graphs: bool = False, slices: int = 1, used: int | None = None,
+    compiled: Callable[[nn.Module], Any] | None = None, by_context: bool = False, dynamic: bool | None = None,
+    measure_noise: bool = False, unsharded: nn.Module | None = None, sharing: int = 1,
+    experts: ExpertParallelConfig | None = None, sequence: SequenceParallelConfig | None = None, **settings: Any,
+) -> Report:  # fmt: skip
+    """Train ``model`` with MuonZero next to its reference, different data on each rank (``sharing`` neighbouring ranks:
+    the same). Without ``codegen`` only ``update="backward"`` is compiled, by "eager": the markers that run else do the
+    same arithmetic and the same collectives, in a tenth of the time. ``compiled`` compiles instead of ``torch.compile``
+    of the whole model. ``slices``, ``used``: mistakes for the reference to make. ``by_context``: tell the optimizer
+    about micro-batches by ``accumulate()`` instead of their number. ``measure_noise``: also train a reference in fp64.
+    ``unsharded``: the whole model, where ``model`` is a part of it. ``settings``: of MuonZero."""
     world, rank = (place // sharing for place in world_and_rank())
     micro = settings.get("gradient_accumulation_steps", 1)
     whole = copy.deepcopy(model) if unsharded is None else unsharded

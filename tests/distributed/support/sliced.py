@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from support.odd import STEPS, Odd, loss
 from support.reference import DEVICE, Report, hidden_matrices, train
 
-__all__ = ["Experts", "Mixture", "Sliced", "data", "model_of", "on_mesh", "spread", "train_on_mesh"]
-
 
 def data(step: int, micro: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
@@ -151,14 +149,8 @@ def spread(model: Any, mesh: DeviceMesh | None, marked: bool = False) -> None:
 def train_on_mesh(
     kind: str, sizes: dict[str, int], count: int = 4, marked: bool = False, tied: bool = False, **settings: Any
 ) -> Report:
-    """Train a model beside the whole one.
-
-    Args:
-        sizes: of the axes of the mesh.
-        count: of experts.
-        marked: experts are plain tensors with a mark.
-        tied: the table is the head.
-    """
+    """Train a model beside the whole one, on a mesh with axes of these sizes. ``count``: of experts. ``marked``:
+    experts are plain tensors with a mark. ``tied``: the table is the head."""
     model = model_of(kind, count)
     if tied:
         model.head.weight = model.embedding.weight

@@ -26,11 +26,6 @@ from torch import Tensor, nn
 import compile_muon
 from support.reference import full
 
-__all__ = [
-    "ACCUMULATED", "BATCH", "LIMIT", "MUON", "Net", "Run", "causal_loss", "check", "gpt", "plain", "sentences",
-    "small", "state_of", "trainer",
-]  # fmt: skip
-
 ACCUMULATED, BATCH, LIMIT = 2, 2, 0.5
 STEPS_OF_EPOCH, BATCHES_OF_EPOCH = 3, 5  # of a rank, where epochs end with a micro-batch that is alone
 MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}}
@@ -38,10 +33,8 @@ MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "weight_decay":
 
 @dataclass
 class Run:
-    """Losses and norms of each step, evaluations, whole weights at the end, and all state where a checkpoint is.
-
-    And, where a library's steps differ in their micro-batches, the bytes sent until the end of each step.
-    """
+    """Losses and norms of each step, evaluations, whole weights at the end, all state where a checkpoint is; where a
+    library's steps differ in their micro-batches, the bytes sent until the end of each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -129,15 +122,8 @@ def plain(
     job: Any, worlds: Sequence[int], *, shared: int = 1, dtype: torch.dtype | None = None, groups: Any = None,
     optimizer: Any = MUON, thaw: tuple[str, int] = ("", 0), clip: Callable[..., Any] = nn.utils.clip_grad_norm_,
 ) -> Run:  # fmt: skip
-    """By hand, in one process on the batches of all ranks.
-
-    Args:
-        worlds: ranks of each step.
-        shared: ranks that share a sequence, in what this is compared with.
-        dtype: of autocast.
-        thaw: a module, and the step until which it is frozen.
-        clip: what clips the gradients of parameters.
-    """
+    """By hand, in one process on the batches of all ranks: ``worlds`` of them by step, of which ``shared`` would share
+    a sequence. ``dtype``: of autocast. ``thaw``: a module, and the step until which it is frozen."""
     run, model = Run(), job.model(shared)
     config = {"optimizer": optimizer, "gradient_accumulation_steps": None}
     model, muon = compile_muon.initialize(model, config, groups=groups)

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from support.reference import Matrices, hidden_matrices
 
-__all__ = ["ZOO", "Uneven", "ZooModel"]
-
 VOCABULARY = 64
 
 
@@ -76,15 +74,10 @@ def _classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tens
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One model of the zoo.
-
-    Args:
-        build: makes it; its weights come from the global generator.
-        blocks: the modules one would checkpoint.
-        exclude, stacks: which parameters are not trained by Muon, and which are stacks of matrices.
-        loss, data: what :func:`reference.train` takes.
-        noisy: whether rounding noise is magnified beyond the usual tolerance, which then has to be measured.
-    """
+    """One model of the zoo. ``build``: makes it; weights come from the global generator. ``blocks``: modules one would
+    checkpoint. ``exclude``, ``stacks``: parameters that Muon does not train, and stacks of matrices. ``loss``,
+    ``data``: as :func:`reference.train` takes them. ``noisy``: rounding noise exceeds the usual tolerance: measure
+    it."""
 
     build: Callable[[], nn.Module]
     blocks: Callable[[Any], list[nn.Module]]
@@ -133,15 +126,9 @@ def _mixtral() -> nn.Module:
 
 def _convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Conv2d(6, 9, 3, stride=2, groups=3),
-        nn.ReLU(),
-        nn.ConvTranspose2d(9, 4, 2, bias=False),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
+        nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 9, 3, stride=2, groups=3), nn.ReLU(),
+        nn.ConvTranspose2d(9, 4, 2, bias=False), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
 
 
 class _Block(nn.Module):

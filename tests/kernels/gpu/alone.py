@@ -10,8 +10,6 @@ from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.gpu.newton_schulz import Products, folding, orthogonalize_into
 from compile_muon.kernels.iterations import FORMS
 
-__all__ = ["on_aten", "orthogonalize"]
-
 
 class Folding(reference.Aten):
     """Also `iterations.Folding`."""

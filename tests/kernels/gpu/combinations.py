@@ -10,11 +10,8 @@ import pytest
 
 
 def halved(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
-    """Parametrize by the product of ``axes``, of which every second case runs in campaigns alone.
-
-    Every value stays, and every two values of two axes where a third axis has several. A key with commas is of several
-    arguments.
-    """
+    """Parametrize by the product of ``axes``, of which every second case runs in campaigns alone. Every value stays,
+    and every two values of two axes where a third axis has several. A key with commas is of several arguments."""
     cases = []
     for places in itertools.product(*(range(len(values)) for values in axes.values())):
         given, said = [], []
