@@ -72,9 +72,10 @@ def amplification(triples: Sequence[Triple], perturbation: float) -> float:
 def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16) -> tuple[int, ...] | None:
     """Return the steps after which to restart: as few as keep every segment's ``amplification`` tolerated.
 
-    Among equally few, the placement with the least damage, then the latest. Dao-AILab/gram-newton-schulz has the same in
-    float16: after step 3 for jordan, after step 2 for you and polar_express. None where two steps exceed the tolerance:
-    a restart after every step is the standard form at a higher price. R and Q are rounded to ``precision``.
+    Among equally few, the placement with the least damage, then the latest: in float16 that of
+    Dao-AILab/gram-newton-schulz, after step 3 for jordan, after step 2 for you and polar_express. None where two steps
+    exceed the tolerance: a restart after every step is the standard form at a higher price. R and Q are rounded to
+    ``precision``.
     """
     n = len(triples)
     if any(amplification(triples[i : i + 2], precision.perturbation) > precision.tolerated for i in range(n)):
