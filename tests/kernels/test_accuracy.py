@@ -154,6 +154,12 @@ polar_express float32  gram     3.4e-06 2.1e-05 7.9e-06 2.4e-06 3.6e-06 1.5e-05 
 cans          float16  standard 5.6e-03 3.1e-02 3.4e-02 4.9e-03 4.1e-03 1.1e-02 2.3e-02 2.6e-03 6.6e-03 2.3e-02
 cans          float32  standard 3.8e-06 1.3e-05 1.4e-05 2.2e-06 6.1e-06 5.5e-06 3.6e-05 3.0e-06 4.0e-06 1.2e-05
 cans          float32  gram     5.7e-06 2.5e-05 9.0e-06 2.8e-06 7.5e-06 1.7e-05 4.3e-05 3.8e-06 8.6e-06 1.0e-05
+four_steps    float16  standard 1.7e-03 9.3e-03 9.4e-03 4.9e-03 2.8e-03 5.6e-03 7.4e-03 1.6e-03 5.3e-03 2.2e-02
+four_steps    float16  gram     2.9e-03 8.7e-03 7.8e-03 5.0e-03 3.7e-03 5.7e-03 7.4e-03 2.8e-03 5.6e-03 2.3e-02
+four_steps    bfloat16 standard 2.0e-02 8.6e-02 9.7e-02 5.3e-02 2.7e-02 5.7e-02 7.6e-02 2.2e-02 5.8e-02 2.6e-01
+four_steps    bfloat16 gram     3.5e-02 7.4e-02 6.3e-02 3.9e-02 3.3e-02 4.8e-02 6.1e-02 3.7e-02 4.7e-02 1.9e-01
+four_steps    float32  standard 1.8e-06 4.0e-06 4.0e-06 2.1e-06 1.6e-06 2.4e-06 3.2e-06 1.3e-06 3.0e-06 1.2e-05
+four_steps    float32  gram     1.8e-06 4.7e-06 3.0e-06 2.0e-06 2.5e-06 3.3e-06 3.8e-06 2.0e-06 2.9e-06 1.0e-05
 deepseek_v4   float16  standard 7.2e-04 9.8e-01 9.8e-01 5.2e-03 2.5e-03 1.6e-02 1.2e-01 1.4e-03 6.6e-03 2.2e-02
 deepseek_v4   float16  gram     7.2e-04 9.3e-01 9.3e-01 5.0e-03 2.6e-03 1.3e-02 9.2e-02 2.3e-03 7.1e-03 2.2e-02
 deepseek_v4   bfloat16 standard 6.0e-03 1.0e+00 1.0e+00 4.1e-02 2.6e-02 1.6e-01 5.1e-01 1.4e-02 7.0e-02 1.7e-01
@@ -175,7 +181,8 @@ def test_error_is_what_was_measured(name, dtype, method):
 
 # Gram over the bfloat16 standard form, largest over the spectra: 0.93 (deepseek_v4, gaussian of half rank) and 1.9.
 ACCURATE = {"float16": 1, "bfloat16": 3}
-LESS_ACCURATE = [("cans", "float16"), ("polar_express", "bfloat16")]  # why: stability.survives_rounding, and below
+# why: stability.survives_rounding, and below
+LESS_ACCURATE = [("cans", "float16"), ("polar_express", "bfloat16"), ("four_steps", "bfloat16")]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
