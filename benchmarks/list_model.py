@@ -83,7 +83,7 @@ def beside(
 
 
 def fitted(rows: Sequence[Mapping[str, Any]], table: Table, machine: Machine) -> dict[str, float]:
-    """Return "rate", "between" and "between_flattened" of a device by the rows of `lists.py`, least squares over lists.
+    """Fit "list_rate", "between" and "between_flattened" to the rows of `lists.py`, by least squares over lists.
 
     Normalization reads each matrix twice and writes it once, in two bytes an element.
     """
@@ -97,14 +97,14 @@ def fitted(rows: Sequence[Mapping[str, Any]], table: Table, machine: Machine) ->
         without, with_one = (
             sum(by_part(listed, replace(table, device=device), device, processors).values())
             for between in (0.0, 1e-6)
-            for device in [replace(table.device, rate=rate, between=between, between_flattened=between)]
+            for device in [replace(table.device, list_rate=rate, between=between, between_flattened=between)]
         )
         copied = 6 * sum(k * width for k, width in shapes) / (machine.memory_bandwidth * machine.memory_fraction)
         microsecond = with_one - without
         products += microsecond * (row["ms"] - 1e3 * copied - without)
         squares += microsecond**2
     between = round(1e-6 * max(0.0, products / squares), 8)
-    return {"rate": round(rates["float16"], -9), "between": between, "between_flattened": between}
+    return {"list_rate": round(rates["float16"], -9), "between": between, "between_flattened": between}
 
 
 def main() -> None:

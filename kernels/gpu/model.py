@@ -13,11 +13,12 @@ or ``between_flattened``, takes the place of ``overhead``. Memory is no limit of
 operands are read from L2.
 
 ``tiles.json`` names its sources. ``benchmarks/tune_tiles.py`` measures tiles of sm_90 and their relative rates; the
-device's rate and the time between two tiles are fitted to lists that ran back to back beside a product, at the
-clock of a card that works (``benchmarks/list_model.py --fit``): cuBLAS makes 798 TFLOP/s with pauses between launches
-and 650 to 690 without. Rates of other architectures are **estimated** from published figures of Triton and cuBLAS on
-large products; overhead and launch from the latencies of a pipeline's first loads and of a graph's kernel nodes;
-``start`` from a block's launch, three descriptors and its first loads.
+rate of lists and the time between two tiles are fitted to lists that ran back to back beside a product of random
+matrices (``benchmarks/list_model.py --fit``). Power limits both: cuBLAS makes 798 TFLOP/s with pauses between launches
+and 650 to 690 without, while a model's own products, of less random numbers, run at the former. Rates of other
+architectures are **estimated** from published figures of Triton and cuBLAS on large products; overhead and launch from
+the latencies of a pipeline's first loads and of a graph's kernel nodes; ``start`` from a block's launch, three
+descriptors and its first loads.
 """
 
 import heapq
@@ -73,12 +74,19 @@ class Device:
     """The model's numbers for one architecture; times are in seconds."""
 
     rate: float = 1.0  # operations a second of one multiprocessor on the table's fastest tile, dense, half precision
+    list_rate: float = (
+        0.0  # the same in grouped launches, whose matrices take more power than a model's; 0 for ``rate``
+    )
     solo: float = 1.0  # part of a tile's rate that one block reaches alone, where several could be resident
     overhead: float = 0.0  # of a block, before and after its loop
     launch: float = 0.0  # from the end of one kernel of a CUDA graph to the start of the next
     between: float = 0.0  # of a grouped kernel's program, between the loops of two tiles
     between_flattened: float = 0.0  # the same where loops are flattened
     start: float = 0.0  # from the end of a grouped kernel's program to the first products of the one in its place
+
+    def rate_of(self, tile: Tile) -> float:
+        """Return a multiprocessor's operations a second on a tile."""
+        return tile.rate * (self.list_rate if tile.listed and self.list_rate else self.rate)
 
     def overhead_of(self, tile: Tile, *, summand: bool) -> float:
         """Return the seconds that a tile costs beside its loop."""
@@ -137,7 +145,7 @@ def seconds(
     operations, tiles = busiest(tile, results, processors, triangle=triangle)
     beside = min(tiles, tile.resident)
     filled = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (beside - 1) / (tile.resident - 1)
-    loop = operations / (device.rate * tile.rate * filled)
+    loop = operations / (device.rate_of(tile) * filled)
     return device.launch + loop + ceildiv(tiles, tile.resident) * device.overhead_of(tile, summand=summand)
 
 
@@ -176,7 +184,7 @@ def seconds_beside(
     program takes to begin where another ended, None for the device's. On a free device one wave takes :func:`seconds`,
     unless the busiest multiprocessor's tiles are not the most.
     """
-    rate = device.rate * tile.rate / tile.resident  # of one program among as many as there is room for
+    rate = device.rate_of(tile) / tile.resident  # of one program among as many as there is room for
     overhead = device.overhead_of(tile, summand=summand)
     tile_seconds: list[float] = []
     for tiles, operations in costs(tile, results, triangle=triangle):

@@ -81,7 +81,7 @@ def test_methods_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks]
     for (name, micro), (first, *others) in ranks(world).run(of_methods)[0].items():
         differing = [stage for stage, weights in enumerate(others, 1) if not torch.equal(weights, first)]
         if name == "soap":
-            assert all(relative_error(weights, first) < 1e-4 for weights in others)
+            assert all(relative_error(weights, first) < 4e-4 for weights in others)
         else:
             assert differing == ([1] if micro > 1 else []), name
 
