@@ -91,11 +91,6 @@ class Mesh:
         return self.world_mesh.get_group() if self.world_mesh.ndim == 1 else flattened(self.world_mesh)
 
     @property
-    def model_parallel(self) -> bool:
-        """Whether ranks may have different parts of a model."""
-        return "expert" in self.names or "tensor" in self.names
-
-    @property
     def size(self) -> int:
         """Number of ranks."""
         return self.everyone.size()
