@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from .call_plan import Plan
-from .iterations import FORMS, Products
+from .iterations import FORMS, Folding, Products
 
 __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "summed_in_float32"]
 
 
-def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
+def orthogonalize(
+    x: Tensor, plan: Plan, products: Products[Tensor] | None = None, folding: Folding[Tensor] | None = None
+) -> Tensor:
     """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".
 
     The result is a new contiguous tensor of x's shape in ``plan.dtype``.
@@ -29,7 +31,7 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = Non
     else:
         x = normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
     products = Aten() if products is None else products
-    x = FORMS[plan.method](x, plan.steps, plan.restarts, products)
+    x = FORMS[plan.method](x, plan.steps, plan.restarts, products, folding=folding)
     return x.mT.clone(memory_format=torch.contiguous_format) if tall else x
 
 

@@ -228,12 +228,8 @@ class Rounded(reference.Aten):
 
 def as_kernels_do(x: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Newton-Schulz with one factor a step in float16, and there one triangle of Q for the sets that allow it."""
-    products, half = Rounded(plan.dtype), plan.dtype == torch.float16
-    if half:
-        x = reference.normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-    else:
-        x = reference.normalize_as_torch_muon(x, eps=plan.eps, safety=plan.safety)
-    return FORMS[plan.method](x, plan.steps, plan.restarts, products, folding=products if half else None)
+    products = Rounded(plan.dtype)
+    return orthogonalize(x, plan, products, folding=products if plan.dtype == torch.float16 else None)
 
 
 HALVED = ("jordan", "you", "polar_express", "four_steps")
