@@ -99,6 +99,7 @@ class Child:
 
 def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> Child:
     """Run ``function(*args)`` in a fork of this process, which must have one thread only; output goes to ``log``."""
+    _end_threads()
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"{threads} threads: only a process of one can fork ranks")
     sys.stdout.flush()
@@ -188,7 +189,7 @@ def store_host(address: str = "127.0.0.1") -> Iterator[int]:
 
 
 def warm() -> None:
-    """Run a training step of each kind before forking, for imports that happen late. Leaves no thread."""
+    """Run a training step of each kind before forking, for imports that happen late."""
     import compile_muon
 
     torch.set_num_threads(1)
@@ -199,6 +200,13 @@ def warm() -> None:
         run(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     torch._dynamo.reset()
+
+
+def _end_threads() -> None:
+    """End the threads that a compilation has left: a monitor of progress bars, and the one that logs its progress."""
     if (tqdm := sys.modules.get("tqdm")) is not None and tqdm.tqdm.monitor is not None:
-        tqdm.tqdm.monitor.exit()  # a thread that watches progress bars
+        tqdm.tqdm.monitor.exit()
         tqdm.tqdm.monitor = None
+    for thread in threading.enumerate():
+        if thread.name == "muon_zero compiling":  # ends some seconds after the last graph
+            thread.join()

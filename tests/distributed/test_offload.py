@@ -425,7 +425,9 @@ def untouched(**given: Any) -> dict[str, Tensor]:
 
 def broken_off(optimizer: compile_muon.MuonZero, point: int, error: type[BaseException]) -> int:
     """A step that raises at one of its calls of the package's functions; how many calls it came to."""
-    calls, folders = 0, [*compile_muon.__path__, *passes.__path__, *kernels.__path__]
+    # Of a checkout, compile_muon.__path__ holds its root, too, and with it torch, which does not mend what breaks there.
+    folders = [os.path.dirname(str(compile_muon.__file__)), *passes.__path__, *kernels.__path__]
+    calls = 0
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         nonlocal calls
