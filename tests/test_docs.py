@@ -705,7 +705,8 @@ def errors(docs_script: Any) -> Any:
 NOT_LISTED = {
     "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
     "backend.muon_zero", "checkpoint.values.read", "model.param_spec.muon_spec",
-    "passes.methods.matrix_method", "passes.methods.method_of", "passes.language.views.shape_of", "files.tensors._opened",
+    "passes.methods.matrix_method", "passes.methods.method_of", "passes.language.views.shape_of",
+    "files.tensors._opened",
 }  # fmt: skip
 
 

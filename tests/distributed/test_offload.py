@@ -425,7 +425,7 @@ def untouched(**given: Any) -> dict[str, Tensor]:
 
 def broken_off(optimizer: compile_muon.MuonZero, point: int, error: type[BaseException]) -> int:
     """A step that raises at one of its calls of the package's functions; how many calls it came to."""
-    # Of a checkout, compile_muon.__path__ holds its root, too, and with it torch, which does not mend what breaks there.
+    # In a checkout compile_muon.__path__ holds the root, and so .venv with torch, whose own contexts may stay entered.
     folders = [os.path.dirname(str(compile_muon.__file__)), *passes.__path__, *kernels.__path__]
     calls = 0
 
