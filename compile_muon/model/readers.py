@@ -28,7 +28,7 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 from compile_muon.passes.markers import UNSHARD
-from compile_muon.passes.torch_private import compiled_as_frame, never_a_frame, outside_transforms
+from compile_muon.passes.torch_private import BEFORE_2_13, compiled_as_frame, never_a_frame, outside_transforms
 
 __all__ = ["check_kind", "forward_methods", "install_readers", "original_class", "sharded_params_of"]
 
@@ -148,7 +148,8 @@ def _reader(name: str, alone: bool) -> property:
 
     def read(module: nn.Module) -> Tensor:
         sharded: ShardedParam = module.__dict__[key]
-        if torch.compiler.is_exporting():
+        # Dynamo of torch 2.11 takes is_exporting() for true in every frame.
+        if not (BEFORE_2_13 and torch.compiler.is_dynamo_compiling()) and torch.compiler.is_exporting():
             raise _stays_here(module, "exported by torch.export")
         if alone and torch.compiler.is_compiling():
             param: Any = module._parameters[name]
