@@ -27,7 +27,7 @@ from compile_muon.engine.forwards import written_in_forward
 from compile_muon.engine.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
 from compile_muon.engine.local import locals_of
 from compile_muon.engine.other_holders import refuse_stale
-from compile_muon.engine.sharded_param import sharded_param_of
+from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.errors import ConfigError, listed, warn_user
 from compile_muon.passes import (
     DYNAMO_PASSES,
@@ -44,6 +44,7 @@ from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
     Partitioner,
+    activation_budget,
     autograd_cache_disabled,
     compile_fx,
     compile_fx_inner,
@@ -107,9 +108,10 @@ def _memory(value: Tensor) -> int:
 class _Frame:
     """The compilation of one frame; lives as long as its compiled code."""
 
-    def __init__(self, options: FrameOptions, name: str, costs: Costs) -> None:
+    def __init__(self, options: FrameOptions, name: str, costs: Costs, sharded_params: Sequence[ShardedParam]) -> None:
         self.options = options
         self.ctx = PassContext(GraphKind.JOINT, name, options, costs)
+        self.sharded_params = sharded_params
         self.trained: frozenset[str] = frozenset()
         self.forward_outputs = 0
 
@@ -117,13 +119,22 @@ class _Frame:
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Rewrite and partition the joint graph; PyTorch calls this only for a frame with a backward."""
-        gm = run_passes(gm, JOINT_PASSES, self.ctx)
-        self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
-        self.forward_outputs = num_fwd_outputs
-        forward, backward = min_cut_rematerialization_partition(
-            gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-        )
-        order_saved_values(forward, backward, num_fwd_outputs)
+        self.forward_outputs = self.ctx.user_outputs = num_fwd_outputs
+
+        def halves(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, GraphModule]:
+            gm = run_passes(gm, JOINT_PASSES, ctx)
+            self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
+            with activation_budget(ctx.kept.activations):
+                forward, backward = min_cut_rematerialization_partition(
+                    gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+                )
+            order_saved_values(forward, backward, num_fwd_outputs)
+            return forward, backward
+
+        memory = self.sharded_params[0].ledger.memory if self.sharded_params else None
+        if self.options.memory is not None and memory is not None:
+            self.ctx.chosen = memory.fit(gm, halves, self.ctx, self.options, self.sharded_params)
+        forward, backward = halves(gm, self.ctx)
         self.ctx.saved = saved_by(forward, num_fwd_outputs)
         return forward, backward
 
@@ -224,7 +235,8 @@ def compile_frame(
 ) -> Callable[..., Any]:
     """Compile one Dynamo frame with parsed options. ``lowering`` lowers and compiles forward and backward graphs; None
     for the one that ``options.codegen`` names."""
-    ledgers = list(dict.fromkeys(a.ledger for a in map(sharded_param_of, example_inputs) if a is not None))
+    sharded_params = [sharded for sharded in map(sharded_param_of, example_inputs) if sharded is not None]
+    ledgers = list(dict.fromkeys(sharded.ledger for sharded in sharded_params))
     costs = ledgers[0].costs if ledgers else Costs()
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
     # By name: a frame may have parameters of two optimizers with the same extension, whose passes run once.
@@ -235,7 +247,7 @@ def compile_frame(
     for place in ctx.shards:
         inputs[place] = of_constant_shape(inputs[place])
     compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
-    run = compile_(gm, inputs, _Frame(options, ctx.frame, costs), lowering)
+    run = compile_(gm, inputs, _Frame(options, ctx.frame, costs, sharded_params), lowering)
     return (lambda *args: run(*_with_shards(args, ctx.shards))) if ctx.shards else run
 
 

@@ -41,6 +41,7 @@ from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step import Step
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
+from compile_muon.memory import FrameMemory
 from compile_muon.mesh import DataPlace, Mesh
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
@@ -196,6 +197,7 @@ class MuonZero(Optimizer):
         step.create_state()
         step.sync_momentum()
         parts.ledger.call_before_backward(step.before_backward)
+        parts.ledger.memory = FrameMemory(self.engine)
         refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None  # the scheduler's epoch at the latest step that wrote
@@ -283,8 +285,9 @@ class MuonZero(Optimizer):
         engine, step = self.engine, self.engine.step
         decayed = {n for group in self.param_groups if group["weight_decay"] for n in group["param_names"]}
         return summarize(
-            engine.params, engine.assignments, self.config, engine.mesh, decayed, step.outside, step.launched
-        )
+            engine.params, engine.assignments, self.config, engine.mesh, decayed, step.outside, step.launched,
+            [f"{frame}: {words}" for frame, words in engine.ledger.memory.chosen.items()],
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         rates = ("algorithm", "lr", "weight_decay", "momentum", "betas")

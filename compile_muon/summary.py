@@ -57,6 +57,7 @@ class Summary:
         axes: name and size of each mesh axis, where there are several.
         outside: why no ``step()`` is recorded as a CUDA graph under ``compile.cuda_graphs``; None if it is, or without.
         launched: phases of methods that run outside the CUDA graph of a recorded ``step()``; None likewise.
+        kept: what each compiled frame keeps within ``compile.memory``, in words.
     """
 
     rows: tuple[Row, ...]
@@ -66,6 +67,7 @@ class Summary:
     axes: tuple[tuple[str, int], ...] = ()
     outside: str | None = None
     launched: str | None = None
+    kept: tuple[str, ...] = ()
 
     def _count(self, *, matrices: bool) -> int:
         trained = [row for row in self.rows if row.algorithm != "frozen"]
@@ -97,6 +99,9 @@ class Summary:
         return table
 
     def _caption(self) -> str | None:
+        return "\n".join(filter(None, (*self.kept, self._replayed()))) or None
+
+    def _replayed(self) -> str | None:
         if self.outside is not None:
             return f"step() is in no CUDA graph: {self.outside}"
         if self.launched is not None:
@@ -179,9 +184,10 @@ def summarize(
     decayed: Collection[str],
     outside: str | None = None,
     launched: str | None = None,
+    kept: Sequence[str] = (),
 ) -> Summary:
     """Collect the rows of a sharded model. ``decayed``: names of parameters whose group has a weight decay;
-    ``outside``, ``launched``: see :class:`Summary`."""
+    ``outside``, ``launched``, ``kept``: see :class:`Summary`."""
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(a, assignments[a.name], decays=a.name in decayed) for a in sharded_params),
@@ -191,4 +197,5 @@ def summarize(
         axes=tuple((name, mesh.axis(name).size) for name in names if mesh is not None),
         outside=outside if config.compile.cuda_graphs else None,
         launched=launched if config.compile.cuda_graphs else None,
+        kept=tuple(kept),
     )

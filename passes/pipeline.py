@@ -17,7 +17,9 @@ from .errors import PassContractError
 from .language.request import BackwardRequest
 from .torch_private import trace_artifact
 
-__all__ = ["LOWERED", "PASS_KEY", "GraphPass", "GraphKind", "PassContext", "PassOptions", "run_passes", "tensor_value"]
+__all__ = [
+    "LOWERED", "PASS_KEY", "GraphPass", "GraphKind", "Kept", "PassContext", "PassOptions", "run_passes", "tensor_value",
+]  # fmt: skip
 
 #: key of node.meta: the name of the pass that made the node
 PASS_KEY = "muon_zero_pass"
@@ -51,6 +53,15 @@ class PassOptions:
     reshard_after_forward: bool = True
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The memory that a frame spends to save time, between forward and backward and on gathers ahead."""
+
+    weights: float = 0.0  # part of the bytes of gathered weights that stay: those that backward reads first
+    activations: float = 1.0  # PyTorch's ``activation_memory_budget``: of the saved bytes, from a graph's inputs on
+    buckets: int = 2  # of gathered weights in memory at a time: the one in use, and those ahead
+
+
 @dataclass
 class PassContext:
     """The input of passes beside the graph, and their further results."""
@@ -70,6 +81,12 @@ class PassContext:
     shards: Sequence[int] = ()  # Dynamo's graphs: inputs that take_shards turned from DTensors into shards
     timings: dict[str, float] = field(default_factory=dict)  # seconds per pass, set by the runner
     exchange_bytes: int = 0  # most bytes that overlapping exchanges hold, set by verify
+    chosen: Kept | None = None  # what the frame keeps within a budget; None without one
+
+    @property
+    def kept(self) -> Kept:
+        """What the frame keeps: without a budget, ``reshard_after_forward`` says whether weights stay."""
+        return self.chosen or Kept(weights=0.0 if self.options.reshard_after_forward else 1.0)
 
     @property
     def title(self) -> str:

@@ -28,9 +28,11 @@ from .errors import MuonZeroError
 __all__ = [
     "BEFORE_2_13",
     "NoCompilerError",
+    "ShortenTraceback",
     "Partitioner",
     "SavedContext",
     "accumulators_of",
+    "activation_budget",
     "another_fake",
     "autograd_cache_disabled",
     "below_autograd",
@@ -181,6 +183,13 @@ def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)
+
+
+def activation_budget(part: float) -> contextlib.AbstractContextManager[None]:
+    """Let the partitioner save this part of what it saves by default; 1 for what its configuration says."""
+    from torch._functorch import config
+
+    return contextlib.nullcontext() if part == 1 else config.patch(activation_memory_budget=part)
 
 
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:

@@ -107,6 +107,11 @@ class Heartbeat:
             self._lock.release()
         return True
 
+    def first(self, key: str, value: str) -> str:
+        """Return the value that the first rank gave for ``key``, without waiting for others."""
+        with self._lock:
+            return self._store.compare_set(f"{self._keys[0]}/{key}", "", value).decode()
+
     def end(self, beats: threading.Thread) -> None:
         """Publish the end of the optimizer or the process, and join ``beats``, the publishing thread."""
         self.publish(self._last._replace(inside=False, ended=True))

@@ -107,6 +107,10 @@ class RankStatus:
             "each: do it on every rank, as often, or use stage 2."
         )
 
+    def agreed(self, key: str, value: str) -> str:
+        """Return the value of the first rank that asks for ``key``; alone, ``value``."""
+        return value if self.heartbeat is None else self.heartbeat.first(key, value)
+
     def meet(self, because: str) -> None:
         """Wait, without a collective, until all ranks call this; PeerError, which begins with ``because`` (a sentence
         about their common task), if some do not."""

@@ -13,6 +13,7 @@ from compile_muon.config.checks import (
     check_choice,
     check_folder,
     check_known,
+    check_memory,
     check_ranges,
     check_real,
 )
@@ -42,6 +43,9 @@ class CompileOptions(Checked):
         reshard_after_forward: at stage 3 drop gathered weights after forward and gather again for backward. False keeps
             them: one all-gather instead of two, for the memory of all weights. At stage 0 and on one rank with
             ``param_dtype``, False keeps the cast weights.
+        memory: GiB that a step may use on a device, or "auto", a GPU's memory less what communicators and fragments
+            take. Each frame then keeps as many gathered weights and activations as fit, and recomputes the others
+            (docs/how-to/memory.md). null: ``reshard_after_forward`` and PyTorch's defaults decide.
     """
 
     codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
@@ -50,6 +54,7 @@ class CompileOptions(Checked):
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
     cuda_graphs: bool = setting(False, check_boolean)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
+    memory: float | str | None = setting(None, check_memory, none=True)
 
     def options(self) -> dict[str, Any]:
         """Return what ``torch.compile(..., options=...)`` takes, without defaults.
@@ -67,6 +72,7 @@ class FrameOptions(PassOptions):
 
     codegen: str = CompileOptions.codegen
     cuda_graphs: bool = CompileOptions.cuda_graphs
+    memory: float | str | None = CompileOptions.memory  # GiB, "auto", or None for no budget
 
 
 def read_options(options: Mapping[str, Any] | None) -> FrameOptions:

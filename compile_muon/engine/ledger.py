@@ -96,6 +96,7 @@ class Ledger:
     checks_later: bool = False  # ``checks="next_step"``: the host reads a step's checks in the next step
     hooks: Hooks = field(default_factory=Hooks)
     gathers: tuple[Any, Any] | None = None  # key and gathers of the latest refresh, see :mod:`.resident`
+    memory: Any = None  # the optimizer's :class:`~compile_muon.memory.FrameMemory`; None for a copied module
     left: int = 0  # most bytes that a backward graph frees by its end (``PassContext.left``): room for step graphs
     forwards: Forwards = field(default_factory=Forwards)  # running forwards of the model
     # parameters that are plain and whole at present (``full_parameters``)

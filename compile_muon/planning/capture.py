@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.resident import gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import MuonZeroError
+from compile_muon.memory import resident_bytes
 from compile_muon.mesh import Mesh
 from compile_muon.offload import keeps_momentum_alone
 from compile_muon.optimizer import MuonZero
@@ -46,7 +47,7 @@ from compile_muon.planning.simulate import SimulatedGraph, Timeline, simulate
 from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
 from compile_muon.planning.step import fetches, step_graphs
 
-__all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard", "simulated_job"]
+__all__ = ["Captured", "capture_step", "captured", "groups_of", "run_micro_batches", "shard", "simulated_job"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Captured:
     # the same of momenta that are provided by rows unless masters are offloaded too.
     states: Mapping[str, int]
     offload: OffloadConfig | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)  # of frames with a budget of memory, in words
     on_host: int = 0  # bytes of "parameters" that a GPU reads from host memory
 
     def simulated(
@@ -188,25 +190,13 @@ def captured(
     ]  # fmt: skip
     played += step_graphs(optimizer, trained, ready, options)
     sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
-    states = [value for sharded in trained for value in optimizer.state[sharded.param].values()]
-    offloaded_bytes = provider.bytes_off_device - provider.bytes_in_buffers
-    resident = {
-        "parameters": sum(map(_weight_bytes, sharded_params)),
-        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - offloaded_bytes,
-    }
+    resident = resident_bytes(sharded_params, optimizer.state, provider)
     return Captured(
-        tuple(played), _groups(sharded_params, played), 1 if mesh is None else mesh.size, resident, options.codegen,
+        tuple(played), groups_of(sharded_params, played), 1 if mesh is None else mesh.size, resident, options.codegen,
         _states(optimizer, trained), optimizer.config.zero.offload,
+        {frame: str(choice) for frame, choice in optimizer.engine.ledger.memory.chosen.items()},
         on_host=sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
     )  # fmt: skip
-
-
-def _weight_bytes(sharded: ShardedParam) -> int:
-    """Return the bytes of the shard and the resident weight; with one dtype, the shard is a view of the latter."""
-    local, resident = sharded.local, sharded.resident
-    if resident is None:
-        return local.nbytes
-    return resident.nbytes + (local.nbytes if resident.dtype is not local.dtype else 0)
 
 
 def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, int]:
@@ -243,8 +233,8 @@ def _awaits(played: SimulatedGraph, states: Mapping[int, str], number: Mapping[s
     return {node: number[name] for node, name in names.items() if name in number}
 
 
-def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:
-    """Return the ranks of each process group, of the parameters' mesh dimensions and of the model's own collectives."""
+def groups_of(sharded_params: Sequence[ShardedParam], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:
+    """Return the ranks of each process group: of the parameters' mesh dimensions and of the model's own collectives."""
     mesh_dims = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
     axes = {served.group: served for axis in mesh_dims for served in map(axis.serving, Category)}
     for played in graphs:

@@ -163,6 +163,7 @@ def _parts(plan: Plan) -> Iterator[tuple[str, Any]]:
         lines = list(zip(kinds, rows(world), strict=True))
         yield "table", (f"{world.ranks} ranks (simulated)", [title for title, _ in _COLUMNS], lines)
         yield "", f"→ {world.why}"
+        yield from (("", f"  {kept}") for kept in shown.kept)
         yield from (("yellow", f"  {warning}") for warning in shown.warnings)
         yield "chart", ("Memory of a rank. " + _intermediates(shown), partial(memory_chart, world))
         yield "chart", ("Time of a step", partial(time_chart, world))

@@ -87,6 +87,7 @@ class Figures:
     # seconds that the step waits for offloaded state, by where: "backward", "step"
     offload_waits: Mapping[str, float] = field(default_factory=dict)
     offload_moved: tuple[int, int] = (0, 0)  # bytes of it to the device, and back, in a step
+    kept: Sequence[str] = ()  # what each frame keeps within ``compile.memory``, in words
     warnings: Sequence[str] = ()  # in words
 
     @property
@@ -269,6 +270,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_exposed_seconds=sum(resident.exposed.values()) - plain_exposed,
         price_share=resident.seconds / plain.seconds - 1,
         offload_waits=dict(step.offload_waits), offload_moved=step.moved,
+        kept=[f"{frame}: {words}" for frame, words in captured.kept.items()],
     )  # fmt: skip
     if captured.on_host and device.host_bandwidth:  # a step moves each weight that lies in host memory
         figures = _later(figures, captured.on_host / device.host_bandwidth)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions, SequenceParallelConfig
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.memory import BudgetError
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import LOWERING_PASSES, BackwardRequest, Purpose, run_passes
 from compile_muon.passes.collectives import collectives
@@ -63,12 +65,17 @@ class Trace:
 
     def captured(self, target: Target, *, rank: int = 0) -> Captured:
         """Return the step of one rank under the sharding of `target`."""
-        # Without reshard_after_forward the partitioner saves other values, so the trace does not serve.
-        if target.config.zero.stage == 3 and not self.options.reshard_after_forward:
-            return capture_step(
-                self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
-                options=self.options, axes=target.axes, backend=target.backend,
+        # Without reshard_after_forward, or with a budget, the partitioner saves other values: no trace serves.
+        gathers_once = target.config.zero.stage == 3 and not self.options.reshard_after_forward
+        if gathers_once or self.options.memory is not None:
+            capture = partial(
+                capture_step, self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
+                axes=target.axes, backend=target.backend,
             )  # fmt: skip
+            try:
+                return capture(options=self.options)
+            except BudgetError as error:
+                return replace(capture(options=replace(self.options, memory=None)), kept={"does not fit": str(error)})
         with simulated_job(target.world, rank):
             optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {sharded.name: sharded for sharded in optimizer.engine.params}

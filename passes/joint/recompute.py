@@ -1,4 +1,4 @@
-"""The pass that recomputes unsharded weights in backward, or saves them with ``reshard_after_forward=False``.
+"""The pass that recomputes unsharded weights in backward, or saves a part of them (:class:`~..pipeline.Kept`).
 
 Recomputing means a second all-gather at stage 3; the alternative holds the gathered weights in memory. At stages 1 and
 2 it means reading the resident weight, so saving anything derived from it only wastes memory. At stage 0 it is at most
@@ -11,16 +11,19 @@ Backward also sends the keys and values of ring attention anew: saved, each rank
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
+from ..lowering.aliases import arguments, nbytes
 from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
 
-__all__ = ["RECOMPUTE", "is_view_or_cast"]
+__all__ = ["RECOMPUTE", "gathered_bytes", "is_view_or_cast"]
 
 _aten = torch.ops.aten
 _VIEWS_AND_CASTS = {
@@ -73,10 +76,34 @@ def _is_made(read: Unshard) -> bool:
     return layout.gathered or not (layout.resident or spec.on_host or spec.dtype == spec.compute_dtype)
 
 
+def gathered_bytes(gm: GraphModule) -> int:
+    """Return the bytes of the weights that the graph gathers or casts, each read of a joint graph counted."""
+    return sum(nbytes(read.node) for read in Unshard.all(gm) if _is_made(read))
+
+
+def _saved(reads: Sequence[Unshard], part: float) -> set[Node]:
+    """Return the weights that stay, at most ``part`` of all bytes.
+
+    The last reads of forward come first: backward reads these soonest, so they are held for the shortest time, and
+    backward has computed nothing yet that would hide a second gather.
+    """
+    made = [read.node for read in reversed(reads) if _is_made(read)]
+    held = accumulate(map(nbytes, made))
+    limit = part * sum(map(nbytes, made))
+    return {node for node, total in zip(made, held, strict=True) if total <= limit}
+
+
+def _draws(node: Node) -> bool:
+    """Whether ``node`` draws random numbers, outside of a checkpoint, which replays them."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or "recompute" in node.meta:
+        return False
+    named = {argument.name: value for argument, value in arguments(node)}
+    return bool(named.get("dropout_p", True))  # attention without dropout counts as random, and draws nothing
+
+
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    save_weights = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
-    saved = {read.node for read in reads if save_weights and _is_made(read)}
+    saved = _saved(reads, ctx.kept.weights)
     hops = {node for node in gm.graph.nodes if is_hop(node)}
     pending = [read.node for read in reads] + list(hops - _of_forward(gm) if hops else ())
     while pending:
@@ -84,6 +111,11 @@ def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
         mark_for_backward(node, save=node in saved)
         views = (user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
         pending.extend((*views, *filter(is_wait, node.users)))
+    if ctx.kept.activations < 1:
+        # With a budget the partitioner of torch 2.13 recomputes them, and so draws other numbers.
+        for node in filter(_draws, gm.graph.nodes):
+            for result in (node, *(user for user in node.users if user.target is operator.getitem)):
+                mark_for_backward(result, save=True)
     return gm
 
 

@@ -15,7 +15,7 @@ from ..collectives import is_collective, is_wait
 from ..torch_private import expected_size
 from .refresh import AWAIT_REFRESH_OP
 
-__all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]
+__all__ = ["arguments", "base", "is_free", "mutated", "nbytes", "tensors"]
 
 _aten = torch.ops.aten
 #: ops that return a view of their argument although their schema declares new memory
@@ -32,7 +32,7 @@ def nbytes(node: Node) -> int:
     return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
-def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+def arguments(node: Node) -> Iterator[tuple[Any, Any]]:
     """Yield ``(schema argument, value)`` for each argument of a torch op."""
     keywords = dict(node.kwargs)
     for place, argument in enumerate(node.target._schema.arguments):
@@ -46,7 +46,7 @@ def mutated(node: Node) -> list[Node]:
     """Return the nodes whose memory ``node`` writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = [value for argument, value in _arguments(node) if argument.alias_info and argument.alias_info.is_write]
+    written = [value for argument, value in arguments(node) if argument.alias_info and argument.alias_info.is_write]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Node)]
 
 
@@ -60,7 +60,7 @@ def _source(node: Node) -> Node | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     returns_alias = any(result.alias_info for result in node.target._schema.returns)
-    aliased = [value for argument, value in _arguments(node) if argument.alias_info and isinstance(value, Node)]
+    aliased = [value for argument, value in arguments(node) if argument.alias_info and isinstance(value, Node)]
     return aliased[0] if returns_alias and aliased else None
 
 

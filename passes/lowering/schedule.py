@@ -312,7 +312,7 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     plan = _Plan()
     gathers = chains[Category.GATHER]
     largest = largest_bucket(sum(chain[0].work.nbytes for chain in gathers), ctx.options.bucket_bytes)
-    gather_ahead(plan, gathers, 2 * largest)  # room for the bucket in use and the next one
+    gather_ahead(plan, gathers, ctx.kept.buckets * largest)  # the bucket in use and those ahead
     reduce_until_the_next(plan, chains[Category.REDUCE])
     exchange_when_reduced(plan, chains[Category.REDUCE], chains[Category.EXCHANGE], ctx.options.exchange_bytes)
     output = gm.graph.output_node()

@@ -78,7 +78,7 @@ def _exchanges_under_way(gm: GraphModule) -> int:
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
-    if ctx.kind is GraphKind.FORWARD and ctx.options.reshard_after_forward:
+    if ctx.kind is GraphKind.FORWARD and not ctx.kept.weights:
         _no_gathered_weight_saved(gm, ctx.user_outputs)
     ctx.exchange_bytes = _exchanges_under_way(gm)
     if ctx.exchange_bytes > ctx.options.exchange_bytes:

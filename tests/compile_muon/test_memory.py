@@ -1,0 +1,99 @@
+"""``compile.memory``: plans of frames within a budget, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compile_muon.config import load_config, read_options
+from compile_muon.memory import BudgetError
+from compile_muon.passes.torch_private import without_numbers
+from compile_muon.planning import Captured, capture_step
+from compile_muon.planning.machine import load_machine
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(nn.functional.gelu(self.up(self.norm(h))))
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h.square().mean()
+
+
+@functools.cache
+def planned(memory: float | None, stage: int = 3, rows: int = 512, **options: object) -> Captured:
+    chosen = {"codegen": "inductor", **options, **({} if memory is None else {"memory": memory})}
+    config = load_config({"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": "h100"})
+    with without_numbers():
+        batch = (torch.zeros(rows, 256),)
+
+    def tower() -> nn.Module:
+        with without_numbers():
+            return Tower()
+
+    return capture_step(tower, batch, world=4, config=config, options=read_options(chosen), backend="nccl")
+
+
+def peak(captured: Captured) -> float:
+    return captured.simulated(load_machine("h100")).peak.total / GIB
+
+
+def seconds(captured: Captured) -> float:
+    return captured.simulated(load_machine("h100")).seconds
+
+
+def least(stage: int = 3) -> float:
+    """GiB of the error's table."""
+    with pytest.raises(BudgetError, match="offload_optimizer") as error:
+        planned(1e-6, stage)
+    found = re.search(r"allow ([\d.]+) or more", str(error.value))
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_step_stays_within_its_budget_and_more_memory_takes_no_longer(stage: int) -> None:
+    low, high = least(stage), peak(planned(100.0, stage))
+    steps = [planned(low + (high - low) * part / 4, stage) for part in range(5)]
+    times = [seconds(step) for step in steps]
+    for part, step in enumerate(steps):
+        assert peak(step) <= (low + (high - low) * part / 4) * 1.02
+    assert all(later <= earlier * 1.002 for earlier, later in zip(times, times[1:], strict=False)), times
+    assert len({*times}) > 1
+
+
+@pytest.mark.full
+def test_the_ends_are_those_of_reshard_after_forward() -> None:
+    """All that fits is at least as fast as keeping all weights; what PyTorch saves by default needs no budget."""
+    assert seconds(planned(100.0)) <= seconds(planned(None, reshard_after_forward=False)) * 1.02
+    assert seconds(planned(peak(planned(None)) * 1.001)) <= seconds(planned(None)) * 1.02
+
+
+def test_what_is_kept_follows_the_budget() -> None:
+    """More than enough, and just too little for all weights to stay."""
+    (words,) = planned(100.0).kept.values()
+    assert "100% of gathered weights stay, 100% of activations are saved" in words and "of 100.00 GiB" in words
+    budget = peak(planned(100.0)) - 0.001
+    (words,) = planned(budget).kept.values()
+    assert "100% of gathered weights stay, 100% of activations are saved" not in words
+    assert peak(planned(budget)) <= budget

@@ -1,0 +1,121 @@
+"""``compile.memory`` on two ranks: the same bits, fewer bytes, and one choice of gathers for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import Ranks
+from support.reference import full
+from torch import Tensor, nn
+
+import compile_muon
+from compile_muon.memory import BudgetError, Choice
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(48, 96) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(96, 48) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            h = h + self.dropout(down(nn.functional.gelu(up(h)).tanh()))
+        return h.square().mean()
+
+
+def trained(
+    memory: float | None, rows: int = 64, codegen: str = "eager", regional: bool = False, **settings: Any
+) -> tuple[dict[str, Tensor], int, list[Choice]]:
+    """Two steps: parameters, bytes that forward saves, and what was chosen."""
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = compile_muon.MuonZero(model, ns_dtype="float32", **settings)
+    torch.compiler.reset()
+    options = {"codegen": codegen} | ({} if memory is None else {"memory": memory})
+    run: Any = torch.compile(model, backend="muon_zero", options=options)
+    if regional:
+        run = model
+        for half in (*model.up, *model.down):
+            half.compile(backend="muon_zero", options=options)
+    saved = dict[int, int]()
+
+    def pack(value: Tensor) -> Tensor:
+        saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    for step in range(2):
+        saved.clear()
+        inputs = torch.randn(rows, 48, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        torch.manual_seed(step)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            loss = run(inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    chosen = list(optimizer.engine.ledger.memory.chosen.values())
+    return {name: full(p).detach().clone() for name, p in model.named_parameters()}, sum(saved.values()), chosen
+
+
+def budgets(**settings: Any) -> list[tuple[int, list[Choice]]]:
+    """Without a budget, with all that it takes, and with less and less; the same bits each time."""
+    usual, saved, _ = trained(None, **settings)
+    runs = [(saved, list[Choice]())]
+    memory = 1.0
+    for _ in range(3):
+        try:
+            now, saved, chosen = trained(memory, **settings)
+        except BudgetError:
+            break
+        for name, value in usual.items():
+            assert torch.equal(value, now[name]), (name, memory)
+        runs.append((saved, chosen))
+        memory = 0.98 * max(choice.peak for choice in chosen) / 2**30
+    return runs
+
+
+CASES = [
+    {"stage": 3},
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            {"stage": 3, "regional": True},
+            {"stage": 1},
+            {"stage": 0},
+            {"stage": 3, "codegen": "inductor"},
+            {"stage": 3, "update": "step"},
+            {"stage": 2, "gradient_accumulation_steps": 1, "method": "normuon"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_budgets_change_no_bit_and_less_is_saved(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    for rank in ranks(2).run(budgets, **settings):
+        (usual, _), (most, _), *less = rank
+        assert less, rank
+        assert less[-1][0] < most
+        if settings["stage"] == 3:
+            assert most > usual  # gathered weights stay
+            assert all(c.kept.weights == 1 for c in rank[1][1])
+
+
+def apart() -> tuple[list[Choice], list[Choice]]:
+    """Ranks whose batches differ in size, and one of which has a smaller budget: gathers must be the same on all."""
+    rank = dist.get_rank()
+    *_, alone = trained(1.0, rows=64)
+    just = alone[0].peak / 2**30
+    *_, chosen = trained(just * 1.001 if rank == 0 else just * 0.9, rows=64 if rank else 32, stage=3)
+    return alone, chosen
+
+
+def test_ranks_follow_the_first_in_what_they_gather(ranks: Callable[[int], Ranks]) -> None:
+    (_, first), (_, second) = ranks(2).run(apart)
+    for one, other in zip(first, second, strict=True):
+        assert (one.kept.weights, one.kept.buckets) == (other.kept.weights, other.kept.buckets)
