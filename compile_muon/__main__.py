@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner.add_argument(
         "--price", type=int, nargs="+", default=[], metavar="TOKENS", help="of a rank and step: Muon's price by these"
     )
+    planner.add_argument("--fit", action="store_true", help="print which micro-batches fit, and how fast they are")
     planner.add_argument("--html", type=Path, help="page to write, with charts")
     planner.add_argument("--json", type=Path, help="file to write the numbers to")
     planner.add_argument("--trace", type=Path, help="file to write timelines to, for Perfetto")

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from compile_muon.engine.state_provider import StateProvider
     from compile_muon.planning.machine import Machine
 
-__all__ = ["BudgetError", "FrameMemory", "resident_bytes"]
+__all__ = ["BudgetError", "FrameMemory", "auto_limit", "resident_bytes"]
 
 #: ``(joint graph with markers, context) -> (forward, backward)``
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
@@ -81,6 +81,11 @@ def resident_bytes(
     }
 
 
+def auto_limit(memory_bytes: int) -> int:
+    """Return the bytes that "auto" allows on a GPU of so many."""
+    return int((1 - _FRAGMENTS) * memory_bytes - _CONTEXT)
+
+
 def _weight_bytes(sharded: ShardedParam) -> int:
     """Return the bytes of the shard and the resident weight; with one dtype, the shard is a view of the latter."""
     local, resident = sharded.local, sharded.resident
@@ -99,7 +104,8 @@ def _gradient_bytes(sharded: ShardedParam) -> int:
 class BudgetError(ShortenTraceback, ConfigError):
     """No choice fits ``compile.memory``; a :class:`~compile_muon.ConfigError` that Dynamo does not wrap."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, least: str) -> None:
+        self.least = least  # that a step takes, with its unit
         super().__init__(message, first_useful_frame=currentframe())
 
     def remove_dynamo_frames(self) -> BudgetError:
@@ -112,14 +118,16 @@ class Choice:
     """What a frame keeps, with the peak of all frames that goes with it, and the budget, in bytes."""
 
     kept: Kept
+    gathers: bool  # whether weights are gathered or cast for the frame
     peak: int
     limit: int
 
     def __str__(self) -> str:
         kept = self.kept
+        weights = f"{kept.weights:.0%} of gathered weights stay, with {kept.buckets} buckets at a time, and "
         return (
-            f"{kept.weights:.0%} of gathered weights stay, {kept.activations:.0%} of activations are saved, gathers "
-            f"hold {kept.buckets} buckets; peak {_gib(self.peak)} of {_gib(self.limit)}"
+            f"{weights if self.gathers else ''}{kept.activations:.0%} of activations are saved; "
+            f"peak {_gib(self.peak)} of {_gib(self.limit)}"
         )
 
 
@@ -184,8 +192,8 @@ class FrameMemory:
             least = min(map(peak, map(simulated, choices)))
             problem = f"is {_gib(limit)}, and a step takes {_gib(least)} at least:{table}\n"
             remedy = f"allow {math.ceil(100 * least / _GIB) / 100:.2f} or more, or save as the table says"
-            raise BudgetError(str(config_error("compile.memory", options.memory, problem, remedy)))
-        self.chosen[ctx.frame] = Choice(frame.kept, peak(frame), limit)
+            raise BudgetError(str(config_error("compile.memory", options.memory, problem, remedy)), _gib(least))
+        self.chosen[ctx.frame] = Choice(frame.kept, bool(gathered_bytes(gm)), peak(frame), limit)
         return frame.kept
 
     def _choices(self, gm: GraphModule, ctx: PassContext) -> list[Kept]:
@@ -212,7 +220,7 @@ class FrameMemory:
         device = self.engine.device
         real = device.type == "cuda"
         bytes_of = torch.cuda.get_device_properties(device).total_memory if real else machine.memory_bytes
-        return int((1 - _FRAGMENTS) * bytes_of - _CONTEXT)
+        return auto_limit(bytes_of)
 
 
 def _table(

@@ -22,6 +22,7 @@ from compile_muon.config.checks import check_integer
 from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Price, percent, planned_for
 from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
+from compile_muon.planning.fit import fits
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan, mesh_text, size
@@ -99,6 +100,11 @@ def run(chosen: Namespace) -> int:
         question = _question(chosen, lambda text: notes.print(text, style="dim"))
         if chosen.html:
             plan_module("matplotlib.figure", "--html", str(chosen.html))
+        if chosen.fit:
+            subject_of = partial(load_subject, chosen.model)
+            for line in fits(question, subject_of):
+                Console(soft_wrap=True, highlight=False, markup=False).print(line)
+            return 0
         plan = make_plan(question)
     except MuonZeroError as error:
         notes.print(str(error), style="red", markup=False, soft_wrap=True)

@@ -92,8 +92,11 @@ def test_the_ends_are_those_of_reshard_after_forward() -> None:
 def test_what_is_kept_follows_the_budget() -> None:
     """More than enough, and just too little for all weights to stay."""
     (words,) = planned(100.0).kept.values()
-    assert "100% of gathered weights stay, 100% of activations are saved" in words and "of 100.00 GiB" in words
+    assert (
+        "100% of gathered weights stay, with 8 buckets at a time, and 100% of activations are saved" in words
+        and "of 100.00 GiB" in words
+    )
     budget = peak(planned(100.0)) - 0.001
     (words,) = planned(budget).kept.values()
-    assert "100% of gathered weights stay, 100% of activations are saved" not in words
+    assert "100% of gathered weights stay, with 8 buckets at a time, and 100% of activations are saved" not in words
     assert peak(planned(budget)) <= budget

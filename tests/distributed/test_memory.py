@@ -30,7 +30,7 @@ class Tower(nn.Module):
 
 
 def trained(
-    memory: float | None, rows: int = 64, codegen: str = "eager", regional: bool = False, **settings: Any
+    memory: float | None, rows: int = 256, codegen: str = "eager", regional: bool = False, **settings: Any
 ) -> tuple[dict[str, Tensor], int, list[Choice]]:
     """Two steps: parameters, bytes that forward saves, and what was chosen."""
     torch.manual_seed(0)
@@ -109,9 +109,9 @@ def test_budgets_change_no_bit_and_less_is_saved(ranks: Callable[[int], Ranks], 
 def apart() -> tuple[list[Choice], list[Choice]]:
     """Ranks whose batches differ in size, and one of which has a smaller budget: gathers must be the same on all."""
     rank = dist.get_rank()
-    *_, alone = trained(1.0, rows=64)
+    *_, alone = trained(1.0, rows=256)
     just = alone[0].peak / 2**30
-    *_, chosen = trained(just * 1.001 if rank == 0 else just * 0.9, rows=64 if rank else 32, stage=3)
+    *_, chosen = trained(just * 1.001 if rank == 0 else just * 0.9, rows=256 if rank else 128, stage=3)
     return alone, chosen
 
 
