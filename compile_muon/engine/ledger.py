@@ -2,12 +2,12 @@
 
 The life of a gradient, from backward to commit:
 
-1. A forward graph that trains the parameter notes that a backward visit is owed (:class:`.Visits`).
+1. A *visit* is one run of a graph that has the parameter. A forward visit owes a backward visit (:class:`.Visits`).
 2. The backward graph asks the ledger for a :class:`~compile_muon.passes.Purpose`. ACCUMULATE (stage 1 between
    micro-batches) keeps the gradient on the rank, unreduced, and hands zeros to autograd. REDUCE averages it over the
    ranks, with the sum kept so far. SPECULATE also makes the Muon direction of what ``.grad`` will be.
-3. Autograd adds the gradient to ``.grad``; then hooks of :meth:`.ShardedParam.watch` add a kept gradient to the sum
-   (:class:`.UnreducedSums`), or drop the sum that was reduced. A direction of another gradient is discarded.
+3. Autograd adds the gradient to ``.grad``. Hooks of :meth:`.ShardedParam.watch` then add a kept gradient to the sum
+   (:class:`.UnreducedSums`), or drop a sum that was reduced, and discard a direction of another gradient.
 4. The loop may clip, edit or drop ``.grad``.
 5. ``step()`` reduces a sum that is left over (:mod:`.facts`), compares gradients with directions, checks that all is
    finite (:mod:`.step_checks`), decides (:mod:`.decision`), and makes missing directions (:mod:`.directions`).
@@ -142,7 +142,7 @@ class Ledger:
         self.left = max(self.left, left)
 
     def count(self, traffic: Traffic = NOTHING, *, speculated: int = 0, used: int = 0, in_step: int = 0) -> None:
-        """Add to the counters; ``speculated``, ``used`` and ``in_step`` count directions."""
+        """Add what a graph or a refresh has sent and computed, and numbers of directions as in :class:`Counters`."""
         counters = self.counters
         counters.speculated += speculated
         counters.used += used
