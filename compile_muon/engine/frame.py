@@ -90,7 +90,7 @@ def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
 
 
 def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
-    """Return the sharded parameters behind the state inputs at ``positions``; MuonZeroError for one without."""
+    """Return the sharded parameters of the state inputs at ``positions``; MuonZeroError for one without."""
     sharded_params = []
     for position in positions:
         sharded = sharded_param_of(args[position])
@@ -144,7 +144,7 @@ class ForwardGraph:
         unshards = Unshard.all(gm)
         # Positions of the state inputs of weights, in the order of their gathers, which must be the same on all ranks.
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
-        self._meets = any(marker.spec.layout.gathered for marker in unshards)
+        self._meets = any(marker.spec.layout.gathered for marker in unshards)  # other ranks, in gathers of weights
         self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
         # Positions of (shard, state, resident weight) among the inputs, for weights that are whole on this rank.
         self._copies = [
