@@ -62,7 +62,7 @@ def _write(
     moved: bool,
     later: bool,
 ) -> None:
-    """Write meta tensors as ``commit_weights`` does on CUDA: momenta too if ``moved``, by ``found_inf`` if ``later``."""
+    """Write meta tensors as ``commit_weights`` does on CUDA: momenta too if ``moved``, ``found_inf`` if ``later``."""
 
     def like(sharded: ShardedParam, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(sharded.local, dtype=dtype, device="meta")
