@@ -35,7 +35,7 @@ def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
 
 
 def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
-    """Return by name the owners of matrices whose methods keep states at owners; equal on all ranks."""
+    """Return by name :func:`.assign_owners` of matrices whose methods keep states at owners; equal on all ranks."""
     specs_at_owners = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
     owners = by_parameter(list(specs_at_owners.values()), assign_owners(list(specs_at_owners.values()), costs))
     return {name: tuple(param_owners) for name, param_owners in zip(specs_at_owners, owners, strict=True)}

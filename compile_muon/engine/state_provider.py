@@ -57,7 +57,7 @@ class StateProvider:
         ``owners``: of matrices with states at owners."""
 
     def keep_master(self, name: str, master: Tensor) -> None:
-        """Begin with this master weight: this rank's part of the parameter before rounding."""
+        """Take the initial master weight of a parameter: this rank's part of it before rounding."""
 
     def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum to ``out``, for a direction of ``grad``; a subclass may move its own copy toward it."""
