@@ -63,7 +63,7 @@ class ShardedParameter(DTensor):
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
         if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
-        if func is torch.ops.aten._foreach_copy_.default:  # which DTensor has not
+        if func is torch.ops.aten._foreach_copy_.default:  # which DTensor lacks
             for target, source in zip(*args[:2], strict=True):
                 target.copy_(source)
             return None
