@@ -80,7 +80,7 @@ class _Recording:
     launched: StepResult  # written by the graph
     written: list[Tensor]  # parameters, states and resident weights it writes
     resident: list[ShardedParam]  # parameters whose resident weights it gathers
-    reads: list[Tensor]  # references that keep addresses taken
+    reads: list[Tensor]  # kept alive, so that no other tensor gets their addresses
     release: Callable[[], None]  # frees the graph's memory
     used: int = 0  # number of the step that replayed it last
 
