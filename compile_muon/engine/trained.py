@@ -124,7 +124,7 @@ class OptimizerState:
         return names
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
-        """Return ``rates`` of each tensor of graph scalars by ``groups``, which stand for ``param_groups``, with the
+        """Return for each tensor of graph scalars its rates by ``groups``, which stand for ``param_groups``, and the
         parameters that share it; groups without their momentum are left out. ConfigError if those that share differ."""
         groups_of: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
         methods: dict[int, MatrixMethod] = {}
