@@ -1,4 +1,4 @@
-"""The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file per marker."""
+"""The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file for each marker."""
 
 from __future__ import annotations
 

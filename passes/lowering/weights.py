@@ -53,7 +53,7 @@ def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
 
 
 def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
-    """Lower one bucket ahead of its first read: an all-gather, or where slices are whole weights a copy from host memory."""
+    """Lower one bucket ahead of its first read: an all-gather, or of whole weights a copy from host memory."""
     specs = [read.spec for read in reads]
     inputs = [read.shard if read.resident is None else read.resident for read in reads]
     weights = inline(gm, reads[0].node, lambda *slices: transfers.gather(slices, specs), inputs, work)
