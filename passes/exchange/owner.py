@@ -34,7 +34,7 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     bucket: an exchange takes as long as the link of its fullest owner, to whose elements all-gathers are padded.
     """
     places_of_kind: dict[tuple[object, ...], _Places] = {}
-    tasks, parameter_of = [], []
+    tasks, parameter_of = [], []  # of each share
     for number, spec in enumerate(specs):
         layout = spec.layout
         for share in shares(spec):
@@ -57,8 +57,8 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
     for index, owner in _dealt(tasks, longest_first, {}, unlimited).items():
         quotas[tasks[index]][owner] += 1
-    of_parameter = {index: number for number, bucket in enumerate(buckets) for index in bucket}
-    bucket_of = {i: of_parameter[number] for i, number in enumerate(parameter_of) if number in of_parameter}
+    parameter_buckets = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    bucket_of = {i: parameter_buckets[number] for i, number in enumerate(parameter_of) if number in parameter_buckets}
     owners = _dealt(tasks, sorted(longest_first, key=lambda i: bucket_of.get(i, -1)), bucket_of, quotas)
     return tuple(owners[index] for index in range(len(tasks)))
 
