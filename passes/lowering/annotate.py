@@ -91,10 +91,10 @@ def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if not ranges:
         return gm
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    first = min((found.first for found in ranges), key=order.__getitem__)
+    first = min((span.first for span in ranges), key=order.__getitem__)
     token = inline(gm, first, lambda x: [x.new_empty(0)], first.all_input_nodes[:1])[0]
-    for found in ranges:
-        _surround(gm, found, token)
+    for span in ranges:
+        _surround(gm, span, token)
     return gm
 
 
