@@ -1,21 +1,18 @@
 """Muon directions of many parameters: momentum, exchange of matrices, Newton-Schulz, exchange of directions.
 
 The N ranks of an *owner group* hold the pieces of a matrix of S bytes; M *replicas* of the group hold the same pieces.
-One of the N M ranks owns the matrix. An exchange sends, in this order:
-
-1. *updates*, of each rank's gradient and momentum, in the wire dtype, to the owner, which orthogonalizes the matrix
-2. *directions*, in the compute dtype, back to the pieces' ranks; both by an all-to-all within the owner's group
-3. directions from these ranks to their replicas, by one all-gather or all-to-all
-
+One of the N M ranks owns the matrix. An exchange sends, in this order: (1) *updates*, made of a rank's gradients and
+momenta, to the owner, in the wire dtype; (2) *directions* back to the ranks, in the compute dtype, both by an
+all-to-all within the owner's group; (3) directions from these ranks to their replicas, by one all-gather or all-to-all.
 Momenta and states at owners never travel. Splits and owners follow from the specs, so that ranks negotiate nothing at
 run time. One file a strategy; each matrix is orthogonalized once:
 
-========== ========= ======================================= ========================================
-strategy   sends     bytes sent by a rank, on average        used for
-========== ========= ======================================= ========================================
-local      3         S (M-1) / (N M)                         matrices whole on a rank: world 1, stacks
-owner      1, 2, 3   S (M-1) / (N M) + 2 S (N-1) / (N**2 M)  the rule
-========== ========= ======================================= ========================================
+========== ======= ======================================== ========================================
+strategy   sends   bytes a rank sends (formulas.BYTES_SENT) used for
+========== ======= ======================================== ========================================
+local      3       S (M-1) / (N M)                          matrices whole on a rank: world 1, stacks
+owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
+========== ======= ======================================== ========================================
 """
 
 from __future__ import annotations
