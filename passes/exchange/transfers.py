@@ -76,10 +76,10 @@ def _all_reduce(
 def hand_round(
     mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, pairwise: bool, *, like: Tensor
 ) -> list[Tensor]:
-    """Return all tensors of a list on every rank of ``axis``, of which each rank holds some: one collective.
+    """Send this rank's tensors to all ranks of ``axis``, by one collective; return the tensors of all, in order.
 
-    Tensor i has ``numels[i]`` elements and is held by the rank at ``holders[i]``; ``mine`` are this rank's, in the
-    list's order, ``like`` has the dtype and device of all. Results are 1-D, each with its own storage.
+    Tensor i has ``numels[i]`` elements, and the rank at ``holders[i]`` holds it; ``mine`` are this rank's, in order,
+    ``like`` has the dtype and device of all. Results are 1-D, each with its own storage.
     """
     # An all-gather takes equally many elements from every rank. Where most would be padding (a single matrix has one
     # owner), an all-to-all sends the tensors unpadded.
@@ -186,8 +186,8 @@ def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
 
 
 def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis. ``specs``
-    agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``spec.layout.shape``."""
+    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis, ``shard``
+    first. ``specs`` agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``layout.shape``."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
     shard, replicas = layout.shard.serving(Category.REDUCE), layout.replicate.serving(Category.REDUCE)
     # Divide before the sum: no overflow in half precision.
