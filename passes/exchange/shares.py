@@ -93,8 +93,7 @@ class Share:
 
 @functools.cache
 def shares(spec: ParamSpec) -> tuple[Share, ...]:
-    """Return the shares of a parameter in the order of its rows, or columns where its view cuts those: the same shares
-    on every rank, but for the places of the rank in ``spec``."""
+    """Return the shares of a parameter by rows, or by columns where its view cuts those; alike on all ranks."""
     layout, muon = spec.layout, spec.muon_settings
     view = muon.view
     one_share = (Share(spec, muon.matrices),)
