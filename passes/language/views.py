@@ -58,10 +58,8 @@ class Segment:
         return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """Return the parts of a state with one number a row of a matrix as ``[count, r, 1]``, the same memory.
-
-        ``state`` has ``[rows, 1]``, or ``[rows, matrices]`` where the view cuts columns.
-        """
+        """Return ``[count, r, 1]`` of a state with one number a row of a matrix, the same memory: of ``[rows, 1]``, or
+        of ``[rows, matrices]`` where the view cuts columns."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)
