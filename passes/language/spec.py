@@ -167,8 +167,7 @@ class ParamSpec:
         )
 
     def in_step(self, phase: str | float | None, *, joined: bool, owners: tuple[int, ...]) -> ParamSpec:
-        """Return the spec of a Muon parameter for the step graph of ``phase``, with ``owners`` of its shares; with
-        ``joined`` the parameter is one matrix in spite of its view."""
+        """Return a Muon matrix's spec in the step graph of ``phase``; ``joined``: as one matrix, without its view."""
         muon = replace(self.muon_settings, phase=phase, owners=owners)
         if joined and muon.view is not None:
             muon = replace(muon, view=None, exchange=exchange_of(self.layout, muon.batch, None))
