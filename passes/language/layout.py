@@ -196,8 +196,7 @@ class Layout:
 
     @property
     def owner_group(self) -> Axis:
-        """The axis of the ranks whose pieces are a whole matrix, each element once. One of them, or of their replicas,
-        owns the matrix."""
+        """The axis of the ranks whose pieces are a whole matrix, each element once; the owner is in such a group."""
         if self.owner_group_over is not None:
             return self.owner_group_over
         if self.cut_twice:
