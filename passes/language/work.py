@@ -34,8 +34,7 @@ class Work:
 
     category: Category
     bucket: int  # number within its category
-    # In memory meanwhile: full weights of a gather; send and receive buffers of an exchange, averaged over ranks.
-    nbytes: int = 0
+    nbytes: int = 0  # of a gather's full weights; of an exchange's send and receive buffers, averaged over ranks
     needs: frozenset[int] = frozenset()  # numbers of the REDUCE buckets whose gradients it reads
     hops: int = 0  # of an exchange: collectives, one after the other; ranks that own nothing may run only the last
     travels: bool = True  # whether updates travel before Newton-Schulz; else only directions travel, after it
