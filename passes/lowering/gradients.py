@@ -32,8 +32,7 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
 
 
 def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext) -> None:
-    """Replace every ``reduce_grad`` marker, in graph order, and add the inputs and outputs of ``request`` for unreduced
-    sums; those of directions are added by then."""
+    """Replace every ``reduce_grad`` marker, in graph order; add the request's inputs and outputs of unreduced sums."""
     reductions = ReduceGrad.all(gm)
     examples = []
     for i in request.unreduced_inputs:
