@@ -74,12 +74,11 @@ def orthogonalize_group(
 
     - ``grads``: averaged gradients of the shards, ``spec.layout.local_shape``, ``spec.dtype``.
     - ``momenta``: averages of the gradients of earlier steps, same shapes, ``spec.state_dtype``; empty where offloaded.
-    - ``all_graph_scalars``: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then the rates of its
-      method.
+    - ``all_graph_scalars``: of each parameter, in fp32, ``(1 - momentum, momentum)`` and the rates of its method.
     - ``specs``: of one :func:`route`. ``owners``: of each share, from :func:`~.owner.assign_owners`.
     - ``states``: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
-    - ``updated``: an empty list; receives for each gradient the results of the momentum operator, None where
-      :func:`~..momentum.supports` refuses the gradient. Those that it takes may be narrower than ``spec.dtype``.
+    - ``updated``: a list that receives the momentum operator's results for each gradient, None where
+      :func:`~..momentum.supports` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
     - ``carried``: by index, the ``.grad`` of earlier backwards, to which the gradient is added.
     - ``alike``: calls a function, or in a recorder copies the nodes of its first call (:data:`~..record.Alike`).
     """
