@@ -92,7 +92,7 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     - Each rank owns at least one share of an exchange, as a single owner's link would be the bottleneck. Where replicas
       hand round directions, which takes longer, each replica owns at least one.
     - An exchange has enough shares to fill each device (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` remain.
-    - Offloaded momenta arrive once an exchange: there are at least ``_FETCHES``, spread over backward.
+    - With offloaded momenta, which arrive once an exchange, there are at least ``_FETCHES``.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -125,8 +125,8 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
 def _cut(
     members: Sequence[int], sizes: Sequence[float], count: int, dealt: Sequence[int], fewest: int
 ) -> list[list[int]]:
-    """Cut ``members``, in order, into ``count`` parts of about equal size, or fewer, with ``fewest`` shares or more in
-    each. ``sizes`` and ``dealt``: of each member, its bytes a rank and its number of shares."""
+    """Cut ``members`` in order into ``count`` parts of about equal size, or fewer, each with ``fewest`` of the shares
+    (``dealt``: of each member) or more."""
     total, before_bytes, part_shares = sum(sizes), 0.0, 0
     parts: list[list[int]] = []
     part_number = -1
