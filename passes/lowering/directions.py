@@ -31,7 +31,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
     markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
-    # Owners are balanced within each exchange and over all of them; owners that keep states stay those of the spec.
+    # Balanced within each exchange and over all of them, but for owners that keep states: those stay.
     assigned = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
     owners = [spec.muon_settings.owners or of_marker for spec, of_marker in zip(specs, assigned, strict=True)]
     for number, bucket in enumerate(buckets):
