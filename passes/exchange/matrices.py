@@ -102,7 +102,7 @@ def orthogonalized(
     all_parts = [part for of_matrix in parts for part in of_matrix]
     row_norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, all_parts[0].device):
-        columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]  # a view cuts them likewise
+        columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]
         row_norms = [part.squeeze(-1) for of_matrix in _parts(columns, views) for part in of_matrix]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
