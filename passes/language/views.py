@@ -58,8 +58,7 @@ class Segment:
         return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """Return ``[count, r, 1]`` of a state with one number a row of a matrix, the same memory: of ``[rows, 1]``, or
-        of ``[rows, matrices]`` where the view cuts columns."""
+        """Return ``[count, r, 1]`` of a state ``[rows, 1]`` (``[rows, matrices]`` if columns are cut): same memory."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)
