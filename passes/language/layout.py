@@ -49,7 +49,7 @@ class Axis:
 
 
 def _part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return ``(start, stop)`` of chunk ``index`` of ``parts``, as ``torch.chunk`` and ``Shard`` cut, or empty."""
+    """``(start, stop)`` of chunk ``index`` of ``parts``, as ``torch.chunk`` and ``Shard`` cut; empty past the end."""
     chunk = -(-total // parts)
     start = min(index * chunk, total)
     return start, min(start + chunk, total)
@@ -205,7 +205,7 @@ class Layout:
 
     @property
     def replica_group(self) -> Axis:
-        """The axis of the ranks that hold the same piece; one receives the piece of a direction and hands it round."""
+        """The axis of the ranks that hold the same piece; one gets its direction first, and hands it round."""
         if self.replica_group_over is not None:
             return self.replica_group_over
         if self.cut_twice:
