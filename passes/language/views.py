@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of a rank's piece that holds ``count`` equal parts, each of another of consecutive matrices."""
+    """A range of a rank's piece that holds ``count`` equal parts: one of each of several consecutive matrices."""
 
     first: int  # number of the first matrix in the view
     count: int
