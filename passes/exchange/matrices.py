@@ -91,9 +91,9 @@ def orthogonalized(
 ) -> list[Tensor]:
     """Return directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``.
 
-    One opaque op orthogonalizes all of them, or the method's ``whole`` may call it. ``views`` and ``inputs`` have
-    one entry a matrix; a view cuts it into parts. ``fresh``: this graph computes the matrices on this rank, so that the
-    kernel which writes them also computes the norms of their rows, and Triton's Newton-Schulz skips a read.
+    One opaque op orthogonalizes all of them; a method's ``whole``, if there is one, calls it instead. ``views`` and
+    ``inputs`` have one entry a matrix; a view cuts it into parts. ``fresh``: this graph computes the matrices on this
+    rank, so that the kernel that writes them makes the norms of their rows too: Triton's Newton-Schulz skips a read.
     """
     if not matrices:
         return []
