@@ -30,7 +30,7 @@ _LIMIT = 8
 
 
 def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
-    """Return by name the activations that ``forward`` makes and saves but does not return: the node of their memory."""
+    """Map activations that ``forward`` makes and saves but does not return to the nodes of their memory, by name."""
     output = forward.graph.output_node()
     values = [value for value in output.args[0] if isinstance(value, Node)]
     returned = {base(value) for value in output.args[0][:user_outputs] if isinstance(value, Node)}
