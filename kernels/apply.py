@@ -73,15 +73,15 @@ def muon_apply(
     averages = None if averages is None else averages.of(on_aten)
     written = [*params, *(() if averages is None else averages.momenta)]
     # The host may not read found_inf: write in any case, then restore the copies where it is 1.
-    before = None if found_inf is None else [x.clone() for x in written]
+    copies = None if found_inf is None else [x.clone() for x in written]
     if averages is not None:
         average(averages)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, float(weight_decay), scales)
-    if found_inf is not None and before is not None:
-        for x, old in zip(written, before, strict=True):
+    if found_inf is not None and copies is not None:
+        for x, old in zip(written, copies, strict=True):
             x.copy_(torch.where(found_inf == 1, old, x))
 
 

@@ -38,7 +38,7 @@ from .stability import Triple
 
 __all__ = ["FORMS", "Products", "gram", "standard"]
 
-# What the products are of: a tensor of matrices [..., k, l] of one shape, or a list's matrices of several.
+# an operand of a product: a tensor [..., k, l] of matrices of one shape, or a list's matrices of several
 M = TypeVar("M")
 
 
@@ -60,7 +60,7 @@ class Products(Protocol[M]):
 
 
 class Folding(Protocol[M]):
-    """Products that make F = aI + bR + cR² at once, and need no summand."""
+    """The products of the folded form: F = aI + bR + cR² is one, and the others have no summand."""
 
     def symmetric(
         self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
@@ -79,17 +79,17 @@ def standard(
 ) -> M:
     """Return ``steps`` (a, b, c) of Newton-Schulz as it is defined, in ``out`` or new.
 
-    ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts`` are the gram form's: numbers of steps after
-    which a segment begins. ``out`` has any strides and shares no memory with ``x``. Without ``folding`` every product
-    has a summand.
+    ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts``, for the gram form alone: numbers of steps
+    after which a segment begins. ``out`` has any strides and shares no memory with ``x``. ``folding``: makes the steps
+    folded; None for products with summands.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)
-        end = out if i + 1 == len(steps) else None
+        step_out = out if i + 1 == len(steps) else None
         if folding is None:
-            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=end)
+            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=step_out)
         else:
-            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=end)
+            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=step_out)
     return x
 
 

@@ -63,7 +63,7 @@ def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
 
 
 class Aten:
-    """``iterations.Products`` on aten, both triangles computed: of ``[k, l]`` matrices, or batches ``[b, k, l]``."""
+    """The ``iterations.Products`` of matrices [k, l], or batches [b, k, l], on aten: both triangles are computed."""
 
     def outer(self, x: Tensor) -> Tensor:
         return x @ x.mT
@@ -84,7 +84,7 @@ class Aten:
 
 @contextmanager
 def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing."""
+    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; for other dtypes do nothing."""
     # PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
     # for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
     matmul = torch.backends.cuda.matmul
