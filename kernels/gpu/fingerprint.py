@@ -225,10 +225,11 @@ def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
 
 
 def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
+    """Return fingerprints and squared norms; ``parts``: places for squares ahead of each tensor's row sums, or 0."""
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
     widths = [len(xs), *(parts + count for count in rows)]
-    out, *sums = torch.zeros(sum(widths), dtype=torch.int64, device=device).split(widths)  # one launch
+    out, *sums = torch.zeros(sum(widths), dtype=torch.int64, device=device).split(widths)  # one launch for all
     constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
     constants |= {"ROWS": ROWS, "WIDTH": WIDTH, "SPAN": SPAN, "SQUARES": parts > 0, "BRAIN": brain}
     kinds = [(element_type(x), columns % 16 == 0 and is_wide(x)) for x, columns in xs]

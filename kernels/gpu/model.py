@@ -155,9 +155,9 @@ def waves(tiles: int, width: int, *, shared: bool) -> list[int]:
     Program p takes every ``width``-th tile of wave ⌊p / width⌋, from p mod width on.
     """
     # One wave is best on a device that runs nothing else. Where collectives hold some multiprocessors (``shared``),
-    # programs that find no place begin when others end: with one wave the ended ones left no tiles to take over, and
-    # the launch takes twice as long. So each wave takes half of the remaining tiles, the last waves a tile a program.
-    # The device counts nothing, so no counter has to be reset; and a collective gets in whenever a program ends.
+    # programs that find no place begin when others end: in one wave all their tiles are still to do then, and the
+    # launch takes twice as long. So each wave takes half of the remaining tiles, the last waves a tile a program. No
+    # counter on the device has to be reset, and a collective gets in whenever a program ends.
     starts = [0]
     while starts[-1] < tiles:
         tiles_a_program = ceildiv(tiles - starts[-1], width)
@@ -177,12 +177,12 @@ def seconds_beside(
     summand: bool,
     start: float | None = None,
 ) -> tuple[float, float]:
-    """Estimate a grouped launch beside kernels that hold all but ``free`` multiprocessors, at least one.
+    """Estimate (seconds of a grouped launch, seconds of its longest program) on ``free`` multiprocessors, at least one;
+    other kernels hold the rest.
 
-    Return (seconds of the launch, seconds of its longest program); the second is the wait of a collective that arrives
-    when all multiprocessors are taken. ``starts`` and ``width`` are those of :func:`waves`; ``start``: seconds that a
-    program takes to begin where another ended, None for the device's. On a free device one wave takes :func:`seconds`,
-    unless the busiest multiprocessor's tiles are not the most.
+    The second is the wait of a collective that arrives when all multiprocessors are taken. ``starts`` and ``width`` are
+    those of :func:`waves`; ``start``: seconds that a program takes to begin where another ended, None for the device's.
+    On a free device one wave takes :func:`seconds`, unless the busiest multiprocessor's tiles are not the most.
     """
     rate = device.rate_of(tile) / tile.resident  # of one program among as many as there is room for
     overhead = device.overhead_of(tile, summand=summand)
