@@ -31,7 +31,7 @@ def muon_apply(
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
+    """Write p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
     Bitwise torch.optim.Muon's ``param.mul_(1 - lr * weight_decay)`` and ``param.add_(update, alpha=-lr * scale)``,
     except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. In eager

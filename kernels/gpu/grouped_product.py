@@ -92,16 +92,11 @@ def grouped_product(
     plus: Matrices | None = None,
     beta: float = 0.0,
 ) -> Launch:
-    """out ← left right + β plus of every matrix.
+    """Make the launch of out ← left right + β plus for every matrix.
 
-    Args:
-        left: an arena of a layout's k × k matrices.
-        right: an arena of its k × l or its k × k matrices.
-        out: an arena like ``right``; shares no memory with the others.
-        tile: of all results.
-        processors: of the device.
-        plus: an arena like ``right``, or None.
-        beta: multiplies ``plus``.
+    ``left``: an arena of a layout's k × k matrices. ``right``: of its k × l or its k × k ones. ``plus`` and ``out``:
+    arenas like ``right``; ``out`` shares no memory with the others. ``tile`` is that of all results, ``processors`` are
+    the device's.
     """
     return grouped_launch(
         grouped_product_kernel, left, right, plus, out, (beta,), right.square, tile, processors, triangle=False

@@ -150,7 +150,7 @@ def grouped_symmetric(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """Launch out ← α left right + β plus + γ I for every k × k matrix, or with α left leftᵀ for every k × l one.
+    """Make the launch of out ← α left right + β plus + γ I for k × k matrices, or with α left leftᵀ for k × l ones.
 
     ``left`` and ``right``: arenas of one layout, k × k both, or the same k × l one. ``out`` and ``plus``: arenas of its
     k × k matrices; ``out`` shares no memory with the others. α is not 0. γ is added before results are rounded.

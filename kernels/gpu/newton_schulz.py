@@ -106,7 +106,7 @@ def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
 
 
 def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
-    """out ← Newton-Schulz of x. Allocates and launches only, so a CUDA graph can capture it.
+    """Write Newton-Schulz of ``x`` to ``out``. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
         x: [b, k, l] with k ≤ l in float16, bfloat16 or float32, any strides, unmodified.

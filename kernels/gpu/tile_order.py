@@ -61,9 +61,11 @@ def packed(places: Tensor) -> Tensor:
 
 
 def results_of(layout: Layout, *, triangle: bool, square: bool) -> tuple[Result, ...]:
-    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape."""
-    # With ``triangle`` the symmetric product, whose operands are k × k (``square``) or k × l; else the general one, of
-    # a k × k matrix by a k × k (``square``) or k × l one.
+    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape.
+
+    ``triangle``: of the symmetric product, whose operands are k × k (``square``) or k × l; else of the general one, of
+    k × k matrices by k × k (``square``) or k × l ones.
+    """
     shapes = zip(layout.shapes, layout.widths(square=square), strict=True)
     return tuple((b, k, k, cols) if triangle else (b, k, cols, k) for (b, k, _), cols in shapes)
 
