@@ -105,8 +105,8 @@ def average(averages: Averages) -> None:
         torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
         return
     for momentum, grad in zip(averages.momenta, averages.grads, strict=True):
-        wide = torch.promote_types(momentum.dtype, torch.float32)  # half precision would round the weight
-        momentum.copy_(torch.lerp(momentum.to(wide), grad.to(wide), averages.weight.to(wide)))
+        dtype = torch.promote_types(momentum.dtype, torch.float32)  # half precision would round the weight
+        momentum.copy_(torch.lerp(momentum.to(dtype), grad.to(dtype), averages.weight.to(dtype)))
 
 
 def _apply_number_lr(

@@ -58,6 +58,6 @@ def muon_momentum(
 def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         return start.lerp(end, weight)
-    wide = torch.promote_types(start.dtype, torch.float32)
+    dtype = torch.promote_types(start.dtype, torch.float32)
     scalar = weight if weight.ndim == 0 else weight.reshape(())
-    return start.to(wide).lerp(end.to(wide), scalar.to(wide)).to(start.dtype)
+    return start.to(dtype).lerp(end.to(dtype), scalar.to(dtype)).to(start.dtype)

@@ -43,9 +43,9 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
     """
     # In float32 (float64 where X or dtype is) before the cast, and relative to the largest entry, so that neither
     # squares nor half-precision entries overflow or vanish.
-    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    tiny = torch.finfo(wide).tiny
-    x = x.to(wide)
+    compute_dtype = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    tiny = torch.finfo(compute_dtype).tiny
+    x = x.to(compute_dtype)
     # amax and amin, because vector_norm(inf) takes 25 times as long on CPUs.
     largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
     x = x / largest

@@ -24,8 +24,8 @@ __all__ = ["DION2"]
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    wide = torch.promote_types(momentum.dtype, torch.float32)
-    return (momentum.to(wide) + grad.to(wide)).to(out_dtype)
+    dtype = torch.promote_types(momentum.dtype, torch.float32)
+    return (momentum.to(dtype) + grad.to(dtype)).to(out_dtype)
 
 
 def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, inputs: list[WholeInputs]) -> list[Tensor]:
