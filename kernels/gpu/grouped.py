@@ -1,4 +1,7 @@
-"""Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch."""
+"""Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch.
+
+Small tensors of one shape are first joined. If a single tensor is left, the kernels for one shape take it.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +50,7 @@ class GroupedProducts:
     ) -> Matrices:
         """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; with k × l
         operands, which are one, ``left leftᵀ`` in place of ``left right``."""
-        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+        if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None and plus.flat is not None
             out = replace(plus, flat=plus.flat * beta)
             if gamma:
@@ -124,7 +127,6 @@ def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz
         by_shape.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out, norms))
     joined = [_together(group) if len(group) > 1 else group[0] for group in by_shape.values()]
     if len(joined) == 1:
-        # One tensor is left: the kernels for one tensor take it, since they are compiled for its shape.
         newton_schulz.orthogonalize_into(*joined[0], plan, products)
     else:
         _orthogonalize_several(joined, plan, products)

@@ -50,7 +50,7 @@ class Products(Aten):
         """Return ``alpha left right + beta plus + gamma I``, [b, k, k], new: the lower triangle, mirrored. With
         ``right`` None, which stands for ``leftᵀ``, ``left`` may be [b, k, l]."""
         out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
-        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+        if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None
             torch.mul(plus, beta, out=out)
             if gamma:
