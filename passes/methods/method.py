@@ -218,7 +218,7 @@ class MatrixMethod(Method):
         adjust_lr: the scale by shape where the configuration names none; None for 1 whatever the configuration says.
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update`` of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average. A method without this rate keeps no momentum:
-            ``before`` gets an empty one, and None is the gradient itself.
+            ``before`` gets an empty tensor, and None stands for the gradient itself.
         orthogonalizes: whether ``whole`` calls ``newton_schulz``. Where it does not, the settings of Newton-Schulz have
             no effect, and gradients and directions travel in float32 at least.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
@@ -234,7 +234,7 @@ class MatrixMethod(Method):
             and each direction is a tensor or a :class:`WholeOutputs`. None for Newton-Schulz alone.
         phase: ``rates -> text or number``: chooses one of few graphs, on the host ahead of each step, by plain numbers.
             A choice made on the device, by ``rates`` of :class:`WholeInputs`, would cost both branches.
-        joined: ``rates -> bool``, on the host likewise: whether a step sees each parameter as one matrix, whatever its
+        joined: ``rates -> bool``, on the host likewise: whether a step takes each parameter as one matrix, without its
             view.
         launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
             ``(None,)`` for a method without phases.
