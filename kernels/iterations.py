@@ -20,13 +20,13 @@ Q multiplies by a² or a³, get a part of those that it has. For rank 256 in 512
 float16, one restart, the relative error is 0.41 with (aI + Z)²R and Q(aI + Z), 0.09 with Q(aI + Z) alone, and 0.016 in
 this order; the standard form's is 0.012.
 
-S may be computed as if it were symmetric, one triangle mirrored: what that changes is half of RZ - ZR, no more than
-the rounding of S itself. Q may not, since its factors differ by powers of a, but in float16 with steps that keep the
-error small all the same: ``coefficients.MIRRORED``.
+S may be computed as if it were symmetric, one triangle mirrored: that changes S by half of RZ - ZR, no more than its
+rounding does. Q, whose factors differ by powers of a, may be mirrored only in float16, by steps that keep the error
+small all the same: ``coefficients.MIRRORED``.
 
 **Folded**, F = aI + Z is one matrix: X ← FX, Q ← FQ, S ← RF, R ← FS, and no product but that of F has a summand. What
-F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors stay what they are: 0.97
-to 1.02 times, in the median of nine spectra; in bfloat16 the standard form's are up to 1.37 times as large.
+F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors are 0.97 to 1.02 times
+those of products with summands, in the median of nine spectra; in bfloat16 the standard form's are up to 1.37 times.
 """
 
 from collections.abc import Sequence
