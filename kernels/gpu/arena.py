@@ -1,9 +1,9 @@
 """Arenas: the matrices of a list in one flat tensor, so that one launch reaches all of them.
 
-An arena has k × l matrices, or one k × k (``square``) for each of them: shape after shape, matrices of a shape next to
-one another. Rows are padded **with zeros** to a pitch that is a multiple of 16 elements. The grouped kernels read and
-write the padding like other entries: zeros stay zeros in every product, and bounds along a row are multiples of 16,
-which keeps accesses wide whatever the sizes are.
+An arena has k × l matrices, or a k × k one (``square``) for each: shape after shape, those of a shape next to one
+another. Rows are padded **with zeros** to a pitch that is a multiple of 16 elements. The grouped kernels read and write
+the padding like other entries: zeros stay zeros in every product, and bounds along a row are multiples of 16, which
+keeps accesses wide.
 """
 
 import sys

@@ -5,10 +5,10 @@
 
 and, where asked for, the sum of the squares of a tensor's numbers, from the same read.
 
-A program of ``sums_kernel`` takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Each thread, in its lane,
-sums the columns that it reads; after each piece the lanes are joined, and atomics add them to r. ``mix_kernel`` makes F
-of r. Integers add up to the same in any order; squares do not, so each program stores its own, ahead of r in the
-tensor's int64 buffer. Up to ``MOST`` tensors share a launch.
+A program of ``sums_kernel`` takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Each thread, a lane, sums
+what it reads; after each piece lanes are joined, and atomics add them to r. ``mix_kernel`` makes F. Integers add up to
+the same in any order; squares do not, so each program has a place for its own, ahead of r in one int64 buffer. Up to
+``MOST`` tensors share a launch.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 @triton.jit
 def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
     """Return int32 ``low`` and ``high`` with ``low + 2**32 high = v[j]``."""
-    # ``low`` is multiplied in 32 bits: if cut from the product of 64, the compiler does not know that it has 32, and
-    # ``b low`` takes three multiplications in place of one.
+    # ``low`` is a product of 32 bits: cut from one of 64 it would have 64 to the compiler, and ``b low`` take three
+    # multiplications, not one.
     v = (j.to(tl.uint32).to(tl.uint64) ^ GOLDEN) * FACTOR
     v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # arithmetic, as in PyTorch
     low = v.to(tl.uint32) * (FACTOR & 0xFFFFFFFF) | 1
@@ -106,10 +106,10 @@ def sums_kernel(
     SQUARES: tl.constexpr,
     BRAIN: tl.constexpr,
 ):
-    """Add row sums to the buffers ``sums`` of COUNT tensors; with SQUARES store ahead of them, in MOST places, the
-    sum of squares of each program, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
-    :func:`launch.addresses`; ``sizes``, in integers, and ``columns``, of a row, are :func:`launch.coded`. WIDE: four
-    integers of all tensors may be read at once."""
+    """Add row sums to the buffers ``sums`` of COUNT tensors; with SQUARES store, in MOST places ahead of them, each
+    program's sum of squares, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
+    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`. WIDE: four integers of all tensors may
+    be read at once."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     program = tl.program_id(0)
     # Find this program's tensor: only this is repeated COUNT times, or the kernel takes half a minute to compile.
@@ -176,9 +176,8 @@ def mix_kernel(
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add F of COUNT tensors to ``out``, [COUNT] int64, from their buffers ``sums`` of ``sizes`` rows, by SPLIT
-    programs a tensor; write the total of the PARTS sums of squares ahead of the rows, if any, to ``squares``, [COUNT]
-    fp32."""
+    """Add F of COUNT tensors, of ``sizes`` rows, to ``out``, [COUNT], from their buffers ``sums``, by SPLIT programs
+    each; write the total of PARTS sums of squares, if any, to ``squares``, [COUNT]."""
     tensor = tl.program_id(0) // SPLIT
     rows = (tensor + sizes[0]) * 0
     sums_address = sums[0]
@@ -212,8 +211,7 @@ def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -
 def examine(
     xs: Sequence[tuple[Tensor, int]], numbers: torch.dtype, *, golden: int, factor: int
 ) -> tuple[Tensor, Tensor]:
-    """Return fingerprints as :func:`fingerprint` does, and squared norms, [len(xs)] fp32, of tensors whose integers are
-    the bits of ``numbers``, one of :data:`NUMBERS`."""
+    """Return fingerprints of tensors of ``numbers``, one of :data:`NUMBERS`, and squared norms, [len(xs)] fp32."""
     return _run(xs, MOST_PROGRAMS, numbers is torch.bfloat16, golden, factor)
 
 
@@ -225,7 +223,7 @@ def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
 
 
 def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
-    """Return fingerprints and squared norms; ``parts``: places for squares ahead of each tensor's row sums, or 0."""
+    """Return fingerprints and squared norms; ``parts``: places for squares ahead of row sums, or 0."""
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
     widths = [len(xs), *(parts + count for count in rows)]

@@ -1,6 +1,6 @@
 """Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch.
 
-Small tensors of one shape are first joined. If a single tensor is left, the kernels for one shape take it.
+Small tensors of one shape are joined first; a tensor that is left alone goes to the kernels for one shape.
 """
 
 from collections.abc import Hashable, Sequence
@@ -49,7 +49,7 @@ class GroupedProducts:
         gamma: float = 0.0,
     ) -> Matrices:
         """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; with k × l
-        operands, which are one, ``left leftᵀ`` in place of ``left right``."""
+        operands ``left leftᵀ`` for ``left right``."""
         if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None and plus.flat is not None
             out = replace(plus, flat=plus.flat * beta)

@@ -85,8 +85,7 @@ def source_of(
     COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Return the ``source`` of :func:`load_part`: matrices [matrices, rows, cols] from ``start`` on, by a descriptor of
-    [ROWS, COLS] tiles or by their pointer."""
+    """Return the source of :func:`load_part`: ``start``, or a descriptor of [ROWS, COLS] tiles of all matrices."""
     if DESCRIPTORS:
         return tl.make_tensor_descriptor(
             start,

@@ -56,7 +56,7 @@ def grouped_product_kernel(
                 if not DESCRIPTORS:
                     _, _, rows, _, _, pitch_kk, _, pitch_kl = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+                # The summand comes first, as in ``product``.
                 if PLUS:
                     sums = beta * load_part(
                         plus_src, matrix, row, col, rows, pitch_kl, ROWS, COLS, DESCRIPTORS, WIDEN

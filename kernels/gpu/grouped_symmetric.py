@@ -71,7 +71,7 @@ def _tiles_of_shapes(
                 if not DESCRIPTORS:
                     _, _, size, depth, _, pitch_kk, _, pitch_kl = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                # First the summand, with initial = β / α: added at the end it would hold registers, and spill.
+                # The summand comes first, as in ``product``; initial = β / α.
                 if PLUS:
                     sums = initial * load_part(
                         plus_src, matrix, row, col, size, pitch_kk, ROWS, COLS, DESCRIPTORS, WIDEN

@@ -1,12 +1,12 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU.
 
-Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells what a
-function would launch on a GPU, without using a GPU.
+Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells, without a
+GPU, what a function would launch on one.
 
-A kernel over a list of tensors (``apply``, ``fingerprint``, ``momentum``) takes tuples of addresses and of sizes, and
-each program first finds its tensor. Triton compiles a kernel for each length of a tuple, and for each pattern in it of
-16-byte aligned tensors, or of integers that are 1, multiples of 16, or wider than 32 bits. So that lists share one
-kernel, addresses are integers, integers are :func:`coded`, and tuples are :func:`filled` up to one length.
+Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor. Triton
+compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
+multiples of 16, or wider than 32 bits. So addresses are integers, integers are :func:`coded`, and tuples
+:func:`filled`.
 """
 
 import contextlib

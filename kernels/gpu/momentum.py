@@ -37,7 +37,7 @@ REGISTERS = {True: 96, False: 168}
 
 @dataclass(frozen=True)
 class Updates:
-    """The results, a tensor a gradient in each list.
+    """Results for each gradient.
 
     Attributes:
         updates: of the gradients' shapes, contiguous.
@@ -85,10 +85,10 @@ def momentum_kernel(
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Write the results for ROWS rows of one of COUNT gradients. :func:`launch.addresses` are ``gs`` of gradients, of
-    type G, ``cs`` of carried and ``ws`` of wide ones, of type W, ``ms`` of momenta, M, ``us`` of updates, U, and
-    ``norms``, ``sums``, ``hypers``; ``rows`` and ``columns`` are :func:`launch.coded`. WIDE: four entries of all
-    tensors may be read at once; eight in half precision would make another layout, with twice the weights v."""
+    """Write the results of ROWS rows of one of COUNT gradients. ``gs`` to ``hypers`` are :func:`launch.addresses`: of
+    gradients, of the type G, carried and wide ones (``cs``, ``ws``), W, momenta, M, updates, U; ``rows`` and
+    ``columns`` are :func:`launch.coded`. WIDE: four entries of all tensors may be read at once. Eight of a half would
+    make another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     program = tl.program_id(0).to(tl.int64)
     # Find this program's tensor: only this is repeated COUNT times.
@@ -190,7 +190,7 @@ def momentum_updates(
     golden: int,
     factor: int,
 ) -> Updates:
-    """Return the updates of gradients on one device, and what comes with them.
+    """Return the updates of gradients on one device.
 
     Args:
         grads: contiguous, of one dtype, in rows of their last dimension; none empty.

@@ -1,6 +1,6 @@
 """Shared parts of the matrix-product kernels: operands by pointers or tensor descriptors (TMA), and the tile order.
 
-A square, here and in both symmetric kernels, is a square tile, [ROWS, ROWS], of a symmetric result.
+A square is a square tile, [ROWS, ROWS], of a symmetric result.
 """
 
 from typing import Any
@@ -90,8 +90,7 @@ def store_square(
     DESCRIPTORS: tl.constexpr,
 ):
     """Store a square below the diagonal and its mirror image, or one on the diagonal; of one above it, nothing.
-    ``width``: entries written of a row, which are the matrix's ``size``, or ``row_stride`` to write the padding. WIDE:
-    columns that a descriptor stores at a time."""
+    ``width``: entries written of a row: ``size``, or ``row_stride`` to write the padding too."""
     if DESCRIPTORS:
         # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before
         # the first row is an illegal instruction, and a branch keeps Triton 3.7.1 from flattening the loop around it.

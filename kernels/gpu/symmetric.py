@@ -55,7 +55,7 @@ def symmetric_kernel(
     if col >= row + ROWS:  # nothing of the lower triangle
         return
 
-    # The summand comes first, with initial = β / α: added at the end it would hold registers that sums need, and spill.
+    # The summand comes first, as in ``product``; initial = β / α.
     if PLUS:
         sums = initial * load_tile(
             plus, matrix, row, col, size, size, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN

@@ -2,7 +2,7 @@
 
 The engine knows no method by name. It makes the states that a record names, has graphs run ``before`` on shards and
 ``whole`` on whole matrices, and in a step calls ``after`` on pieces, sums their facts, and calls ``finish``;
-docs/how-to/methods.md writes one from the beginning. Shapes of a :class:`Piece` are [n, r, c], of sums [n, r, k].
+docs/how-to/methods.md writes one from the beginning.
 """
 
 from __future__ import annotations
