@@ -25,7 +25,7 @@ class Averages:
 def muon_momentum(
     grad: Tensor, momentum: Tensor, *, beta: float | tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return update and new = momentum + (1 − beta)(grad − momentum); update = grad + beta (new − grad), or new.
+    """Return update and new = momentum + (1 − beta)(grad − momentum); update = grad + beta (new − grad), or ``new``.
 
     Plain aten, which compilers fuse; bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and
     ``grad.lerp(buf, momentum)``. lerp takes a tensor weight with the same arithmetic as a number, if the weight has the
@@ -37,7 +37,7 @@ def muon_momentum(
         momentum: the average so far, of grad's shape.
         beta: a number; or the pair (1 − beta, beta) of 0-dim (or one-element) float tensors on the CPU or on grad's
             device, which keeps beta out of a traced graph.
-        nesterov: whether the update looks ahead; without it the update is ``new``.
+        nesterov: whether the update looks ahead.
         out_dtype: dtype of the update.
     Returns:
         ``(update, new)`` of grad's shape; ``new`` has momentum's dtype. Neither input is modified. Without ``nesterov``

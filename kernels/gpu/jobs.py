@@ -3,7 +3,7 @@
 A :class:`Job` is a launch without its tensors: Triton's compiler needs only their dtype, and whether they begin at a
 multiple of 16 bytes. Each job has a file beside Triton's cache. The compiling process holds a lock on the file and
 writes into it when done, so ranks that share a file system compile each kernel once, and a later run compiles nothing.
-No process waits for a dead one: its lock ends with it. Without locks of files each process compiles for itself.
+No process waits for a dead one: its lock ends with it. On a file system without locks each compiles for itself.
 """
 
 import contextlib

@@ -74,9 +74,8 @@ class Device:
     """The model's numbers for one architecture; times are in seconds."""
 
     rate: float = 1.0  # operations a second of one multiprocessor on the table's fastest tile, dense, half precision
-    list_rate: float = (
-        0.0  # the same in grouped launches, whose matrices take more power than a model's; 0 for ``rate``
-    )
+    # The same in grouped launches, whose matrices take more power than a model's; 0 for ``rate``.
+    list_rate: float = 0.0
     solo: float = 1.0  # part of a tile's rate that one program reaches alone, where several could be resident
     overhead: float = 0.0  # of a program, before and after its loop
     launch: float = 0.0  # from the end of one kernel of a CUDA graph to the start of the next
@@ -96,7 +95,7 @@ class Device:
 
 
 def ceildiv(a: int, b: int) -> int:
-    """⌈a / b⌉ on the host, where ``triton.cdiv``, which also serves kernels, takes longer."""
+    """Return ⌈a / b⌉ on the host, where ``triton.cdiv``, which also serves kernels, takes longer."""
     return -(-a // b)
 
 

@@ -5,8 +5,7 @@
 The kernel is the twin of ``kernels.momentum.muon_momentum`` and of ``passes.fingerprint.row_sums``. Per element it
 reads the gradient and the momentum and writes the update; per row it writes the norm of the update, by which
 Newton–Schulz divides, and the sum for the gradient's fingerprint. A gradient in half precision is also written in
-``wide``, the dtype of ``.grad``. The sum of earlier micro-batches in ``.grad``, ``carried``, is added to the gradient
-for update and sums.
+``wide``, the dtype of ``.grad``. ``carried``, the ``.grad`` of earlier micro-batches, is added for update and sums.
 
 A program has whole rows of one tensor and no atomics: the same input gives the same bits. Up to ``MOST`` tensors share
 a launch.

@@ -2,7 +2,7 @@
 
     X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
 
-No entry's square overflows or vanishes: entries are divided by the largest before they are squared, as in
+No entry's square overflows or vanishes: entries are divided by the largest so far before they are squared, as in
 ``reference.normalize``, so those from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one pair a
 program (largest |entry|, Σ (entry / largest)²), the second combines them in a fixed order: no atomics, the same bits.
 """
@@ -135,8 +135,8 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
-    settings = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
-    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, settings)
+    constants = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
+    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, constants)
 
 
 def normalize(

@@ -1,7 +1,4 @@
-"""Shared parts of the matrix-product kernels: operands by pointers or tensor descriptors (TMA), and the tile order.
-
-A square is a square tile, [ROWS, ROWS], of a symmetric result.
-"""
+"""Shared parts of the matrix-product kernels: operands by pointers or tensor descriptors (TMA), and the tile order."""
 
 from typing import Any
 
@@ -89,7 +86,7 @@ def store_square(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Store a square below the diagonal and its mirror image, or one on the diagonal; of one above it, nothing.
+    """Store a square tile below the diagonal and its mirror image, or one on the diagonal; of one above it, nothing.
     ``width``: entries written of a row: ``size``, or ``row_stride`` to write the padding too."""
     if DESCRIPTORS:
         # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before

@@ -234,13 +234,11 @@ class MatrixMethod(Method):
             and each direction is a tensor or a :class:`WholeOutputs`. None for Newton-Schulz alone.
         phase: ``rates -> text or number``: chooses one of few graphs, on the host ahead of each step, by plain numbers.
             A choice made on the device, by ``rates`` of :class:`WholeInputs`, would cost both branches.
-        joined: ``rates -> bool``, on the host likewise: whether a step takes each parameter as one matrix, without its
-            view.
+        joined: ``rates -> bool``, on the host likewise: whether a step takes a parameter with a view as one matrix.
         launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
             ``(None,)`` for a method without phases.
         idle: phases whose steps move nothing: weights do not decay either.
-        row_sums: ``(direction, weight) -> [n, r, k]``, sums over a piece's columns; ``after`` gets them summed over
-            whole rows.
+        row_sums: ``(direction, weight) -> [n, r, k]``, the same for ``after``.
         after: ``piece -> After``, pure: changes a piece's direction and states in a step.
         facts: number of facts of a matrix in the results of ``after``.
         finish: ``(facts, keep, move, piece) -> (keep, move)``: changes the factors of whole matrices, each ``[n]`` or
