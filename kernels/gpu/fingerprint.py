@@ -61,13 +61,13 @@ def in_lanes(x, LANES: tl.constexpr):
 
 @triton.jit
 def weighted(b, low, high, lows, highs, LANES: tl.constexpr):
-    """Return ``lows + b low``, int64, and ``highs + b high``, int32, of :func:`in_lanes`."""
+    """Return ``lows`` plus ``b low`` summed in lanes, int64, and ``highs`` plus ``b high``, int32."""
     return lows + in_lanes(b.to(tl.int64) * low.to(tl.int64), LANES), highs + in_lanes(b * high, LANES)
 
 
 @triton.jit
 def joined(lows, highs):
-    """Return the sums of rows, int64, from those of lanes."""
+    """Return the sums of rows, int64, from the sums of their lanes."""
     return tl.sum(lows + (highs.to(tl.int64) << 32), axis=1)
 
 

@@ -84,10 +84,10 @@ def momentum_kernel(
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Write the results of ROWS rows of one of COUNT gradients. ``gs`` to ``hypers`` are :func:`launch.addresses`: of
-    gradients, of the type G, carried and wide ones (``cs``, ``ws``), W, momenta, M, updates, U; ``rows`` and
-    ``columns`` are :func:`launch.coded`. WIDE: four entries of all tensors may be read at once. Eight of a half would
-    make another layout, with twice the weights."""
+    """Write the results of ROWS rows of one of COUNT gradients. :func:`launch.addresses`: ``gs`` of gradients (of type
+    G), ``cs`` carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``,
+    ``hypers``; ``rows`` and ``columns`` are :func:`launch.coded`. WIDE: four entries of all tensors may be read at
+    once. Eight of a half would make another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     program = tl.program_id(0).to(tl.int64)
     # Find this program's tensor: only this is repeated COUNT times.
