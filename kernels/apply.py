@@ -31,7 +31,7 @@ def muon_apply(
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
+    """Write p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
     Bitwise torch.optim.Muon's ``param.mul_(1 - lr * weight_decay)`` and ``param.add_(update, alpha=-lr * scale)``,
     except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. In eager
@@ -73,15 +73,15 @@ def muon_apply(
     averages = None if averages is None else averages.of(on_aten)
     written = [*params, *(() if averages is None else averages.momenta)]
     # The host may not read found_inf: write in any case, then restore the copies where it is 1.
-    before = None if found_inf is None else [x.clone() for x in written]
+    copies = None if found_inf is None else [x.clone() for x in written]
     if averages is not None:
         average(averages)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, float(weight_decay), scales)
-    if found_inf is not None and before is not None:
-        for x, old in zip(written, before, strict=True):
+    if found_inf is not None and copies is not None:
+        for x, old in zip(written, copies, strict=True):
             x.copy_(torch.where(found_inf == 1, old, x))
 
 
@@ -105,8 +105,8 @@ def average(averages: Averages) -> None:
         torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
         return
     for momentum, grad in zip(averages.momenta, averages.grads, strict=True):
-        wide = torch.promote_types(momentum.dtype, torch.float32)  # half precision would round the weight
-        momentum.copy_(torch.lerp(momentum.to(wide), grad.to(wide), averages.weight.to(wide)))
+        dtype = torch.promote_types(momentum.dtype, torch.float32)  # half precision would round the weight
+        momentum.copy_(torch.lerp(momentum.to(dtype), grad.to(dtype), averages.weight.to(dtype)))
 
 
 def _apply_number_lr(

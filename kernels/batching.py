@@ -10,12 +10,12 @@ from .call_plan import Plan
 
 __all__ = ["Implementation", "Stack", "batch_bytes", "chunked", "one_batch_per_shape", "one_by_one", "wide"]
 
-# Maps one matrix [m, n] or a batch [b, m, n], never empty, to a new contiguous tensor of that shape.
+# orthogonalizes one matrix [m, n] or a batch [b, m, n], never empty, into a new contiguous tensor of that shape
 Implementation = Callable[[Tensor, Plan], Tensor]
 
 
 def one_by_one(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
-    """Run each matrix by itself, in two dimensions: on CPUs a batched product is no faster than its parts."""
+    """Run each matrix by itself, as [m, n]: on CPUs a batched product is no faster than its parts."""
     return [_matrices_of(x, plan, implementation) for x in xs]
 
 
@@ -47,14 +47,14 @@ def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -
         return [implementation(xs[0] if xs[0].ndim == 2 else stacks[0], plan).view(xs[0].shape)]
     # A custom operator's results may not share memory: parts of batches are copied into a tensor for each.
     results = [_empty(x, plan) for x in xs]
-    flat = [result.view(-1, m, n) for result in results]
+    result_stacks = [result.view(-1, m, n) for result in results]
     for chunk in chunks:
         parts = [stacks[index][piece] for index, piece in chunk]
         batch = parts[0] if len(parts) == 1 else torch.cat(parts)
         orthogonal = implementation(batch[0], plan)[None] if len(batch) == 1 else implementation(batch, plan)
         sizes = [len(part) for part in parts]
         for (index, piece), part in zip(chunk, orthogonal.split(sizes), strict=True):
-            flat[index][piece] = part
+            result_stacks[index][piece] = part
     return results
 
 
@@ -91,7 +91,7 @@ def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]
 
 
 def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:
-    """Count the bytes that one m × n matrix takes on aten, ``given`` bytes an input entry and ``itemsize`` after."""
+    """Count the work bytes of one m × n matrix on aten: ``given`` bytes an input entry, ``itemsize`` an entry after."""
     # The batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
     k = min(m, n)
     return m * n * (given + 3 * itemsize + 4) + 4 * k * k * itemsize

@@ -1,16 +1,21 @@
 """Coefficient sets of the quintic Newton-Schulz step X ← aX + (bA + cA²)X, A = XXᵀ.
 
-Sources: jordan, KellerJordan/Muon; you, YouJiacheng (as in Dao-AILab/gram-newton-schulz); polar_express, arXiv
-2505.16932 (as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a singular value above one);
-cans, NVIDIA Emerging-Optimizers; deepseek_v4, eight jordan steps and two that contract towards one; four_steps, the
-construction of Polar Express (its algorithm 1, cushion 0.024) for four steps from ℓ = 0.0025, all but the last for
-values 1.01 times as large: [0.0025, 1] ends in [0.69, 1.27], where five jordan steps reach [0.68, 1.20] from 0.0015 on.
+Sources:
 
-cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision (largest
-singular value 700 in float16, 4e23 in bfloat16), for the first step sends 1 to 1.99 and the next ones diverge above
-1.995. The first step sends 0.367 to 1.99 too, and no factor helps: with seven singular values near 0.367 of the norm
-the largest ends at 2e8 in bfloat16, where cans is therefore refused, and at up to 9.7 in float16. Prefer float32, where
-it ends at 1.12.
+jordan         KellerJordan/Muon
+you            YouJiacheng, as in Dao-AILab/gram-newton-schulz
+polar_express  arXiv 2505.16932, as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a
+               singular value above one
+cans           NVIDIA Emerging-Optimizers, with the same 1.02
+four_steps     Polar Express's algorithm 1 (cushion 0.024) for four steps from ℓ = 0.0025, all but the last for values
+               1.01 times as large. Singular values in [0.0025, 1] end in [0.69, 1.27]; five steps of jordan take
+               [0.0015, 1] to [0.68, 1.20].
+deepseek_v4    eight steps of jordan, and two that contract towards one
+
+cans lacks the 1.02 in its source. Without it a matrix of rank one diverges in half precision (largest singular value
+700 in float16, 4e23 in bfloat16): the first step sends 1 to 1.99, and the next ones diverge above 1.995. The first step
+sends 0.367 to 1.99 too, where no factor helps: with seven singular values near 0.367 of the norm the largest ends at
+2e8 in bfloat16, where cans is therefore refused, and at up to 9.7 in float16. Prefer float32, where it ends at 1.12.
 """
 
 import difflib

@@ -87,8 +87,8 @@ def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSe
             "of the Gram matrix; use method='standard', or dtype float32 or float64"
         )
     # Where gram is accurate, its error with the set's restarts is less than the bfloat16 standard form's (float16), or
-    # at most 3.2 times that (bfloat16), on the spectra of tests/kernels/test_accuracy.py. It is not for cans in float16
-    # and polar_express in bfloat16.
+    # at most 3.2 times that (bfloat16), on the spectra of tests/kernels/test_accuracy.py. Gram is not accurate for cans
+    # in float16, nor for polar_express in bfloat16.
     return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
@@ -111,7 +111,7 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
     device = torch.device(device)
     if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    # Without a GPU the answer is that of a measured GPU: CPUs plan for GPUs, and in half precision take the same form.
+    # Without a GPU the answer is that of a measured one: CPUs plan for GPUs, and take the same form in half precision.
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
@@ -145,11 +145,11 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
     new contiguous tensors of the inputs' shapes in ``plan.dtype``; ``xs`` stay unmodified.
     """
     plans = [_with_method(x, plan, symmetric=True) for x in xs]
-    # CPUs: each matrix by itself on aten. With TRITON_INTERPRET=1 they count as a measured GPU.
+    # CPUs: each matrix by itself on aten. With TRITON_INTERPRET=1 a CPU counts as a measured GPU.
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
-    # Triton: in half precision, on GPUs that gpu/tiles.json has measurements of, where it is expected to be faster, or
-    # by name; all matrices of a form at once, whatever their shapes. The others: cuBLAS, matrices of a shape at once.
+    # Triton: in half precision, by name, or on GPUs that gpu/tiles.json has measurements of where it is expected to be
+    # faster; all matrices of a form at once, whatever their shapes. The others: cuBLAS, matrices of a shape at once.
     gpu = triton_kernels() if plan.backend in ("auto", "triton") else None
     on_triton = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
     results: dict[int, Tensor] = {}
@@ -157,12 +157,12 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
     results.update(zip(on_cublas, one_batch_per_shape([xs[i] for i in on_cublas], plan, _on_aten), strict=True))
     for method in ("standard", "gram"):
         form_plan = replace(plan, method=method)
-        chosen = [i for i in range(len(xs)) if on_triton[i] and plans[i] == form_plan]
-        if gpu is not None and chosen:
+        indices = [i for i in range(len(xs)) if on_triton[i] and plans[i] == form_plan]
+        if gpu is not None and indices:
             lists = importlib.import_module(".gpu.grouped", __package__)
-            matrices, row_norms = [xs[i] for i in chosen], [norms[i] for i in chosen] if norms else []
-            products = gpu.products_on(matrices[0].device)
-            results.update(zip(chosen, lists.orthogonalize_list(matrices, form_plan, products, row_norms), strict=True))
+            form_xs, row_norms = [xs[i] for i in indices], [norms[i] for i in indices] if norms else []
+            products = gpu.products_on(form_xs[0].device)
+            results.update(zip(indices, lists.orthogonalize_list(form_xs, form_plan, products, row_norms), strict=True))
     return [results[i] for i in range(len(xs))]
 
 

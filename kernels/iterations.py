@@ -20,13 +20,13 @@ Q multiplies by a² or a³, get a part of those that it has. For rank 256 in 512
 float16, one restart, the relative error is 0.41 with (aI + Z)²R and Q(aI + Z), 0.09 with Q(aI + Z) alone, and 0.016 in
 this order; the standard form's is 0.012.
 
-S may be computed as if it were symmetric, one triangle mirrored: what that changes is half of RZ - ZR, no more than
-the rounding of S itself. Q may not, since its factors differ by powers of a, but in float16 with steps that keep the
-error small all the same: ``coefficients.MIRRORED``.
+S may be computed as if it were symmetric, one triangle mirrored: that changes S by half of RZ - ZR, no more than its
+rounding does. Q, whose factors differ by powers of a, may be mirrored only in float16, by steps that keep the error
+small all the same: ``coefficients.MIRRORED``.
 
 **Folded**, F = aI + Z is one matrix: X ← FX, Q ← FQ, S ← RF, R ← FS, and no product but that of F has a summand. What
-F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors stay what they are: 0.97
-to 1.02 times, in the median of nine spectra; in bfloat16 the standard form's are up to 1.37 times as large.
+F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors are 0.97 to 1.02 times
+those of products with summands, in the median of nine spectra; in bfloat16 the standard form's are up to 1.37 times.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from .stability import Triple
 
 __all__ = ["FORMS", "Products", "gram", "standard"]
 
-# What the products are of: a tensor of matrices [..., k, l] of one shape, or a list's matrices of several.
+# an operand of a product: a tensor [..., k, l] of matrices of one shape, or a list's matrices of several
 M = TypeVar("M")
 
 
@@ -60,7 +60,7 @@ class Products(Protocol[M]):
 
 
 class Folding(Protocol[M]):
-    """Products that make F = aI + bR + cR² at once, and need no summand."""
+    """The products of the folded form: F = aI + bR + cR² is one, and the others have no summand."""
 
     def symmetric(
         self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
@@ -79,17 +79,17 @@ def standard(
 ) -> M:
     """Return ``steps`` (a, b, c) of Newton-Schulz as it is defined, in ``out`` or new.
 
-    ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts`` are the gram form's: numbers of steps after
-    which a segment begins. ``out`` has any strides and shares no memory with ``x``. Without ``folding`` every product
-    has a summand.
+    ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts``, for the gram form alone: numbers of steps
+    after which a segment begins. ``out`` has any strides and shares no memory with ``x``. ``folding``: makes the steps
+    folded; None for products with summands.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)
-        end = out if i + 1 == len(steps) else None
+        step_out = out if i + 1 == len(steps) else None
         if folding is None:
-            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=end)
+            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=step_out)
         else:
-            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=end)
+            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=step_out)
     return x
 
 

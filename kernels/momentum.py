@@ -25,7 +25,7 @@ class Averages:
 def muon_momentum(
     grad: Tensor, momentum: Tensor, *, beta: float | tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """new = momentum + (1 − beta)(grad − momentum), update = grad + beta (new − grad) if ``nesterov``, else new.
+    """Return update and new = momentum + (1 − beta)(grad − momentum); update = grad + beta (new − grad), or ``new``.
 
     Plain aten, which compilers fuse; bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and
     ``grad.lerp(buf, momentum)``. lerp takes a tensor weight with the same arithmetic as a number, if the weight has the
@@ -58,6 +58,6 @@ def muon_momentum(
 def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         return start.lerp(end, weight)
-    wide = torch.promote_types(start.dtype, torch.float32)
+    dtype = torch.promote_types(start.dtype, torch.float32)
     scalar = weight if weight.ndim == 0 else weight.reshape(())
-    return start.to(wide).lerp(end.to(wide), scalar.to(wide)).to(start.dtype)
+    return start.to(dtype).lerp(end.to(dtype), scalar.to(dtype)).to(start.dtype)

@@ -101,11 +101,11 @@ def make_plan(
 ) -> Plan:
     """Resolve the settings of :func:`newton_schulz` for ``device``; the same ValueErrors, except those about x."""
     _check_eps(eps)
-    chosen = resolve_coefficients(coefficients, steps)
-    compute = resolve_dtype(dtype, device, chosen, method)
-    admissible = admissible_form(method, compute, chosen)
+    schedule = resolve_coefficients(coefficients, steps)
+    compute = resolve_dtype(dtype, device, schedule, method)
+    form = admissible_form(method, compute, schedule)
     check_backend(backend, compute, device)
-    return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute), backend)
+    return Plan(schedule.steps, form, compute, float(eps), schedule.safety, schedule.gram_restarts(compute), backend)
 
 
 @torch.compiler.assume_constant_result

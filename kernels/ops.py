@@ -82,8 +82,8 @@ def newton_schulz_flops(
     **__: Any,
 ) -> int:
     """Count dense matrix products only, as torch's flop_counter does for other operators."""
-    choice = (len(coefficients) // 3, method, len(restarts))
-    return sum(math.prod(batch) * _matrix_flops(m, n, *choice) for *batch, m, n in xs_shapes)
+    settings = (len(coefficients) // 3, method, len(restarts))
+    return sum(math.prod(batch) * _matrix_flops(m, n, *settings) for *batch, m, n in xs_shapes)
 
 
 def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:

@@ -43,9 +43,9 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
     """
     # In float32 (float64 where X or dtype is) before the cast, and relative to the largest entry, so that neither
     # squares nor half-precision entries overflow or vanish.
-    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    tiny = torch.finfo(wide).tiny
-    x = x.to(wide)
+    compute_dtype = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    tiny = torch.finfo(compute_dtype).tiny
+    x = x.to(compute_dtype)
     # amax and amin, because vector_norm(inf) takes 25 times as long on CPUs.
     largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
     x = x / largest
@@ -63,7 +63,7 @@ def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
 
 
 class Aten:
-    """``iterations.Products`` on aten, both triangles computed: of ``[k, l]`` matrices, or batches ``[b, k, l]``."""
+    """The ``iterations.Products`` of matrices [k, l], or batches [b, k, l], on aten: both triangles are computed."""
 
     def outer(self, x: Tensor) -> Tensor:
         return x @ x.mT
@@ -84,7 +84,7 @@ class Aten:
 
 @contextmanager
 def summed_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; other dtypes change nothing."""
+    """Make cuBLAS sum float16 products in float32 throughout, inside a ``with`` block; for other dtypes do nothing."""
     # PyTorch allows cuBLAS to add parts of a sum in float16. On an H200 that was 1.4 times the error of rounding once,
     # for odd depths. bfloat16 keeps the user's setting, because its bits are those of torch.optim.Muon.
     matmul = torch.backends.cuda.matmul

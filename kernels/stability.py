@@ -7,17 +7,16 @@ back: each step sends r to r(a + br + cr²)², with factors that grow as r falls
 exact arithmetic has a. A restart (X ← QX, R ← XXᵀ, Q ← I) makes R positive again. The damage of a segment is the
 ratio of Q at r = -perturbation to Q at r = 0; ``choose_restarts`` places restarts by it.
 
-How much damage is tolerated is measured, in units of bfloat16's ``roundoff`` beyond 1, for the yardstick of either
-dtype is the standard form in bfloat16, torch.optim.Muon's. In bfloat16 up to 128 units keep the gram form's error
-within 3.2 times that, if ``factors_are_accurate``, and at 245 (jordan, three steps) deepseek_v4 diverges. In float16
-24 units keep it under: jordan with three steps to a segment, which are 23, has at most 0.42 times that error on 16
-spectra with k from 64 to 512, and 0.71 times with the gradient itself rounded to bfloat16. Two segments are the fewest
-of any set, for four steps of jordan are 430 units.
-``python tests/kernels/test_accuracy.py restarts`` prints the comparison for every placement, ``... default`` what
-"auto" takes against the bfloat16 standard form.
+How much damage is tolerated is measured against the error of torch.optim.Muon, the standard form in bfloat16. Damage
+counts in units of bfloat16's ``roundoff`` above 1. In bfloat16 up to 128 units keep the gram form's error within 3.2
+times Muon's, if ``factors_are_accurate``; at 245, three steps of jordan, deepseek_v4 diverges. In float16 24 units keep
+it below Muon's: segments of three jordan steps, 23 units, have at most 0.42 times Muon's error on 16 spectra with k
+from 64 to 512, and 0.71 times with the gradient itself rounded to bfloat16. Every set has at least two segments, for
+four steps of jordan are 430 units. ``python tests/kernels/test_accuracy.py restarts`` prints the comparison for every
+placement, ``... default`` what "auto" takes against Muon's form.
 
-Large singular values move by a relative a·roundoff when Q = aI + Z is rounded. A schedule whose steps send them to the
-edge of what the next step still contracts is thrown over it; ``survives_rounding`` tells.
+Large singular values move by a relative a·roundoff when Q = aI + Z is rounded, and diverge where a schedule's step
+sends them to the edge of what the next one still contracts; ``survives_rounding`` tells.
 """
 
 from collections.abc import Sequence
@@ -80,7 +79,7 @@ def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16)
     n = len(triples)
     if any(amplification(triples[i : i + 2], precision.perturbation) > precision.tolerated for i in range(n)):
         return None
-    # best[j], for the first j steps: number of restarts, worst amplification, placement.
+    # best[j] for the first j steps: (number of restarts, worst amplification, restarts).
     best: list[tuple[int, float, tuple[int, ...]]] = [(-1, 1.0, ())]
     for j in range(1, n + 1):
         options = []
@@ -94,7 +93,7 @@ def choose_restarts(triples: tuple[Triple, ...], precision: Precision = FLOAT16)
 
 
 def factors_are_accurate(triples: Sequence[Triple], precision: Precision) -> bool:
-    """Tell whether rounding aI + Z costs no singular value more than 2 %; the standard form rounds aX + BX instead.
+    """Tell whether rounding aI + Z moves no singular value by more than 2 %; the standard form rounds aX + BX instead.
 
     Measured in bfloat16: jordan (1.3 %) and you (1.6 %) are within 1.6 times the standard form's error with their
     restarts; polar_express (3.2 %) is at 4.3 times, at 3.9 still with a restart after every step, and diverges on two

@@ -5,7 +5,7 @@ a frame          frame, which asks the ledger; forwards, inside which weights ar
 a step           step: facts -> decision -> directions -> commit, or refusal; and as a CUDA graph, recorded
     facts        step_checks, finite, step_agreement, pinned
     directions   step_graph, projected, owner_states
-    commit       pieces, elements, written, states
+    commit       pieces, elements, written, states; writes_ahead
 weights          resident, other_holders
 features         extension, hooks, peers, state_provider
 all together     trained, engine

@@ -57,8 +57,8 @@ class Facts:
         return bool(self.gradients or self.total is not None) and over(self.limit, self.norm)
 
     def wrong(self, used: Collection[str]) -> dict[str, list[str]]:
-        """Return the non-finite inputs of a step that uses these directions: names by kind, causes without their
-        consequences."""
+        """Return the non-finite inputs of a step that uses these directions, names by kind. Directions are among them
+        only where all they were made of is finite."""
         not_finite = {"gradient": [name for name, square in self.gradients.items() if not math.isfinite(square)]}
         not_finite |= {what: list(names) for what, names in self.spoiled.items()}
         if not any(not_finite.values()):

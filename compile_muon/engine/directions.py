@@ -75,7 +75,7 @@ def _states(trained: OptimizerState, sharded: ShardedParam) -> list[Tensor]:
 
 
 def fetches_of(trained: OptimizerState, begun: StepContext, decision: Decision) -> Mapping[ShardedParam, int]:
-    """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
+    """Return for each direction the number of the momentum's fetch that it was made of: the latest, if made here."""
     if trained.state_provider.all_resident:
         return {}
     used = begun.used(decision)

@@ -1,4 +1,4 @@
-"""The parameter that users see where it is sharded: a DTensor that counts every edit and meets plain losses.
+"""The parameter that users see where it is sharded: a DTensor that counts edits, and refuses a part read as the whole.
 
 PyTorch counts in-place edits of a DTensor, but not edits through ``.data`` or ``torch._foreach_*``, and ignores an
 assignment to ``.data``. Loops that swap averaged weights in and out do all three. :class:`ShardedParameter` counts them
@@ -45,43 +45,43 @@ class ShardedParameter(DTensor):
     DTensor."""
 
     uncounted_edits: int = 0  # of a parameter and its views, beside those PyTorch counts
-    # Name of the parameter, and keys of the warnings that its model has had; copies and views have it, too.
+    # (name of the parameter, kinds of the warnings that its model has had), also of its views and copies.
     origin: tuple[str, set[str]] | None = None
-    # Placements of each rank's gradient of the whole, and the divisor of their sum; computed results have it, too.
+    # (placements of the ranks' gradients of ``full_tensor()``, divisor of their sum), also of computed results.
     averaging: tuple[Sequence[Placement], int] | None = None
-    shown: weakref.ref[ShardedParameter] | None = None  # of a view unknown to autograd (``.data``): its parameter
-    copy_of: str | None = None  # name of the tensor that this copies, where a view of a plain tensor would alias it
+    shown: weakref.ref[ShardedParameter] | None = None  # of a view: the parameter that counts its edits
+    copy_of: str | None = None  # of a copy made where plain tensors would give a view: the name of its source
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         if func is torch.ops.aten.t.default and args[0].ndim == 2:
             # torch 2.14 and 2.15 copy a matrix with fewer rows than ranks in aten.t, so edits of the result are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
         if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
-        if func is torch.ops.aten._foreach_copy_.default:  # which DTensor has not
+        if func is torch.ops.aten._foreach_copy_.default:  # which DTensor lacks
             for target, source in zip(*args[:2], strict=True):
                 target.copy_(source)
             return None
-        if func.__name__.startswith("_foreach_") and len(set(cut := _cut_rows(args, kwargs))) > 1:
-            return _by_kind(func, args, kwargs, cut)
+        if func.__name__.startswith("_foreach_") and len(set(has_dtensor := _cut_rows(args, kwargs))) > 1:
+            return _by_kind(func, args, kwargs, has_dtensor)
         if func._schema.is_mutable:
             _note_edits(func, args, kwargs)
-        change = _as_plain if _is_gradient(given) else _as_dtensor
+        convert = _as_plain if _is_gradient(leaves) else _as_dtensor
         try:
-            results = func(*tree_map(change, args), **tree_map(change, kwargs))
+            results = func(*tree_map(convert, args), **tree_map(convert, kwargs))
         except (RuntimeError, AssertionError) as error:
             if func._schema.is_mutable and _made_whole(args[0]):
                 return func(*args, **kwargs)
-            if (problem := _refused(func, given, error)) is None:
+            if (problem := _refused(func, leaves, error)) is None:
                 raise
             raise problem from error
         views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-        return tree_map(lambda result: _derived(result, given, views=views), results)
+        return tree_map(lambda result: _derived(result, leaves, views=views), results)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register ``hook``, which receives the gradient as ``param.grad`` returns it."""
@@ -172,41 +172,38 @@ def carry_hooks(before: Tensor, after: Tensor) -> None:
         if isinstance(after, ShardedParameter):
             hooks.update({key: _OfGradient(hook, after.origin) for key, hook in hooks.items()})
         after._backward_hooks, before._backward_hooks = hooks, None
-    accumulated: Any = getattr(before, "_post_accumulate_grad_hooks", None)
-    if accumulated:
-        cast("Any", after)._post_accumulate_grad_hooks = accumulated
+    post_hooks: Any = getattr(before, "_post_accumulate_grad_hooks", None)
+    if post_hooks:
+        cast("Any", after)._post_accumulate_grad_hooks = post_hooks
 
 
 def _cut_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """Of each place in the lists that an operator is given, whether a DTensor is among what stands there."""
+    """Return for each index of an operator's list arguments whether a DTensor is among the values at this index."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     return [any(isinstance(value, DTensor) for value in row) for row in zip(*lists, strict=True)]
 
 
-def _by_kind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cut: Sequence[bool]) -> list[Any] | None:
-    """An operator on lists, by itself for shards and for plain tensors, as an average of weights and buffers has both.
-
-    Args:
-        cut: of each place in the lists, which of the two stand there.
-    """
+def _by_kind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], has_dtensor: Sequence[bool]) -> list[Any] | None:
+    """Run an operator on lists twice, on the indices with DTensors and on the others: an average of weights and buffers
+    has both. ``has_dtensor``: result of :func:`_cut_rows`."""
     results: dict[int, Any] = {}
-    for kind in (True, False):
-        at = [i for i, of_kind in enumerate(cut) if of_kind is kind]
+    for dtensors in (True, False):
+        at = [i for i, has in enumerate(has_dtensor) if has is dtensors]
 
         def part(value: Any, at: Sequence[int] = at) -> Any:
             return [value[i] for i in at] if isinstance(value, (list, tuple)) else value
 
-        made = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
-        results.update(zip(at, made or (), strict=False))
-    return [results[i] for i in range(len(cut))] if results else None
+        part_results = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        results.update(zip(at, part_results or (), strict=False))
+    return [results[i] for i in range(len(has_dtensor))] if results else None
 
 
 def _made_whole(value: Any) -> bool:
-    """Whether ``value`` was part of a result over the ranks, as a norm is, and is the result now; collective."""
-    partial = isinstance(value, ShardedParameter) and any(place.is_partial() for place in value.placements)
+    """Reduce a partial result (of a norm, say) over the ranks, in place; return whether it was one. Collective."""
+    partial = isinstance(value, ShardedParameter) and any(placement.is_partial() for placement in value.placements)
     if partial:
-        places = [Replicate() if place.is_partial() else place for place in value.placements]
-        unsharded = _as_dtensor(value).detach().redistribute(placements=places)
+        placements = [Replicate() if placement.is_partial() else placement for placement in value.placements]
+        unsharded = _as_dtensor(value).detach().redistribute(placements=placements)
         for name in ("_local_tensor", "_spec"):
             setattr(value, name, getattr(unsharded, name))
     return partial
@@ -215,9 +212,9 @@ def _made_whole(value: Any) -> bool:
 def _as_gradient(grad: Any, origin: tuple[str, set[str]] | None) -> Any:
     if type(grad) is not DTensor:
         return grad
-    found = _of_class(grad)
-    found.origin = None if origin is None else (f"gradient of {origin[0]}", origin[1])
-    return found
+    gradient = _of_class(grad)
+    gradient.origin = None if origin is None else (f"gradient of {origin[0]}", origin[1])
+    return gradient
 
 
 class _Divided(torch.autograd.Function):
@@ -243,11 +240,11 @@ def meets_plain(names: str, where: str) -> UnsupportedModelError:
     )
 
 
-def _refused(func: Any, given: Sequence[Any], error: Exception) -> UnsupportedModelError | None:
-    """Make the error of an operator that DTensor refuses on ``given``; None for another kind of error."""
-    name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
-    shapes = [value.shape for value in given if isinstance(value, DTensor)]
-    plain = [value for value in given if isinstance(value, Tensor) and not isinstance(value, DTensor)]
+def _refused(func: Any, leaves: Sequence[Any], error: Exception) -> UnsupportedModelError | None:
+    """Return the error for an operator that DTensor refuses on ``leaves``; None if ``error`` is of another kind."""
+    name = next((v.origin[0] for v in leaves if type(v) is ShardedParameter and v.origin), "a parameter")
+    shapes = [value.shape for value in leaves if isinstance(value, DTensor)]
+    plain = [value for value in leaves if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     if meets_plain_tensor(error) or (isinstance(error, AssertionError) and plain):
         if func._schema.is_mutable or " of " in name or any(value.shape in shapes for value in plain):
             return UnsupportedModelError(f"{name}: a shard meets a plain tensor in {func.__name__}; {_ALIKE}")
@@ -258,7 +255,7 @@ def _refused(func: Any, given: Sequence[Any], error: Exception) -> UnsupportedMo
     return None
 
 
-#: how a plain tensor and a shard meet element by element
+#: the remedy where a plain tensor and a shard meet element by element
 _ALIKE = (
     "cut the other, e.g. a mask, alike, on every rank: distribute_tensor(mask, x.device_mesh, x.placements); copies "
     "and averages of weights begin behind MuonZero"
@@ -277,13 +274,13 @@ def _read_values(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def read(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        parts = [
-            place
-            for dim, place in enumerate(self.placements)
-            if not place.is_replicate() and self.device_mesh.size(dim) > 1
+        divided = [
+            placement
+            for dim, placement in enumerate(self.placements)
+            if not placement.is_replicate() and self.device_mesh.size(dim) > 1
         ]
-        if parts:
-            what = "rows" if parts[0].is_shard() else f"part of a result over the ranks ({parts[0]})"
+        if divided:
+            what = "rows" if divided[0].is_shard() else f"part of a result over the ranks ({divided[0]})"
             raise MuonZeroError(
                 f"{name.strip('_')}() of a sharded tensor: this rank has its own {what}, not the whole; call "
                 f".full_tensor() first, on every rank (compile_muon.parameter_norms(model) gives all norms at once)"
@@ -306,16 +303,16 @@ def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
     state that is no DTensor is returned as it is."""
     if type(state) is not DTensor or not isinstance(param, ShardedParameter) or param.origin is None:
         return state
-    found = _of_class(DTensor(state._local_tensor, state._spec, requires_grad=False))
-    found.origin = f"{name} of {param.origin[0]}", param.origin[1]
-    return cast("Tensor", found)
+    part = _of_class(DTensor(state._local_tensor, state._spec, requires_grad=False))
+    part.origin = f"{name} of {param.origin[0]}", param.origin[1]
+    return cast("Tensor", part)
 
 
 def _tell_of_pickling(tensor: ShardedParameter) -> None:
     """Warn, once per model, that a pickle holds this rank's rows only."""
     mesh = tensor.device_mesh
-    parts = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
-    if tensor.origin is None or max(parts, default=1) == 1 or "pickled" in tensor.origin[1]:
+    shard_counts = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if tensor.origin is None or max(shard_counts, default=1) == 1 or "pickled" in tensor.origin[1]:
         return
     tensor.origin[1].add("pickled")
     warn_user(
@@ -351,10 +348,10 @@ _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 def _shown(view: Any, param: ShardedParameter | None) -> Any:
     if type(view) is not DTensor or param is None:
         return view
-    found: Any = view
-    found.__class__ = _Shown
-    found.shown = weakref.ref(param)
-    return found
+    shown: Any = view
+    shown.__class__ = _Shown
+    shown.shown = weakref.ref(param)
+    return shown
 
 
 def _view_of(result: Any, sources: dict[int, Any]) -> Any:
@@ -383,18 +380,18 @@ def _as_plain(value: Any) -> Any:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _is_whole(given: Sequence[Any]) -> bool:
-    """Return whether no DTensor among ``given`` is sharded."""
-    return not any(place.is_shard() for value in given if isinstance(value, DTensor) for place in value.placements)
+def _is_whole(leaves: Sequence[Any]) -> bool:
+    """Return whether no DTensor among ``leaves`` is sharded."""
+    return not any(p.is_shard() for value in leaves if isinstance(value, DTensor) for p in value.placements)
 
 
-def _is_gradient(given: Sequence[Any]) -> bool:
+def _is_gradient(leaves: Sequence[Any]) -> bool:
     """Return whether an operator of a backward adds a DTensor's part of a gradient to that of plain tensors.
 
     A forward must not mix them: a plain tensor may differ between ranks there.
     """
-    plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in given)
-    return plain and current_backward() >= 0 and _is_whole(given)
+    plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in leaves)
+    return plain and current_backward() >= 0 and _is_whole(leaves)
 
 
 def _memory(tensor: DTensor) -> int:
@@ -407,11 +404,11 @@ def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedModelError: the operator would edit a copy, and the parameter would stay as it is.
     """
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    value_of = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for value in tree_leaves(given.get(argument.name)):
+        for value in tree_leaves(value_of.get(argument.name)):
             if type(value) is ShardedParameter:
                 if value.copy_of is not None:
                     raise UnsupportedModelError(
@@ -423,22 +420,22 @@ def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
                     param.uncounted_edits += 1
 
 
-def _derived(result: Any, given: Sequence[Any], *, views: bool) -> Any:
-    """Return a result of an operator on ``given`` as the view, copy or computed value that it is. ``views``: the
-    operator on plain tensors returns a view."""
+def _derived(result: Any, leaves: Sequence[Any], *, views: bool) -> Any:
+    """Return a result of an operator on ``leaves``, if it is a DTensor, as the view, copy or computed value that it is.
+    ``views``: of plain tensors the operator returns a view."""
     if type(result) is not DTensor:
         return result
     memory = _memory(result)
-    source = next((v for v in given if type(v) is ShardedParameter and _memory(v) == memory), None)
-    found = _of_class(result)
+    source = next((v for v in leaves if type(v) is ShardedParameter and _memory(v) == memory), None)
+    derived = _of_class(result)
     if source is not None:
-        found.shown = weakref.ref(source) if source.shown is None else source.shown
-    known = [v for v in given if type(v) is ShardedParameter]
-    found.origin = next((v.origin for v in known if v.origin and (v is source or v.shape == found.shape)), None)
-    found.averaging = next((v.averaging for v in known if v.averaging), None)
+        derived.shown = weakref.ref(source) if source.shown is None else source.shown
+    inputs = [v for v in leaves if type(v) is ShardedParameter]
+    derived.origin = next((v.origin for v in inputs if v.origin and (v is source or v.shape == derived.shape)), None)
+    derived.averaging = next((v.averaging for v in inputs if v.averaging), None)
     # In backward, autograd accumulates into views, so a copy must stay writable there, except in a user's hook.
-    if views and known and (current_backward() < 0 or _in_hook.get()):
-        copied = known[0].copy_of if source is None else source.copy_of
-        name = known[0].origin[0] if known[0].origin else "a sharded tensor"
-        found.copy_of = copied or (name if source is None else None)
-    return found
+    if views and inputs and (current_backward() < 0 or _in_hook.get()):
+        copied_name = inputs[0].copy_of if source is None else source.copy_of
+        name = inputs[0].origin[0] if inputs[0].origin else "a sharded tensor"
+        derived.copy_of = copied_name or (name if source is None else None)
+    return derived

@@ -1,4 +1,4 @@
-"""Conversions between DTensors and their shards."""
+"""DTensors and their shards: conversions, counts of edits, and attributes that users set."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ E = TypeVar("E")
 class Engine:
     """The working parts of a :class:`~compile_muon.MuonZero`; ``optimizer.engine``.
 
-    The optimizer has parameter groups, state and the calls of users; the engine has the parts that run a step. It lives
-    as long as its optimizer, and its parts stay the same objects.
+    The optimizer has parameter groups, state and the methods that users call; the engine has the parts that run a step.
+    It lives as long as its optimizer, and its parts stay the same objects.
     """
 
     ledger: Ledger  # visits since the last step, and the policy that frames ask
@@ -43,9 +43,9 @@ class Engine:
     mesh: Mesh | None  # None for one process
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
     extensions: Sequence[object]  # each a :class:`~compile_muon.Extension`
-    graph_scalars: Tensor  # ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group
-    compares: bool  # whether there are other ranks to compare with
-    meeting: Ranks | None = None  # shared by all checkpointers: a process group has threads and is never freed
+    graph_scalars: Tensor  # ``[2]`` fp32 on the device: scalars of the parameters outside configured groups
+    compares: bool  # whether other ranks answer; False for one process and in a plan
+    meeting: Ranks | None = None  # one for all checkpointers: its process group has threads and is never freed
 
     @property
     def hooks(self) -> Hooks:

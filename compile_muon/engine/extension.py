@@ -150,12 +150,12 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     providers = [each.state_provider for each in extensions]
     in_steps = [
         each
-        for each, kept in zip(extensions, providers, strict=True)
-        if kept or each.peers or {*own("facts"), *own("after_commit")}
+        for each, provider in zip(extensions, providers, strict=True)
+        if provider or each.peers or {*own("facts"), *own("after_commit")}
     ]
     return Hooks(
         dynamo_passes=tuple(each for extension in extensions for each in extension.dynamo_passes),
-        state_provider=next((kept for kept in providers if kept is not None), StateProvider()),
+        state_provider=next((provider for provider in providers if provider is not None), StateProvider()),
         peers=next((each.peers for each in extensions if each.peers is not None), NormGroup()),
         unrecorded=next((each.unrecorded for each in in_steps if each.unrecorded is not None), None),
         **calls,

@@ -17,9 +17,9 @@ __all__ = ["directions_not_finite"]
 def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tensor]) -> Tensor:
     """Return 1.0 for each direction with an inf or NaN, else 0.0, ``[len(directions)]`` fp32, without waiting.
 
-    Newton-Schulz makes a matrix finite in all entries or in none, on every rank that holds some, so one entry of each
-    matrix suffices. All entries are read where a method computes more, or coefficients may diverge. ``directions``: at
-    least one, each of its spec's ``layout.local_shape``.
+    Newton-Schulz makes all entries of a matrix finite or none, so each rank reads one of those that it holds. It reads
+    all where a method computes more, or coefficients may diverge. ``directions``: at least one, each of its spec's
+    ``layout.local_shape``.
     """
     corners = [_corners(spec, direction) for spec, direction in zip(specs, directions, strict=True)]
     sizes = [0 if parts is None else sum(part.numel() for part in parts) for parts in corners]

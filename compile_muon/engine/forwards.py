@@ -24,8 +24,8 @@ class Forwards(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0  # nested calls
-        # Of each gathered weight that these calls read: name, a tensor without memory that shares its edit count, and
-        # the count at the read.
+        # (name, tensor without memory that shares the edit count, this count at the read) of each gathered weight that
+        # these calls read.
         self.read: list[tuple[str, Tensor, int]] = []
 
     def __reduce__(self) -> Any:
@@ -56,7 +56,7 @@ class Forwards(threading.local):
             return
         read, self.read = self.read, []
         if error[0] is None:
-            written = dict.fromkeys(name for name, counter, before in read if counter._version != before)
+            written = dict.fromkeys(name for name, counter, edits in read if counter._version != edits)
             if written:
                 raise written_in_forward(list(written))
 

@@ -1,7 +1,10 @@
 """One compiled frame: the callables AOTAutograd runs for its forward and backward graphs.
 
-They are boxed callables around generated code. A forward notes the visit and keeps resident weights fresh; a backward
-asks the ledger of each parameter what to do with its gradient, and compiles each lowering at its first use.
+``backend.py`` makes the graphs: Dynamo traces each read of a weight as an ``unshard`` marker, AOTAutograd derives a
+``reduce_grad`` for each gradient, and a partitioner cuts the joint graph in two. A *lowering* replaces the markers of a
+graph by collectives and kernels, and generates code: of a forward at once, of a backward at the first call with a new
+request. A *state input* is a graph input that is the ``state`` of markers: the momentum, or an empty tensor. At run
+time this tensor object carries the :class:`.ShardedParam`, so that equal layers share a graph.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
 
 
 def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
-    """Return the sharded parameters that the state inputs at ``positions`` identify."""
+    """Return the sharded parameters of the state inputs at ``positions``; MuonZeroError for one without."""
     sharded_params = []
     for position in positions:
         sharded = sharded_param_of(args[position])
@@ -101,14 +104,14 @@ def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedPar
 
 
 def _note(half: str, frame: str, sharded_params: Sequence[ShardedParam], details: Sequence[str]) -> None:
-    """Note a visit that met other ranks in the frame log of each optimizer whose parameters it read."""
+    """Log a visit with collectives in the frame log of each optimizer that has some of the parameters."""
     for ledger in dict.fromkeys([sharded.ledger for sharded in sharded_params]):
         names = [sharded.name for sharded in sharded_params if sharded.ledger is ledger]
         ledger.frame_log.note(half, frame, names, details)
 
 
 def _range(options: PassOptions, name: str) -> AbstractContextManager[None]:
-    """Return the profiler range of a visit, which also closes ranges that a raising graph left open."""
+    """Return the profiler range of a visit; its end closes ranges that a raising graph left open."""
     return ranged(name) if options.nvtx else contextlib.nullcontext()
 
 
@@ -117,10 +120,10 @@ def _buckets(options: PassOptions) -> str:
 
 
 class ForwardGraph:
-    """The boxed callable of a forward or inference graph.
+    """The boxed callable of a forward or inference graph: refreshes edited weights, notes the visit, runs the code.
 
-    ``trained``: names of the state inputs whose parameters get gradients from the frame's backward; each forward visit
-    owes them a backward visit. Empty for inference graphs.
+    ``trained``: names of the state inputs of parameters that get gradients from the frame's backward; each forward
+    visit owes them a backward visit. Empty for inference graphs.
     """
 
     _boxed_call = True
@@ -139,11 +142,11 @@ class ForwardGraph:
         self._title = ctx.title
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         unshards = Unshard.all(gm)
-        # In the order of their gathers, which every rank must keep.
+        # Positions of the state inputs of weights, in the order of their gathers, which must be the same on all ranks.
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
-        self._meets = any(marker.spec.layout.gathered for marker in unshards)
+        self._meets = any(marker.spec.layout.gathered for marker in unshards)  # other ranks, in gathers of weights
         self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
-        # Positions of shard, state and resident weight among the inputs, on one rank, where the shard is the whole.
+        # Positions of (shard, state, resident weight) among the inputs, for weights that are whole on this rank.
         self._copies = [
             (placeholders[marker.shard], placeholders[marker.state], placeholders[marker.resident])
             for marker in unshards
@@ -172,13 +175,13 @@ class ForwardGraph:
         names = [sharded.name for sharded in sharded_params]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
             ledgers = dict.fromkeys(sharded.ledger for sharded in sharded_params)
-            for read in ledgers:
-                for before in read.hooks.before_forward:
-                    before(self._groups, [args[i] for i in self._integers])
+            for each_ledger in ledgers:
+                for hook in each_ledger.hooks.before_forward:
+                    hook(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
-            for read in ledgers:
-                read.runs(self._options)
+            for each_ledger in ledgers:
+                each_ledger.runs(self._options)
             for sharded in sharded_params:
                 keep_fresh(sharded)
             for weight, state, resident in self._copies:
@@ -199,7 +202,7 @@ class ForwardGraph:
 
 @dataclass
 class BackwardGraph:
-    """The boxed callable of a backward graph: picks a lowering at call time."""
+    """The boxed callable of a backward graph: asks the ledgers for a request, and runs the lowering for it."""
 
     gm: GraphModule  # with markers; never modified
     inputs: Sequence[Any]
@@ -228,9 +231,9 @@ class BackwardGraph:
         call = current_backward()
         receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
-            sharded.visits.arrive(delivers)  # a graph runs below autograd and could not ask
+            sharded.visits.arrive(delivers)  # for ops in the graph, which runs below autograd and could not ask
         request = self._request(sharded_params, receives, call)
-        # For the frame log: a rank whose ``.grad`` was not dropped as on the others would get another sum.
+        # A rank whose ``.grad`` was kept, where others dropped theirs, gets another sum: the frame log shows it.
         details = [
             f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose
             for sharded, purpose in zip(sharded_params, request.purposes, strict=True)
@@ -248,14 +251,14 @@ class BackwardGraph:
                 sharded_params[index].sums.keep(
                     call, grad.clone() if sharded_params[index].ledger.replays_between else grad
                 )
-        rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
-        for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
+        fingerprints = () if extras.fingerprints is None else extras.fingerprints.unbind()
+        for (index, direction), fingerprint in zip(extras.directions.items(), fingerprints, strict=True):
             sharded = sharded_params[index]
             edits = edits_of(sharded.momentum_buffer)
             output = self.grads[index].output
             assert output is not None  # a direction is made only of a returned gradient
-            gradient = memory_of(results[output])
-            sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches, gradient))
+            where = memory_of(results[output])
+            sharded.speculations.make(Speculation(direction, fingerprint, edits, sharded.rates, sharded.fetches, where))
         for ledger, number in Counter([sharded_params[index].ledger for index in extras.directions]).items():
             ledger.count(speculated=number)
         if sharded_params:
@@ -265,7 +268,7 @@ class BackwardGraph:
         return results[: self._outputs]
 
     def _request(self, sharded_params: Sequence[ShardedParam], receives: Sequence[bool], call: int) -> BackwardRequest:
-        """Ask the ledger of each parameter for a purpose, and bring the purposes to a lowering."""
+        """Ask the ledger of each parameter for its purpose; replace SPECULATE once too many lowerings have it."""
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             if delivers:
                 sharded.begin_backward(call)
@@ -276,24 +279,24 @@ class BackwardGraph:
             sharded.ledger.purpose(sharded, call, receives=delivers, speculates=grad.speculates)
             for sharded, delivers, grad in zip(sharded_params, receives, self.grads, strict=True)
         ]
-        if not any(receives):  # autograd.grad() may return some of them: reduce all
+        if not any(receives):  # autograd.grad() may return some of the gradients: reduce all
             purposes = [Purpose.REDUCE] * len(purposes)
 
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
-            both = list(zip(sharded_params, purposes, strict=True))
+            params_purposes = list(zip(sharded_params, purposes, strict=True))
             return BackwardRequest(
                 purposes=tuple(purposes),
                 unreduced=tuple(
                     [
                         delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
-                        for (a, p), delivers in zip(both, receives, strict=True)
+                        for (a, p), delivers in zip(params_purposes, receives, strict=True)
                     ]
                 ),
-                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in both]),
+                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in params_purposes]),
             )
 
         wanted = request(purposes)
-        speculative = [known for known in self._variants if Purpose.SPECULATE in known.purposes]
+        speculative = [variant for variant in self._variants if Purpose.SPECULATE in variant.purposes]
         if len(speculative) < _MAX_SPECULATING or Purpose.SPECULATE not in purposes or wanted in self._variants:
             return wanted
         return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])

@@ -36,6 +36,6 @@ class Hooks:
     loaded: tuple[Callable[[], None], ...] = ()
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
-    state_provider: StateProvider = field(default_factory=StateProvider)  # the default one keeps all states resident
-    peers: NormGroup = field(default_factory=NormGroup)  # the default ones are none
+    state_provider: StateProvider = field(default_factory=StateProvider)  # by default all states are resident
+    peers: NormGroup = field(default_factory=NormGroup)  # none by default
     unrecorded: str | None = None  # why no step is in a CUDA graph; None if steps may be

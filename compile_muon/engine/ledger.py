@@ -2,12 +2,12 @@
 
 The life of a gradient, from backward to commit:
 
-1. A forward graph that trains the parameter notes that a backward visit is owed (:class:`.Visits`).
+1. A *visit* is one run of a graph that has the parameter. A forward visit owes a backward visit (:class:`.Visits`).
 2. The backward graph asks the ledger for a :class:`~compile_muon.passes.Purpose`. ACCUMULATE (stage 1 between
    micro-batches) keeps the gradient on the rank, unreduced, and hands zeros to autograd. REDUCE averages it over the
    ranks, with the sum kept so far. SPECULATE also makes the Muon direction of what ``.grad`` will be.
-3. Autograd adds the gradient to ``.grad``; hooks of :meth:`.ShardedParam.watch` settle the unreduced sum
-   (:class:`.UnreducedSums`) and discard a direction of another gradient.
+3. Autograd adds the gradient to ``.grad``. Hooks of :meth:`.ShardedParam.watch` then add a kept gradient to the sum
+   (:class:`.UnreducedSums`), or drop a sum that was reduced, and discard a direction of another gradient.
 4. The loop may clip, edit or drop ``.grad``.
 5. ``step()`` reduces a sum that is left over (:mod:`.facts`), compares gradients with directions, checks that all is
    finite (:mod:`.step_checks`), decides (:mod:`.decision`), and makes missing directions (:mod:`.directions`).
@@ -97,11 +97,11 @@ class Ledger:
     hooks: Hooks = field(default_factory=Hooks)
     gathers: tuple[Any, Any] | None = None  # key and gathers of the latest refresh, see :mod:`.resident`
     memory: Any = None  # the optimizer's :class:`~compile_muon.memory.FrameMemory`; None for a copied module
-    left: int = 0  # most bytes that a backward graph frees by its end (``PassContext.left``): room for step graphs
+    left: int = 0  # bytes between the peak of a backward graph and its end, the most of any: room for step graphs
     forwards: Forwards = field(default_factory=Forwards)  # running forwards of the model
     # parameters that are plain and whole at present (``full_parameters``)
     unsharded: set[str] = field(default_factory=set)
-    _expected: int | None = None  # backward calls of a step, going by the last one or the declared number
+    _expected: int | None = None  # backward calls of a step: the declared number or the last step's; None at first
     _warned: set[str] = field(default_factory=set)  # kinds of warnings already given
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Ledger:
         return copied
 
     def phase(self, *, evaluates: bool) -> str:
-        """Return what a forward gathers weights for. ``evaluates``: the forward saves nothing for a backward."""
+        """Return the status of a forward that gathers weights. ``evaluates``: it saves nothing for a backward."""
         # Reentrant activation checkpointing runs blocks without gradients first, while their backward is owed.
         return EVALUATION if evaluates and not self.balance() else TRAINING
 
@@ -138,12 +138,12 @@ class Ledger:
         self.options = options
 
     def compiled(self, left: int = 0) -> None:
-        """Count a lowered and compiled graph, which in backward frees ``left`` bytes by its end."""
+        """Count a lowered and compiled graph; ``left`` as the field, of a backward graph."""
         self.counters.graphs += 1
         self.left = max(self.left, left)
 
     def count(self, traffic: Traffic = NOTHING, *, speculated: int = 0, used: int = 0, in_step: int = 0) -> None:
-        """Add what a graph sent and computed, and directions made in backward, applied, and made in ``step()``."""
+        """Add what a graph or a refresh has sent and computed, and numbers of directions as in :class:`Counters`."""
         counters = self.counters
         counters.speculated += speculated
         counters.used += used
@@ -176,12 +176,12 @@ class Ledger:
         ``call`` numbers the backward call, ``receives`` says whether autograd will add the gradient to ``.grad``, and
         ``speculates`` whether the graph is able to make a direction of it.
         """
-        alone = sharded.visits.backward(call, counts=receives and not self.accumulating)
+        only_visit = sharded.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
             return Purpose.ACCUMULATE if sharded.spec.layout.accumulates else Purpose.REDUCE
         if sharded.spec.layout.accumulates and not self._may_be_last(sharded, self.accumulation_steps or 1):
             return Purpose.ACCUMULATE
-        worthwhile = speculates and alone and self._may_be_last(sharded, self._expected)
+        worthwhile = speculates and only_visit and self._may_be_last(sharded, self._expected)
         return Purpose.SPECULATE if worthwhile and self._speculates(sharded) else Purpose.REDUCE
 
     def keeps(self, sharded: ShardedParam, call: int) -> bool:

@@ -36,14 +36,14 @@ class _Locals(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shards = [param._local_tensor.detach() for param in params]
         # Autograd would mark every output as requiring grad if one input does.
-        ctx.mark_non_differentiable(*[a for a, param in zip(shards, params, strict=True) if not param.requires_grad])
+        ctx.mark_non_differentiable(*[x for x, param in zip(shards, params, strict=True) if not param.requires_grad])
         return tuple(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        place = _Placed.apply if torch.is_grad_enabled() else _placed
+        as_gradient = _Placed.apply if torch.is_grad_enabled() else _placed
         pairs = zip(grads, ctx.params, strict=True)
-        return tuple([None if grad is None else place(grad, param) for grad, param in pairs])
+        return tuple([None if grad is None else as_gradient(grad, param) for grad, param in pairs])
 
 
 def _placed(shard: Tensor, param: DTensor) -> Tensor:

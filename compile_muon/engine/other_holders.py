@@ -103,25 +103,25 @@ def watched() -> WeakSet[Optimizer]:
     optimizers: WeakSet[Optimizer] = WeakSet()
 
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (others := [own for own in tuple(optimizers) if own is not other]):
+        if not (others := [ours for ours in tuple(optimizers) if ours is not other]):
             return
         stepped = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
-        for own in others:
-            _check_apart(other, own, stepped)
+        for ours in others:
+            _check_apart(other, ours, stepped)
 
     register_optimizer_step_pre_hook(before_step)
     return optimizers
 
 
-def _check_apart(other: Optimizer, own: Optimizer, held: set[int]) -> None:
-    """Raise if ``own`` trains one of the parameters ``held`` (by ``id``) that ``other`` steps."""
+def _check_apart(other: Optimizer, ours: Optimizer, stepped: set[int]) -> None:
+    """Raise if ``ours`` trains one of the parameters ``stepped`` (by ``id``), which ``other`` steps."""
     names = [
         name
-        for group in own.param_groups
+        for group in ours.param_groups
         for param, name in zip(group["params"], group["param_names"], strict=True)
-        if id(param) in held
+        if id(param) in stepped
     ]
-    if names and not _wraps(other, own):
+    if names and not _wraps(other, ours):
         raise UnsupportedModelError(
             f"{listed(names)}: {type(other).__name__} steps what MuonZero trains, so that each gradient would be "
             "applied twice; leave the other optimizer out: MuonZero trains matrices by Muon and all else by AdamW "
@@ -129,9 +129,9 @@ def _check_apart(other: Optimizer, own: Optimizer, held: set[int]) -> None:
         )
 
 
-def _wraps(other: Optimizer, own: Optimizer) -> bool:
-    """Return whether ``other`` delegates its step to ``own``: a wrapper, or a container of optimizers."""
-    groups = {id(group) for group in own.param_groups}
+def _wraps(other: Optimizer, ours: Optimizer) -> bool:
+    """Return whether ``other`` delegates its step to ``ours``: a wrapper, or a container of optimizers."""
+    groups = {id(group) for group in ours.param_groups}
     if any(id(group) in groups for group in other.param_groups):
         return True
-    return any(value is own for value in tree_leaves(list(vars(other).values())))
+    return any(value is ours for value in tree_leaves(list(vars(other).values())))

@@ -1,6 +1,6 @@
 """States that owners keep for whole matrices: the owners, and the states as graphs and checkpoints see them.
 
-Owners are assigned once, when a parameter is sharded, so these states never travel.
+The owner of a matrix is the rank that orthogonalizes it, assigned when the parameter is sharded: states never travel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
 
 
 def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
-    """Return by name the owners of matrices whose methods keep states at owners; equal on all ranks."""
+    """Return by name :func:`.assign_owners` of matrices whose methods keep states at owners; equal on all ranks."""
     specs_at_owners = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
     owners = by_parameter(list(specs_at_owners.values()), assign_owners(list(specs_at_owners.values()), costs))
-    return {name: tuple(own) for name, own in zip(specs_at_owners, owners, strict=True)}
+    return {name: tuple(param_owners) for name, param_owners in zip(specs_at_owners, owners, strict=True)}
 
 
 def deal_owners(sharded_params: Sequence[ShardedParam]) -> None:
@@ -55,8 +55,8 @@ def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[
         return []
     method = matrix_method(sharded.spec.muon_settings.method)
     parts = owned(sharded.spec, sharded.owners)
-    columns = [parts_of_state(slots[state.name], state, parts) for state in method.owned]
-    return [state for of_part in zip(*columns, strict=True) for state in of_part]
+    by_state = [parts_of_state(slots[state.name], state, parts) for state in method.owned]
+    return [state for part_states in zip(*by_state, strict=True) for state in part_states]
 
 
 def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
@@ -67,8 +67,8 @@ def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
 def each_matrix(sharded: ShardedParam, state: State, held: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of each matrix that this rank owns, and its part ``[a, b]`` of the state, a view."""
     parts = owned(sharded.spec, sharded.owners)
-    for part, own in zip(parts, parts_of_state(held, state, parts), strict=True):
-        yield from enumerate(own, part.first)
+    for part, matrices in zip(parts, parts_of_state(held, state, parts), strict=True):
+        yield from enumerate(matrices, part.first)
 
 
 def matrices_here(sharded: ShardedParam) -> list[int]:

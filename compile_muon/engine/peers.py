@@ -10,7 +10,7 @@ __all__ = ["NormGroup"]
 
 
 class NormGroup:
-    """The peers of an optimizer: none. A subclass overrides the methods, whose results are equal on all peers."""
+    """The peers of an optimizer; here none. A subclass overrides the methods, whose results are equal on all peers."""
 
     alone = True  # no peers: ``confer`` need not be called
 

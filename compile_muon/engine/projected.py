@@ -35,23 +35,23 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> N
     for sharded, place, sums in own:
         if sums is not None and sharded.spec.cut_in_columns:
             by_param.setdefault(sharded, []).append((place, sums))
-    shared: dict[str, list[Tensor]] = {}  # tensors to sum, by group
+    by_group: dict[str, list[Tensor]] = {}  # tensors to sum, by group
     copies: list[tuple[Tensor, Tensor]] = []
-    for sharded, several in by_param.items():
-        view, summed = sharded.now.muon_settings.view, shared.setdefault(sharded.spec.layout.tensor.group, [])
+    for sharded, numbered_sums in by_param.items():
+        view, summed = sharded.now.muon_settings.view, by_group.setdefault(sharded.spec.layout.tensor.group, [])
         if view is None or view.dim == 0:
-            summed += [sums for _, sums in several]
+            summed += [sums for _, sums in numbered_sums]
             continue
-        # A view that cuts columns gives each rank other matrices, or parts of them: sum over a tensor of all matrices.
-        whole = several[0][1].new_zeros(sharded.now.matrix_count, *several[0][1].shape[1:])
-        for place, sums in several:
+        # A view over columns leaves each rank other matrices, or parts of them: their sums meet by matrix number.
+        all_matrices = numbered_sums[0][1].new_zeros(sharded.now.matrix_count, *numbered_sums[0][1].shape[1:])
+        for place, sums in numbered_sums:
             first = sharded.now.parts[place].first
-            copies.append((sums, whole[first : first + len(sums)].add_(sums)))
-        summed.append(whole)
-    for group, summed in shared.items():
-        joined = torch.cat([x.reshape(-1) for x in summed])
-        dist.all_reduce(joined, group=group_named(group))
-        for x, total in zip(summed, joined.split([x.numel() for x in summed]), strict=True):
+            copies.append((sums, all_matrices[first : first + len(sums)].add_(sums)))
+        summed.append(all_matrices)
+    for group, summed in by_group.items():
+        flat = torch.cat([x.reshape(-1) for x in summed])
+        dist.all_reduce(flat, group=group_named(group))
+        for x, total in zip(summed, flat.split([x.numel() for x in summed]), strict=True):
             x.copy_(total.view(x.shape))
     for sums, total in copies:
         sums.copy_(total)
@@ -60,12 +60,12 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> N
 def exact_weights(
     provide: ProvideStates, sharded_params: Sequence[ShardedParam]
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
-    """Yield each parameter with the weight that a step will write, valid until the next is drawn: the shard, or the
-    master weight that it is rounded from."""
+    """Yield each parameter with the weight that a step will write: the shard, or the master weight that it is rounded
+    from, which is valid until the next one is drawn."""
     yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
     rounded = [sharded for sharded in sharded_params if sharded.spec.master]
-    for own, states in provide(rounded, StateRequest.MASTERS_READ) if rounded else ():
-        yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(own, states, strict=True))
+    for some, states in provide(rounded, StateRequest.MASTERS_READ) if rounded else ():
+        yield from ((sharded, local_tensor(provided[MASTER])) for sharded, provided in zip(some, states, strict=True))
 
 
 def project(
@@ -79,7 +79,7 @@ def project(
         a: ProjectedGrad(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), [])
         for a, grad in grad_of.items()
     }
-    cut = [sharded for sharded in grad_of if sharded.spec.cut_in_columns]
+    col_cut = [sharded for sharded in grad_of if sharded.spec.cut_in_columns]
 
     def write(sharded: ShardedParam, pieces: Sequence[Piece]) -> None:
         hook, projected = _method(sharded).project, projected_of[sharded]
@@ -92,10 +92,10 @@ def project(
         pieces, sums_of = _pieces(trained, sharded, grad_of[sharded], weight), _method(sharded).project_sums
         sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]
         projected_of[sharded] = replace(projected_of[sharded], sums=sums)
-        if sharded not in cut:
+        if sharded not in col_cut:
             write(sharded, pieces)
-    over_whole_rows([(sharded, *numbered) for sharded in cut for numbered in enumerate(projected_of[sharded].sums)])
-    for sharded, weight in exact_weights(trained.provide, cut):
+    over_whole_rows([(sharded, *numbered) for sharded in col_cut for numbered in enumerate(projected_of[sharded].sums)])
+    for sharded, weight in exact_weights(trained.provide, col_cut):
         write(sharded, _pieces(trained, sharded, grad_of[sharded], weight))
     return {sharded.name: projected for sharded, projected in projected_of.items()}
 
@@ -107,11 +107,11 @@ def _method(sharded: ShardedParam) -> MatrixMethod:
 def _pieces(trained: OptimizerState, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
     """Return the pieces for ``project``, without sums."""
     slots, device = trained.optimizer.state[sharded.param], grad.device
-    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
-    grad, weight = (x.to(device, wide).contiguous() for x in (grad, weight))
-    rows = {s.name: local_tensor(slots[s.name]).to(device) for s in _method(sharded).states if s.each == "row"}
+    dtype = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
+    grad, weight = (x.to(device, dtype).contiguous() for x in (grad, weight))
+    row_states = {s.name: local_tensor(slots[s.name]).to(device) for s in _method(sharded).states if s.each == "row"}
     pieces = []
     for part in sharded.now.parts:
-        gradient, kept = part.of(grad), {name: part.of_rows(state) for name, state in rows.items()}
-        pieces.append(Piece(gradient, part.of(weight), gradient, kept, None, {}, part.rows, part.cols))
+        gradient, part_states = part.of(grad), {name: part.of_rows(state) for name, state in row_states.items()}
+        pieces.append(Piece(gradient, part.of(weight), gradient, part_states, None, {}, part.rows, part.cols))
     return pieces

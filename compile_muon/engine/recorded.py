@@ -5,9 +5,9 @@ time, as long as its tensors keep their addresses. Numbers that differ, rates an
 that each step copies to the device, so schedules need no new graph. The first step of a kind is launched outside a
 graph, the second is captured, later ones are replayed.
 
-Loading and in-place edits keep addresses. Another kind of step is one with a state, gradient or direction at another
-address, other gradients, another phase of a method, or another value of a rate that launches take as a number
-(``betas``, AdamW's decay).
+Steps of one kind have the same gradients; states, gradients and directions at the same addresses; the same phases of
+methods; and equal values of rates that launches take as numbers (``betas``, AdamW's decay). Loading and in-place edits
+keep addresses.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Recording:
     launched: StepResult  # written by the graph
     written: list[Tensor]  # parameters, states and resident weights it writes
     resident: list[ShardedParam]  # parameters whose resident weights it gathers
-    reads: list[Tensor]  # references that keep addresses taken
+    reads: list[Tensor]  # kept alive, so that no other tensor gets their addresses
     release: Callable[[], None]  # frees the graph's memory
     used: int = 0  # number of the step that replayed it last
 
@@ -121,7 +121,7 @@ class StepGraphCache:
 
     @staticmethod
     def launched(step: OptimizerState) -> str | None:
-        """Return which phases of methods are never recorded, where other steps are; None if all may be."""
+        """Return in words the phases of methods whose steps are never recorded; None if all steps may be."""
         methods = {method.name: method for group in step.optimizer.param_groups if (method := step.method(group))}
         phases = [(n, m.launched) for n, m in methods.items() if isinstance(m, MatrixMethod) and m.launched]
         return "; ".join(f"{', '.join(map(repr, names))} of method {name!r}" for name, names in phases) or None
@@ -131,8 +131,8 @@ class StepGraphCache:
     ) -> StepResult:
         """Launch or replay a step, and send its results to the host.
 
-        ``checks`` holds the facts of the host. ``used`` holds the directions of backward that the step takes; None if
-        no later step will equal it, which is then launched.
+        ``checks`` holds the facts of the host. ``used`` holds the directions of backward that the step takes; None for
+        a step of a kind that does not recur, which is launched outside a graph.
         """
         for sharded in step.ledger.sharded_params:  # a captured graph cannot wait for work launched outside it
             if sharded.refresh is not None:
@@ -205,8 +205,8 @@ class StepGraphCache:
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         # NCCL's watchdog thread queries events during capture, which the default mode, "global", forbids.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            launched = launch(inputs)
-        return self.recording(step, graph.replay, inputs, values, launched, graph.reset)
+            results = launch(inputs)
+        return self.recording(step, graph.replay, inputs, values, results, graph.reset)
 
     @staticmethod
     def recording(
@@ -253,15 +253,15 @@ class StepGraphCache:
                 local_grad = local_tensor(grad)
                 kind += (address(local_grad), local_grad.dtype, local_grad.stride())
             kind += (sharded.text, sharded.entered, *[address(local_tensor(tensor)) for tensor in tensors])
-            if (made := used.get(sharded.name)) is not None:
-                kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
+            if (taken := used.get(sharded.name)) is not None:
+                kind += (address(taken.direction), taken.direction.stride(), address(taken.fingerprint))
             if sharded.resident is not None:
                 kind.append(address(sharded.resident))
         return tuple(kind)
 
 
 def _must_be_launched(step: OptimizerState) -> bool:
-    """Return whether the step's phase has a method that waits for the host."""
+    """Return whether a method waits for the host in the phase of this step, which no graph can hold then."""
     for group in step.optimizer.param_groups:
         method = step.method(group)
         if isinstance(method, MatrixMethod) and method.launched and group["params"]:
@@ -278,8 +278,8 @@ def _moving(method: Method) -> tuple[str, ...]:
 
 
 def _device_rates(method: Method) -> tuple[str, ...]:
-    """Return the rates that no launch holds as a number: :func:`_moving`, and tensors in ``graph_scalars`` that no
-    write reads as numbers."""
+    """Return the rates that may differ within a kind: :func:`_moving` and those in ``graph_scalars``, of these only
+    ``step`` if the method has writes of its own, which read the others as numbers."""
     if not isinstance(method, MatrixMethod):
         return _moving(method)
     writes = method.after or method.advance or method.finish

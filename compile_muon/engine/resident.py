@@ -4,9 +4,9 @@ A refresh starts in ``step()``, where every rank is, and is waited for at the re
 weight by weight, while later ones are arriving. A rank that reads a weight alone (rank 0 evaluates, say) waits for a
 refresh that all ranks have started.
 
-A refresh sends each rank's rows in the compute dtype by an all-gather over the shard axis, or an all-to-all where
-``Layout.pairwise``; with master weights cut over replicas (HFSDP) after a gather of slices over the other axis. Small
-weights share a bucket; a large one goes straight into its resident memory.
+A refresh sends each rank's rows in the compute dtype by all-gathers, or all-to-alls where ``Layout.pairwise``: pieces
+over ``replicate`` into slices, where replicas cut the master weights (HFSDP); then, at stages 1 and 2, slices over
+``shard`` into whole weights. Small weights share a bucket; a large one goes straight into its resident memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = [
 
 _BUCKET_BYTES = PassOptions.bucket_bytes
 
-# A weight of at least this size is gathered alone, straight to its resident memory, with no buffer held until its read.
-# From a mebibyte on, another collective costs the host nothing more (see ``passes.lowering.buckets``). A shared bucket
-# costs a copy, so a weight is alone if sending it takes at least this part of the time to start a gather.
+# A weight is gathered alone, straight to its resident memory, with no buffer held until its read and no copy, if it has
+# at least a mebibyte (from which on another collective costs the host nothing more, see ``passes.lowering.buckets``),
+# and if sending it takes at least this part of the time to start a gather.
 _ALONE_BYTES = 2**20
 _ALONE_STARTS = 0.25
 
@@ -70,9 +70,9 @@ class Gather:
     sharded_params: tuple[ShardedParam, ...]
     specs: tuple[ParamSpec, ...]
     alone: bool  # one weight, straight to its resident memory: all ranks have equal parts, in order
-    axis: Axis  # of its ranks; where there are two gathers, of the second
+    axis: Axis  # over which it gathers; over which the second does, where there are two
     widths: tuple[int, ...]  # elements of each parameter that a rank sends
-    sent: Traffic  # traffic of this rank
+    sent: Traffic  # by this rank, in both if there are two
 
     @classmethod
     def of(cls, sharded_params: Sequence[ShardedParam]) -> Gather:
@@ -86,10 +86,10 @@ class Gather:
 def gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
     """Return the gathers that refresh ``sharded_params``, in order."""
     # From facts that are equal on all ranks: the order of collectives must be.
-    place = {sharded: number for number, sharded in enumerate(sharded_params) if sharded.resident is not None}
-    alone = {sharded for sharded in place if _gathered_alone(sharded)}
-    shared = buckets([sharded for sharded in place if sharded not in alone], lambda spec: spec.compute_dtype)
-    ordered_buckets = sorted([*([sharded] for sharded in alone), *shared], key=lambda bucket: place[bucket[0]])
+    position = {sharded: number for number, sharded in enumerate(sharded_params) if sharded.resident is not None}
+    alone = {sharded for sharded in position if _gathered_alone(sharded)}
+    shared = buckets([sharded for sharded in position if sharded not in alone], lambda spec: spec.compute_dtype)
+    ordered_buckets = sorted([*([sharded] for sharded in alone), *shared], key=lambda bucket: position[bucket[0]])
     return [Gather.of(bucket) for bucket in ordered_buckets]
 
 
@@ -121,8 +121,8 @@ def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
 
 
 def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the bucket that this rank sends in the last gather. ``pieces``: its rows of each parameter. Where that
-    gather is the second of two, do the first here and wait for it; collective then."""
+    """Return the bucket that this rank sends in the last gather. ``pieces``: its rows of each parameter. Of two gathers
+    the first runs here, and is waited for; collective then."""
     layout, dtype = gather.specs[0].layout, decode_dtype(gather.specs[0].compute_dtype)
     if layout.cut_twice and layout.replicated_weight:
         pieces = gather_slices(pieces, gather.specs, dtype, Category.REFRESH)
@@ -189,8 +189,7 @@ class Refresh:
 
 
 def _own_rows(sharded: ShardedParam, resident: Tensor) -> slice:
-    """Return the rows of ``resident`` that are the memory of the shard, which may have been edited since it was
-    sent."""
+    """Return the rows of ``resident`` that are the shard's memory, which may have been edited since it was sent."""
     local, layout = sharded.local, sharded.spec.layout
     if not local.numel() or local.dtype is not resident.dtype:
         return slice(0, 0)
@@ -198,8 +197,8 @@ def _own_rows(sharded: ShardedParam, resident: Tensor) -> slice:
         first = 0 if layout.replicated_weight else layout.shard_rows(layout.shard.index)[0]
         return slice(layout.local_rows.start - first, layout.local_rows.stop - first)
     row = layout.row_numel * resident.element_size()
-    first, rest = divmod(local.data_ptr() - resident.data_ptr(), row)
-    inside = not rest and 0 <= first < len(resident)
+    first, remainder = divmod(local.data_ptr() - resident.data_ptr(), row)
+    inside = not remainder and 0 <= first < len(resident)
     return slice(first, first + len(local)) if inside else slice(0, 0)
 
 
@@ -230,8 +229,8 @@ def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
 
 def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Traffic:
     """Return the traffic of one gather over ``axis``."""
-    sent = sum(widths) * dtype.itemsize * (axis.size - 1)
-    return Traffic(sent, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, sent),))
+    nbytes = sum(widths) * dtype.itemsize * (axis.size - 1)
+    return Traffic(nbytes, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, nbytes),))
 
 
 def start_refresh_by_owner(sharded_params: Sequence[ShardedParam]) -> None:
@@ -256,9 +255,9 @@ def _compare_edits(sharded_params: Sequence[ShardedParam], group: dist.ProcessGr
     """Raise if ranks have edited weights a different number of times: a rank that reads alone would get the rows of a
     later edit."""
     edits = {a.name: edits_of(a.param) - a.refreshed_at for a in sharded_params if a.resident is not None}
-    if found := compare(edits, group):
-        first, counts = next(iter(found.items()))
+    if differing := compare(edits, group):
+        first, counts = next(iter(differing.items()))
         raise LedgerError(
-            f"{listed([*found])}: ranks read the weight after different numbers of edits ({by_rank(counts)} of "
+            f"{listed([*differing])}: ranks read the weight after different numbers of edits ({by_rank(counts)} of "
             f"{first}); edit on every rank alike, and read, evaluate or train on all of them before the next edit"
         )

@@ -1,18 +1,17 @@
 """One sharded parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient.
 
-Tensors of a sharded parameter, and who may write each:
+Tensors of a sharded parameter, and the writers of each. S: the shape of this rank's piece, ``layout.local_shape``:
 
-local             master shard: ``step()``, and users between steps, whose edits :func:`.edits_of` counts
-resident          weight in compute dtype, whole or a slice: a refresh alone. Where compute and master dtype are the
-                  same, ``local`` is a view of its rows
-momentum          like ``local``, or empty: ``step()``, and ``OptimizerState.own_momenta`` with a state that users
-                  loaded
+local             S, master dtype, the shard. Writers: ``step()``; users between steps (:func:`.edits_of` counts edits)
+resident          the weight in compute dtype, whole or a slice. Writers: refreshes. Where compute and master dtype
+                  are the same, ``local`` is a view of its rows
+momentum          S, state dtype, or empty. Writers: ``step()``; ``own_momenta``, for a state that users loaded
 momentum_buffer   the memory of ``momentum``, as ``optimizer.state`` has it
-graph_scalars     scalars: ``OptimizerState.sync_momentum``
-grad              gradient of the shard: autograd, users, and the engine where it reduces or clips
-sums.delivered    gradient of the whole weight, unreduced (stage 1): backward of a micro-batch
-speculations      direction like ``local``: made by a backward graph, read by ``step()``
-accumulated       the memory of ``grad`` where CUDA graphs replay: ``keep_gradient``
+graph_scalars     fp32 scalars. Writer: ``OptimizerState.sync_momentum``
+grad              S, the averaged gradient. Writers: autograd; users; the engine where it reduces or clips
+sums.delivered    ``layout.shape``, this rank's unreduced gradient (stage 1). Writers: backwards of micro-batches
+speculations      S, a direction. Writers: backward graphs; ``step()`` reads it
+accumulated       S, the memory of ``grad`` where CUDA graphs replay. Writer: ``keep_gradient``
 """
 
 from __future__ import annotations
@@ -58,32 +57,32 @@ class ShardedParam:
     name: str  # qualified name in the model
     param: nn.Parameter  # the parameter users see: a DTensor where sharded
     spec: ParamSpec  # static facts; ``text`` is their encoding in markers
-    # Identifies the parameter to graphs: every marker takes it. Empty for AdamW, and where the momentum is offloaded.
+    # The ``state`` of markers, by which graphs find this object. Empty for AdamW, and where the momentum is offloaded.
     momentum: Tensor
-    # fp32 ``(1 - momentum, momentum)`` and the rates the method is given; one tensor for all parameters that share them
+    # fp32 ``(1 - momentum, momentum)``, then the method's ``graph_rates``; one tensor for all parameters that share it
     graph_scalars: Tensor
-    resident: Tensor | None  # ``Layout.resident`` of the weight: all of it (stages 1 and 2), this rank's slice, or None
+    resident: Tensor | None  # the whole weight (stages 1 and 2), this rank's slice (stage 3 with HFSDP), or None
     ledger: Any  # the :class:`~compile_muon.engine.ledger.Ledger`, which imports this module
     group: dist.ProcessGroup | None = None  # all ranks of the optimizer; None for one process
-    # Mesh, placements and shape of the DTensor that the module reads; None where it reads a plain tensor.
+    # Mesh, placements and whole shape of the DTensor that the model had and still reads; None for a plain tensor.
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
     text: str = ""
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
-    rates: tuple[float, ...] = ()  # values of ``graph_scalars`` behind its first number
-    owners: tuple[int, ...] = ()  # owner of each share of its matrices, where the method keeps states at owners
-    fetches: int = 0  # how often graphs fetched the offloaded momentum
+    rates: tuple[float, ...] = ()  # numbers in ``graph_scalars[1:]``
+    owners: tuple[int, ...] = ()  # owner of each ``exchange.shares.Share``, where the method keeps states at owners
+    fetches: int = 0  # fetches of the offloaded momentum so far: the number of the latest
     refreshed_at: int = -1  # ``edits_of(param)`` at the latest refresh, finished or running
     refresh: Refreshing | None = None  # the running refresh
     accumulated: Tensor | None = None  # gradient buffer of micro-batches outside the memory of CUDA graphs
-    entered: tuple[Any, bool] | None = None  # phase and ``joined`` that ``now`` was made for
+    entered: tuple[Any, bool] | None = None  # arguments of :meth:`enter` that made ``now``
     # Names of attributes users set on the parameter, as of the latest read outside frames; frames copy them to reads.
     tags: tuple[str, ...] = ()
     # A tensor object of its own: users save it, and the holder attached to ``momentum`` must not be saved with it.
     momentum_buffer: Tensor = field(init=False)
-    now: ParamSpec = field(init=False)  # ``spec`` in the current step, for methods with several graphs
-    _watched: bool = False
+    now: ParamSpec = field(init=False)  # ``spec`` as this step's graph has it: with its phase and owners
+    _watched: bool = False  # whether :meth:`watch` has registered its hooks
     _holders: int = 0  # references to the storage of ``accumulated`` when it was made
 
     def __post_init__(self) -> None:
@@ -144,7 +143,7 @@ class ShardedParam:
             self._hold_momentum()
 
     def _hold_momentum(self) -> None:
-        """Attach this holder to :attr:`momentum`, and make :attr:`momentum_buffer` of the same memory."""
+        """Attach this object to :attr:`momentum` as its holder, and make :attr:`momentum_buffer` of the same memory."""
         is_resident = self.spec.muon is None or self.spec.muon.resident_momentum
         buffer = part_of(self.param, "momentum_buffer", like_parameter(self.param, self.momentum.detach()))
         self.momentum_buffer = buffer if is_resident else self.momentum
@@ -164,7 +163,7 @@ class ShardedParam:
         self.owners = owners
 
     def enter(self, phase: Any, *, joined: bool) -> None:
-        """Choose the graph of the next step (``phase`` and ``joined`` of :class:`~.passes.methods.MatrixMethod`)."""
+        """Choose the graph of the next step by ``phase`` and ``joined`` of :class:`~.passes.methods.MatrixMethod`."""
         if self.entered != (phase, joined):
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
@@ -210,8 +209,8 @@ class ShardedParam:
         return receiving([self])[0]
 
     def await_refresh(self, read: Tensor | None = None) -> None:
-        """Wait for the latest :func:`~.resident.start_refresh`. ``read``, the resident weight or a copy of it that a
-        graph reads, is then up to date too."""
+        """Wait for the running refresh. ``read``: the resident weight or, where Inductor copied it at the start of the
+        graph, this copy, which then gets the refreshed weight."""
         if self.refresh is not None:
             self.refresh.finish()
         if read is not None and self.resident is not None and read.data_ptr() != self.resident.data_ptr():
@@ -241,7 +240,7 @@ class ShardedParam:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Return the context in which an eager backward reduces: counts the visit, its traffic and status."""
+        """Return the context in which an eager backward reduces: sets the status, counts traffic, logs the visit."""
         self.visits.eager = True
         detail = "reduce" if self.grad is None else "reduce and add to .grad"
         with self.ledger.status.at("an eager backward", "", [self.name]):
@@ -263,8 +262,8 @@ class ShardedParam:
         checks that are read in the next step, or CUDA graphs whose replay would overwrite it."""
         if self._watched or not self.param.requires_grad:
             return
-        later = self.ledger.checks_later and self.spec.muon is not None
-        if not (self.spec.layout.accumulates or later or self.ledger.replays_between):
+        compares = self.ledger.checks_later and self.spec.muon is not None
+        if not (self.spec.layout.accumulates or compares or self.ledger.replays_between):
             return
         self._watched = True
         reference = weakref.ref(self)  # hooks live as long as the parameter, which this object holds
@@ -282,13 +281,13 @@ class ShardedParam:
                 sharded.keep_gradient()
                 sharded.sums.deliver(current_backward(), sharded.grad)
 
-        if self.spec.layout.accumulates or later:
+        if self.spec.layout.accumulates or compares:
             Tensor.register_hook(self.param, arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
 
     def compare(self, grad: Tensor | None) -> None:
-        """Discard the direction unless ``grad``, which autograd adds to ``.grad``, is the very tensor that its graph
-        returned. Several visits of a backward, a penalty, a hook or another backward make another tensor."""
+        """Discard the direction unless ``grad``, which autograd adds to ``.grad``, is in the memory that the graph
+        returned, without edits. Several visits of a backward, a penalty, a hook or another backward change that."""
         speculation = self.speculations.current
         if speculation is not None and (grad is None or speculation.gradient != memory_of(local_tensor(grad))):
             self.ledger.discarded([self], "edited")

@@ -26,14 +26,14 @@ class Speculation(NamedTuple):
 
     direction: Tensor  # like the shard, in the dtype of Newton-Schulz
     fingerprint: Tensor  # int64, of the gradient (``compile_muon.passes.fingerprint``)
-    edits: int  # of the momentum
+    edits: int  # :func:`.edits_of` the momentum
     rates: tuple[float, ...]  # :attr:`.ShardedParam.rates`
-    fetches: int = 0  # of an offloaded momentum
+    fetches: int = 0  # number of the fetch, of an offloaded momentum
     gradient: tuple[int, int] | None = None  # :func:`memory_of` the gradient that the graph returned
 
 
 def memory_of(gradient: Tensor) -> tuple[int, int]:
-    """Return the address of a plain tensor and its edits: autograd adds gradients up elsewhere, or in place."""
+    """Return the address and edits of a plain tensor; autograd sums gradients at another address, or in place."""
     return gradient.data_ptr() if has_memory(gradient) else 0, edits_of(gradient)
 
 
@@ -69,8 +69,8 @@ class Speculations:
         return True
 
     def note_norm(self, *, under_limit: bool) -> None:
-        """Note whether a step's gradient norm was under the limit. Speculation stopped by clipping resumes after some
-        that were."""
+        """Note whether a step's gradient norm was under the limit. Speculation that clipping has stopped resumes after
+        ``PATIENCE`` of these steps in a row."""
         self.kept_in_a_row = self.kept_in_a_row + 1 if under_limit else 0
         if self.stopped == "clipped" and self.kept_in_a_row >= PATIENCE:
             self.stopped, self.discarded_in_a_row = None, 0

@@ -38,8 +38,8 @@ class StateRequest(Enum):
 
 
 _Bucketwise: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
-#: ``(parameters, request)`` -> some of the parameters at a time, each with its states, to which writes are kept. A
-#: momentum that the provider has moved already is not among them.
+#: ``(parameters, request)`` -> some of the parameters at a time, and the states of each, to which writes are kept. A
+#: momentum that its fetch has moved is not among them.
 ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], _Bucketwise]"
 
 
@@ -57,10 +57,10 @@ class StateProvider:
         ``owners``: of matrices with states at owners."""
 
     def keep_master(self, name: str, master: Tensor) -> None:
-        """Begin with this master weight: this rank's part of the parameter before rounding."""
+        """Take the initial master weight of a parameter: this rank's part of it before rounding."""
 
     def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum to ``out``, for a direction of ``grad``."""
+        """Write the momentum to ``out``, for a direction of ``grad``; a subclass may move its own copy toward it."""
         raise LedgerError(f"{sharded.name}: its momentum is kept by the optimizer of the model that this is a copy of")
 
     def provide(
@@ -69,23 +69,23 @@ class StateProvider:
         """Yield the states of these parameters, some parameters at a time, for step number ``step``; writes to them are
         kept.
 
-        Parameters whose step the host computes have ``GRADIENT``, and ``WEIGHT`` if they have no master weight, among
-        the states, all in host memory; in a skipped step they are not provided. States of one parameter that exceed a
-        buffer come by rows, for elementwise methods, with ``ROWS`` and ``GRADIENT`` of the same rows. A block that
-        receives master weights to write also writes the parameters, which are restored if the step fails.
+        Where the host computes the step of a parameter, the states are in host memory, with ``GRADIENT``, and
+        ``WEIGHT`` if there is no master weight; in a skipped step they are not provided. Where states of one parameter
+        exceed a buffer (elementwise methods), they come by rows, with ``ROWS`` and ``GRADIENT`` of the same rows. The
+        caller may write the parameters with the masters that it gets; they are restored if the step fails.
         """
         yield from ()
 
     def writing(
         self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Return the context of all writes of a step to states: on every rank all of them are kept, or none. Gradients
-        are final.
+        """Return the context of all writes of a step to states, with final gradients: on every rank all of them are
+        kept, or none.
 
         It yields a function to call ahead of collectives, which raises on all ranks if a disk has failed on any.
-        ``fetches``: the fetch of each momentum that the used direction was made of; a momentum that its fetch moved
-        toward the gradient is kept as moved, and not provided. ``found_inf``: 1.0 on the device for a step that writes
-        nothing; None if it does.
+        ``fetches``: by parameter, the number of the fetch that the used direction was made of. If this fetch moved the
+        momentum toward the gradient, the moved copy is kept, and not provided. ``found_inf``: 1.0 on the device for a
+        step that writes nothing; None if it does.
         """
         return nullcontext(lambda: None)
 

@@ -32,12 +32,12 @@ def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | N
     param = sharded.param
     if not isinstance(param, DTensor):
         return own
-    last, shape = param.ndim, param.shape
+    shared_dims, shape = param.ndim, param.shape
     if each == "row":
         shape = row_state_shape(sharded.spec, shape, own.shape[-1])
-        last = len(shape) - 1
+        shared_dims = len(shape) - 1
     # Ranks that hold other columns of the same rows hold the same row states.
-    placements = [Replicate() if isinstance(p, Shard) and p.dim >= last else p for p in param.placements]
+    placements = [Replicate() if isinstance(p, Shard) and p.dim >= shared_dims else p for p in param.placements]
     return DTensor.from_local(
         own, mesh or param.device_mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(tuple(shape))
     )
@@ -51,18 +51,18 @@ def new_graph_scalars(method: Method, device: torch.device) -> Tensor:
 
 
 def new_state(sharded: ShardedParam, state: State) -> Tensor:
-    """Return zeros for a state: a DTensor where the parameter is one and the state has its cut, else a plain tensor."""
+    """Return zeros for a state: a DTensor where it is sharded as the parameter is, else a plain tensor."""
     local = sharded.local.detach()
-    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
+    owner_dtype = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
     if state.at_owner:
         shape = state_shape(sharded.spec, state, owned(sharded.spec, sharded.owners))
-        return local.new_zeros(shape, dtype=wide)
+        return local.new_zeros(shape, dtype=owner_dtype)
     if state.each == "parameter":
         # torch's fused AdamW counts steps on the GPU.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")
-    own = local.shape
+    size = local.shape
     if state.each == "row":
         view = sharded.spec.muon_settings.view
-        own = row_state_shape(sharded.spec, own, view.count if view is not None and view.dim == 1 else 1)
-    zeros = local.new_zeros(own, dtype=decode_dtype(sharded.spec.state_dtype))  # in plans, fake
+        size = row_state_shape(sharded.spec, size, view.count if view is not None and view.dim == 1 else 1)
+    zeros = local.new_zeros(size, dtype=decode_dtype(sharded.spec.state_dtype))  # in plans, fake
     return part_of(sharded.param, state.name, as_state(sharded, zeros, state.each))

@@ -16,19 +16,19 @@ __all__ = ["UnreducedSums"]
 class UnreducedSums:
     """This rank's summand of one parameter's gradient, of the whole weight's shape, in master dtype.
 
-    A backward that raises delivers nothing and takes nothing: its gradient joins the sum, and a reduced sum is dropped,
-    only after autograd has written ``.grad``. Everything is dropped with ``.grad``.
+    The sum changes only after autograd has written ``.grad`` (zeros between micro-batches): then the gradients kept in
+    that backward call join it, or it is dropped if the call reduced it. A backward that raises therefore changes no
+    sum. Everything is dropped with ``.grad``.
     """
 
     delivered: Tensor | None = None  # the sum that belongs to ``.grad``
     kept: dict[int, Tensor] = field(default_factory=dict)  # gradients not delivered yet, by backward call
-    taken_by: int | None = None  # the backward call whose graph reduced ``delivered``
+    taken_by: int | None = None  # the backward call whose graph reduces ``delivered``
     current: int = -1  # the latest backward call
     grad: tuple[int, int] = (0, 0)  # id and edits of ``.grad`` when autograd wrote it
 
     def begin(self, call: int, grad: Tensor | None, name: str) -> None:
-        """Note that a gradient arrives in backward call ``call``; LedgerError if ``.grad``, zero between micro-batches,
-        was edited."""
+        """Note that a gradient arrives in backward call ``call``; LedgerError if ``.grad`` was edited before."""
         if self.current == call:  # autograd writes .grad after the last visit of a call, so look at the first only
             return
         self.current = call

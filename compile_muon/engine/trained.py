@@ -68,8 +68,8 @@ class OptimizerState:
         self.create_state()
 
     def _know(self, sharded_params: Sequence[ShardedParam]) -> None:
-        """Add parameters; set ``sharded_params``, ``muon`` (matrices), ``rest`` and ``summed`` (matrices whose methods
-        sum facts)."""
+        """Add parameters to ``sharded_params``, ``muon`` (matrices), ``rest`` (others) and ``summed`` (matrices whose
+        methods sum facts)."""
         members = {*self.sharded_params.values(), *sharded_params}
         # In the order of the model, equal on all ranks, with a gradient or without: collectives run over these lists.
         trained = [sharded for sharded in self.ledger.sharded_params if sharded in members]
@@ -124,27 +124,27 @@ class OptimizerState:
         return names
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
-        """Return the values of each tensor of graph scalars as ``groups`` (in place of ``param_groups``) have them,
-        with the parameters that share it. ConfigError if sharing groups differ."""
-        shared: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
+        """Return for each tensor of graph scalars its rates by ``groups``, which stand for ``param_groups``, and the
+        parameters that share it; groups without their momentum are left out. ConfigError if those that share differ."""
+        groups_of: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
         methods: dict[int, MatrixMethod] = {}
         for actual, group in zip(self.optimizer.param_groups, groups, strict=True):
             method = self.method(actual)
             if isinstance(method, MatrixMethod) and actual["params"] and method.keeps_momentum <= ("momentum" in group):
                 sharded_params = [self.sharded_params[param] for param in actual["params"]]
-                shared.setdefault(id(sharded_params[0].graph_scalars), []).append((group, sharded_params))
+                groups_of.setdefault(id(sharded_params[0].graph_scalars), []).append((group, sharded_params))
                 methods[id(sharded_params[0].graph_scalars)] = method
-        pairs = []
-        for graph_scalars, sharing in shared.items():
+        results = []
+        for graph_scalars, sharers in groups_of.items():
             rates = []
             for name in ("momentum", *methods[graph_scalars].graph_rates):
-                values = {float(group.get(name, 0.0)) + (name == STEP.name) for group, _ in sharing}
+                values = {float(group.get(name, 0.0)) + (name == STEP.name) for group, _ in sharers}
                 if len(values) > 1:
-                    names = listed([group["name"] for group, _ in sharing])
+                    names = listed([group["name"] for group, _ in sharers])
                     raise config_error(name, values, f"differs between {names}", "give all of them the same")
                 rates.append(values.pop())
-            pairs.append((tuple(rates), [sharded for _, sharded_params in sharing for sharded in sharded_params]))
-        return pairs
+            results.append((tuple(rates), [sharded for _, sharded_params in sharers for sharded in sharded_params]))
+        return results
 
     def sync_momentum(self) -> None:
         """Write the rates of ``param_groups``, which schedulers change, to the tensors of graph scalars, and choose the
@@ -159,16 +159,16 @@ class OptimizerState:
         for group in self.optimizer.param_groups:
             method = self.method(group)
             if isinstance(method, MatrixMethod) and method.in_step:
-                now = {rate.name: group[rate.name] for rate in method.rates}
-                now |= {STEP.name: now[STEP.name] + 1} if method.has(STEP.name) else {}
-                phase = None if method.phase is None else method.phase(now)
-                joined = method.joined is not None and bool(method.joined(now))
+                group_rates = {rate.name: group[rate.name] for rate in method.rates}
+                group_rates |= {STEP.name: group_rates[STEP.name] + 1} if method.has(STEP.name) else {}
+                phase = None if method.phase is None else method.phase(group_rates)
+                joined = method.joined is not None and bool(method.joined(group_rates))
                 for param in group["params"]:
                     self.sharded_params[param].enter(phase, joined=joined)
 
     def count_step(self, steps: int = 1) -> None:
-        """Add ``steps`` to the step number of groups whose methods ask for it; -1 takes a step back until it is known
-        to be written."""
+        """Add ``steps`` to the step number of groups whose methods have one; -1 takes back a step that is not known to
+        be written."""
         for group in self.optimizer.param_groups:
             if self.method(group).has(STEP.name):
                 group[STEP.name] += steps
@@ -190,11 +190,11 @@ class OptimizerState:
             else:
                 sharded.momentum.copy_(local_tensor(user_state))
             slots["momentum_buffer"] = sharded.momentum_buffer
-        for sharded, tensors in self._further.items():
+        for sharded, own_tensors in self._further.items():
             slots = self.optimizer.state[sharded.param]
             for name, user_state in {**slots}.items():
-                if name in tensors and user_state is not tensors[name]:
-                    local_tensor(tensors[name]).copy_(local_tensor(user_state))
-                    slots[name] = tensors[name]
+                if name in own_tensors and user_state is not own_tensors[name]:
+                    local_tensor(own_tensors[name]).copy_(local_tensor(user_state))
+                    slots[name] = own_tensors[name]
         if any(not names <= self.optimizer.state[param].keys() for param, names in self._states.items()):
             self.create_state()

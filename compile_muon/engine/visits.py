@@ -12,7 +12,7 @@ class Visits:
     """Counts of forward and backward visits of the frames that read one parameter.
 
     A frame has a backward exactly if AOTAutograd partitioned its joint graph; each of its forwards then owes a
-    backward. Only policy (when a speculation pays) depends on the counts, never a number.
+    backward. The counts decide whether a backward speculates, which changes the time of a step and no result.
     """
 
     owed: int = 0  # backward visits owed
@@ -23,7 +23,7 @@ class Visits:
     usual: int = 0  # visits of the call before; 0 at first
     compiled: bool = False  # whether a graph has ever reduced a gradient
     eager: bool = False  # whether eager code has ever reduced one
-    delivers: bool = False  # whether the backward of the latest visit adds to ``.grad``
+    delivers: bool = False  # whether autograd adds the gradient of the latest visit to ``.grad``
 
     def forward(self) -> None:
         """Note that a partitioned frame that trains the parameter ran forward."""
@@ -32,8 +32,8 @@ class Visits:
     def backward(self, call: int, *, counts: bool, compiled: bool = True) -> bool:
         """Note a backward visit of a graph (``compiled``) or of eager code, in backward call ``call``.
 
-        ``counts``: the call delivers a gradient as one of the step's micro-batches. Return whether the visit is likely
-        to be the only one of its call, going by the call before: autograd sums several before it writes ``.grad``.
+        ``counts``: the call delivers a gradient as one of the step's micro-batches. Return whether this is the call's
+        first visit and the call before had one at most: of several visits, autograd adds only the sum to ``.grad``.
         """
         if call != self.current:
             self.current, self.usual, self.in_call = call, self.in_call, 0
@@ -45,7 +45,7 @@ class Visits:
         return self.in_call == 1 and self.usual <= 1
 
     def arrive(self, delivers: bool) -> None:
-        """Note that a backward visit begins."""
+        """Note :attr:`delivers` at the beginning of a backward visit."""
         self.delivers = delivers
 
     def drop(self) -> None:

@@ -32,7 +32,7 @@ def compile_writes(trained: OptimizerState) -> None:
 def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterator[Launch]:
     """Yield a launch on ``device`` of each kernel that ``commit_weights`` may start.
 
-    Each has an aligned and an unaligned variant, since the address of a direction depends on its exchange.
+    Each comes for aligned and for unaligned memory, since the address of a direction depends on its exchange.
     """
     from compile_muon.kernels.gpu.launch import noting
 
@@ -43,9 +43,9 @@ def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterato
         if not sharded_params or matrices is None or not matrices.plain:
             continue
         moved = matrices.joint and trained.state_provider.all_resident
-        on_device: tuple[float | Tensor, ...] = torch.empty(3, dtype=torch.float64, device="meta").unbind()
+        device_rates: tuple[float | Tensor, ...] = torch.empty(3, dtype=torch.float64, device="meta").unbind()
         # CUDA graphs read rates from tensors.
-        for rates in [on_device] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), on_device]:
+        for rates in [device_rates] if isinstance(group["lr"], Tensor) else [(0.0, 0.0, 0.0), device_rates]:
             with noting(device) as launches:
                 _write(sharded_params, *rates, moved=moved, later=trained.ledger.checks_later)
             for launch in launches:
@@ -54,7 +54,7 @@ def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterato
 
 
 def _write(
-    own: Sequence[ShardedParam],
+    matrices: Sequence[ShardedParam],
     lr: float | Tensor,
     weight_decay: float | Tensor,
     weight: float | Tensor,
@@ -62,15 +62,15 @@ def _write(
     moved: bool,
     later: bool,
 ) -> None:
-    """Write as ``commit_weights`` does on CUDA, with meta tensors."""
+    """Write meta tensors as ``commit_weights`` does on CUDA: momenta too if ``moved``, ``found_inf`` if ``later``."""
 
     def like(sharded: ShardedParam, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(sharded.local, dtype=dtype, device="meta")
 
-    weights = [like(a, decode_dtype(a.spec.state_dtype if a.spec.master else a.spec.dtype)) for a in own]
-    directions = [like(a, decode_dtype(a.spec.muon_settings.dtype)) for a in own]
-    momenta = [like(a, a.momentum.dtype) for a in own] if moved else []
-    averages = Averages(momenta, [like(a, decode_dtype(a.spec.dtype)) for a in own], weight) if moved else None
+    weights = [like(a, decode_dtype(a.spec.state_dtype if a.spec.master else a.spec.dtype)) for a in matrices]
+    directions = [like(a, decode_dtype(a.spec.muon_settings.dtype)) for a in matrices]
+    momenta = [like(a, a.momentum.dtype) for a in matrices] if moved else []
+    averages = Averages(momenta, [like(a, decode_dtype(a.spec.dtype)) for a in matrices], weight) if moved else None
     muon_apply(
         weights, directions, lr=lr, weight_decay=weight_decay, scale=1.0, averages=averages,
         found_inf=torch.empty((), device="meta") if later else None,

@@ -3,9 +3,9 @@
     p ← (1 − lr · weight_decay) p − lr · scale · u
     m ← m + weight (g − m)                            with momenta
 
-Per element the kernel reads p and u and writes p, and reads m and g and writes m. Arithmetic in float32, one rounding.
-Up to ``MOST`` tensors share a launch; there is one compiled kernel for tensors whose memory is aligned and one for the
-others. The device reads ``found_inf``, and writes nothing where it is 1; the host never waits for it.
+of parameter p, update u, momentum m, gradient g. Per element the kernel reads p and u and writes p, and reads m and g
+and writes m. Arithmetic in float32, one rounding. A launch writes up to ``MOST`` parameters, all of them aligned or
+none. The device reads ``found_inf``, and writes nothing where it is 1; the host never waits for it.
 """
 
 from collections.abc import Sequence
@@ -49,14 +49,12 @@ def apply_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one block of one of COUNT tensors: ``ps`` to ``gs`` are addresses of elements of the types ``P`` to ``G``.
-
-    Addresses, and ``elements``, each tensor's size, are :func:`launch.coded`.
-    """
+    """Write BLOCK elements of one of COUNT parameters. ``ps``, ``us``, ``ms`` and ``gs`` are addresses of elements of
+    the types P, U, M and G, ``elements`` the numbers of elements: COUNT :func:`launch.coded` integers each."""
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
-    # LR_ON_DEVICE: how many numbers lr points to; 3 are the rate, the decay and the momenta's weight.
+    # LR_ON_DEVICE: how many numbers ``lr`` points to, 0 for a number; 3 are lr, weight_decay and weight.
     if LR_ON_DEVICE:
         rate = tl.load(lr).to(tl.float32)
     else:
@@ -65,55 +63,56 @@ def apply_kernel(
         weight_decay = tl.load(lr + 1).to(tl.float32)
         weight = tl.load(lr + 2).to(tl.float32)
     program = tl.program_id(0).to(tl.int64)
-    # Find the tensor that this program writes: only this is repeated COUNT times. Slots filled up have no elements.
-    first = program * 0
-    count = first
+    # Find the parameter that this program writes: only this is repeated COUNT times. ``program * 0`` is 0 in 64 bits.
+    first_program = program * 0
+    numel = first_program
     scale = scales[0]
-    p_at = first
-    u_at = first
-    m_at = first
-    g_at = first
-    begin = program * 0
-    for tensor in tl.static_range(COUNT):
-        here = (program * 0 + elements[tensor] - 3) // 2
-        programs = tl.cdiv(here, BLOCK)
-        mine = (program >= begin) & (program < begin + programs)
-        first = tl.where(mine, begin, first)
-        count = tl.where(mine, here, count)
-        scale = tl.where(mine, scales[tensor], scale)
-        p_at = tl.where(mine, ps[tensor], p_at)
-        u_at = tl.where(mine, us[tensor], u_at)
-        m_at = tl.where(mine, ms[tensor], m_at)
-        g_at = tl.where(mine, gs[tensor], g_at)
-        begin += programs
-    p_at = decoded(p_at).to(tl.pointer_type(P))
-    u_at = decoded(u_at).to(tl.pointer_type(U))
-    m_at = decoded(m_at).to(tl.pointer_type(M))
-    g_at = decoded(g_at).to(tl.pointer_type(G))
+    p_ptr = first_program
+    u_ptr = first_program
+    m_ptr = first_program
+    g_ptr = first_program
+    start = program * 0
+    for i in tl.static_range(COUNT):
+        numel_i = (program * 0 + elements[i] - 3) // 2
+        programs_i = tl.cdiv(numel_i, BLOCK)
+        is_mine = (program >= start) & (program < start + programs_i)
+        first_program = tl.where(is_mine, start, first_program)
+        numel = tl.where(is_mine, numel_i, numel)
+        scale = tl.where(is_mine, scales[i], scale)
+        p_ptr = tl.where(is_mine, ps[i], p_ptr)
+        u_ptr = tl.where(is_mine, us[i], u_ptr)
+        m_ptr = tl.where(is_mine, ms[i], m_ptr)
+        g_ptr = tl.where(is_mine, gs[i], g_ptr)
+        start += programs_i
+    p_ptr = decoded(p_ptr).to(tl.pointer_type(P))
+    u_ptr = decoded(u_ptr).to(tl.pointer_type(U))
+    m_ptr = decoded(m_ptr).to(tl.pointer_type(M))
+    g_ptr = decoded(g_ptr).to(tl.pointer_type(G))
     if WIDE:
-        p_at = tl.multiple_of(p_at, 16)
-        u_at = tl.multiple_of(u_at, 16)
-        m_at = tl.multiple_of(m_at, 16)
-        g_at = tl.multiple_of(g_at, 16)
-        count = tl.multiple_of(count, 16)
-    i = (program - first) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < count
-    p = tl.load(p_at + i, mask=inside)
-    u = tl.load(u_at + i, mask=inside).to(tl.float32)
-    moved = p.to(tl.float32) * (1.0 - rate * weight_decay) - rate * scale * u
-    tl.store(p_at + i, moved.to(p.dtype), mask=inside)
+        p_ptr = tl.multiple_of(p_ptr, 16)
+        u_ptr = tl.multiple_of(u_ptr, 16)
+        m_ptr = tl.multiple_of(m_ptr, 16)
+        g_ptr = tl.multiple_of(g_ptr, 16)
+        numel = tl.multiple_of(numel, 16)
+    offsets = (program - first_program) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    p = tl.load(p_ptr + offsets, mask=mask)
+    u = tl.load(u_ptr + offsets, mask=mask).to(tl.float32)
+    p_new = p.to(tl.float32) * (1.0 - rate * weight_decay) - rate * scale * u
+    tl.store(p_ptr + offsets, p_new.to(p.dtype), mask=mask)
     if MOMENTUM:
-        m = tl.load(m_at + i, mask=inside)
-        g = tl.load(g_at + i, mask=inside).to(tl.float32)
-        wide = m.to(tl.float32)
-        tl.store(m_at + i, (wide + weight * (g - wide)).to(m.dtype), mask=inside)
+        m = tl.load(m_ptr + offsets, mask=mask)
+        g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
+        m_fp32 = m.to(tl.float32)
+        tl.store(m_ptr + offsets, (m_fp32 + weight * (g - m_fp32)).to(m.dtype), mask=mask)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Tell whether the kernel covers a parameter's tensors: one dense layout for all, on one device, no float64."""
+    """Tell whether the kernel takes a parameter and its update, momentum and gradient: one dense layout for all, on one
+    device, no float64."""
     p, *others = tensors
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
     same_layout = all(x.stride() == p.stride() and x.device == p.device for x in others)
@@ -121,7 +120,7 @@ def supports(*tensors: Tensor) -> bool:
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Tell whether all of each tensor, all of one shape, may be read 16 bytes at a time."""
+    """Tell whether tensors of one shape may be read 16 bytes at a time to their ends."""
     return tensors[0].numel() % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
@@ -137,8 +136,8 @@ def apply_updates(
 ) -> list[int]:
     """Write the parameters, and momenta if there are ``averages``; arguments as for ``kernels.muon_apply``.
 
-    Return the indices of the parameters with a tensor that :func:`supports` refuses; these parameters are unchanged.
-    Parameters of one device and dtypes share launches.
+    Return the indices of the parameters that :func:`supports` refuses; these are unchanged. Parameters of one device
+    and dtypes share launches.
     """
     lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
     groups: dict[object, list[int]] = {}
@@ -181,20 +180,18 @@ def launch(
     averages: Averages | None = None,
     found_inf: Tensor | None = None,
 ) -> Launch:
-    """Make the launch for at most ``MOST`` parameters; one compiled kernel serves any number.
-
-    ``lr`` may be a tensor of three, with the decay and the averages' weight, whose own arguments are not read then.
-    """
-    on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
+    """Make the launch for at most ``MOST`` parameters. ``lr`` may hold lr, weight decay and the averages' weight; the
+    arguments of the last two are not read then."""
+    lr_numbers = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]
-    moved = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
-    tensors = (params, updates, moved.momenta, moved.grads)
-    pointers = [addresses(each, MOST) for each in tensors]
-    numbers = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)
-    rates = (0.0, 0.0) if on_device == 3 else (weight_decay, moved.weight)
-    arguments = (*pointers, *numbers, lr if on_device else float(lr), found_inf, *rates)
-    settings: dict[str, Any] = {name: element_type(each[0]) for name, each in zip("PUMG", tensors, strict=True)}
-    settings |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": on_device}
-    settings |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
-    settings["WIDE"] = all(is_wide(*each) for each in zip(*tensors, strict=True))
-    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, settings)
+    averages_or_any = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
+    tensors = (params, updates, averages_or_any.momenta, averages_or_any.grads)
+    pointers = [addresses(xs, MOST) for xs in tensors]
+    sizes_and_scales = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)
+    rates = (0.0, 0.0) if lr_numbers == 3 else (weight_decay, averages_or_any.weight)
+    arguments = (*pointers, *sizes_and_scales, lr if lr_numbers else float(lr), found_inf, *rates)
+    constants: dict[str, Any] = {name: element_type(xs[0]) for name, xs in zip("PUMG", tensors, strict=True)}
+    constants |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": lr_numbers}
+    constants |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
+    constants["WIDE"] = all(is_wide(*xs) for xs in zip(*tensors, strict=True))
+    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, constants)

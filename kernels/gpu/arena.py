@@ -1,8 +1,9 @@
 """Arenas: the matrices of a list in one flat tensor, so that one launch reaches all of them.
 
-Matrices of a shape lie next to one another, one shape after the other. Rows are padded **with zeros** to a pitch that
-is a multiple of 16 elements. The grouped kernels read and write the padding like other entries: zeros stay zeros in
-every product, and bounds along a row are multiples of 16, which keeps accesses wide whatever the sizes are.
+An arena has k × l matrices, or a k × k one (``square``) for each: shape after shape, those of a shape next to one
+another. Rows are padded **with zeros** to a pitch that is a multiple of 16 elements. The grouped kernels read and write
+the padding like other entries: zeros stay zeros in every product, and bounds along a row are multiples of 16, which
+keeps accesses wide.
 """
 
 import sys
@@ -19,10 +20,10 @@ __all__ = ["SMALL", "Layout", "Matrices", "list_bytes", "work_bytes"]
 
 # A shape's first matrix begins at a multiple of so many elements: 128 bytes, which Triton and descriptors read fastest.
 ALIGNMENT = 64
-# Tensors of one shape are copied together if a matrix has at most so many entries: three launches of its own take the
-# host about as long as a GPU needs for a whole matrix of 1024 × 4096. An estimate, like the tile tables.
+# Tensors of one shape are copied into one if a matrix has at most so many entries: the three launches that each tensor
+# saves take the host about as long as a GPU needs for all of a 1024 × 4096 matrix. An estimate, like the tile tables.
 SMALL = 2**22
-# Bytes of partial norms that normalization holds for a matrix, at most: 256 pairs of float32.
+# most bytes of partial norms that normalization holds for a matrix: 256 pairs of float32
 PARTIAL_NORMS = 2048
 
 
@@ -36,12 +37,12 @@ def _elements(matrices: int, rows: int, cols: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shapes of a list of matrices, and their places in an arena of k × k (``square``) or of k × l matrices."""
+    """The shapes of a list of matrices, and their places in an arena of either kind."""
 
     shapes: tuple[tuple[int, int, int], ...]  # (matrices, k, l) with k ≤ l, each (k, l) once, in the order of work
 
     def widths(self, *, square: bool) -> list[int]:
-        """Return the columns of each shape."""
+        """Return the columns of each shape's matrices."""
         return [shape[1] if square else shape[2] for shape in self.shapes]
 
     def pitches(self, *, square: bool) -> list[int]:
@@ -54,7 +55,7 @@ class Layout:
         return [0, *accumulate(_elements(b, k, cols) for (b, k, _), cols in sizes)]
 
     def new(self, dtype: torch.dtype, device: torch.device, *, square: bool, zero: bool = False) -> "Matrices":
-        """Allocate an arena, uninitialized; ``zero`` clears the padding, for kernels that write the matrices alone."""
+        """Allocate an arena, uninitialized; with ``zero``, for kernels that write no padding, with padding of zeros."""
         padded = self.pitches(square=square) != self.widths(square=square)
         make = torch.zeros if zero and padded else torch.empty
         return Matrices(self, make(self.starts(square=square)[-1], dtype=dtype, device=device), square)
@@ -62,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a list: either in an arena, or in separate tensors of results."""
+    """The matrices of a list: in an arena, or in the tensors that take the results of the last product."""
 
     layout: Layout
     flat: Tensor | None  # the arena, one-dimensional; None for results
@@ -91,7 +92,7 @@ class Matrices:
         return self.layout.new(self.flat.dtype, self.flat.device, square=square)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """View this arena's part for each of ``tensors``, [matrices, k, l] in the order of the layout's shapes."""
+        """Return the views of this arena that belong to ``tensors``, a list like :attr:`results`."""
         parts: list[Tensor] = []
         for (b, _, _), view in zip(self.layout.shapes, self.views, strict=True):
             start = 0
@@ -117,6 +118,6 @@ def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize:
 
 
 def list_bytes(k: int, l: int, method: str, steps: int, restarts: int, given: int, itemsize: int) -> int:  # noqa: E741
-    """Count the bytes that one k × l matrix of a list takes beside inputs and results, of ``given`` bytes an entry."""
-    copied = k * l * (given + itemsize) if k * l <= SMALL else 0  # small matrices of one shape are copied together
+    """Count the bytes that one k × l matrix of a list, ``given`` bytes an entry, takes beside input and result."""
+    copied = k * l * (given + itemsize) if k * l <= SMALL else 0  # input and result of tensors that are copied into one
     return copied + work_bytes(k, l, method, steps, restarts, itemsize)

@@ -1,14 +1,14 @@
 """Fingerprints of a list of tensors in few launches, bit for bit those of ``passes.fingerprint`` in plain aten.
 
-    r[i] = sum over j of b[i, j] v[j]                          of the integers of a tensor, in rows
+    r[i] = sum over j of b[i, j] v[j]                          b: the bits of a tensor as integers, in rows
     F    = sum over i of mix(r[i] + (i + 1) golden)            modulo 2**64
 
-and, of the same pass over memory where it is asked for, the sum of the squares of a tensor's numbers.
+and, where asked for, the sum of the squares of a tensor's numbers, from the same read.
 
-A program takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Its threads sum what they read and add up among
-themselves after each piece; atomics add the sums of rows, and a second kernel mixes those of all tensors. Integers add
-up to the same in any order; sums of squares do not, and each program has a place for its own. Up to ``MOST`` tensors
-share a launch, by one compiled kernel whatever they are.
+A program of ``sums_kernel`` takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Each thread, a lane, sums
+what it reads; after each piece lanes are joined, and atomics add them to r. ``mix_kernel`` makes F. Integers add up to
+the same in any order; squares do not, so each program has a place for its own, ahead of r in one int64 buffer. Up to
+``MOST`` tensors share a launch.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ __all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "suppor
 ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
 SPAN = 1024  # columns of a piece
 MOST = 16  # tensors per launch
-MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
-SPLIT, BLOCK = 8, 1024  # programs that mix the sums of one tensor, and how many of them at a time
+MOST_PROGRAMS = 256  # of one tensor, ``MOST`` in the kernel: more would only meet at the atomics
+SPLIT, BLOCK = 8, 1024  # programs that mix the row sums of one tensor, and row sums that one mixes at a time
 #: dtypes whose squares are summed
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
 def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
-    """``mix(x + (k + 1) golden)``, of int64 words as uint64."""
+    """Return ``mix(x + (k + 1) golden)`` of int64 words, computed in uint64."""
     x = x.to(tl.uint64, bitcast=True) + (k + 1).to(tl.uint64) * GOLDEN
     x = (x ^ (x >> 30)) * FACTOR
     return (x ^ (x >> 27)).to(tl.int64, bitcast=True)
@@ -43,39 +43,37 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
-    """Int32 ``low`` and ``high`` with ``low + 2**32 high = v[j]``.
-
-    The low half is a product of 32 bits: cut from that of 64, the compiler forgets that it has 32, and ``b low`` takes
-    three multiplications in place of one.
-    """
+    """Return int32 ``low`` and ``high`` with ``low + 2**32 high = v[j]``."""
+    # ``low`` is a product of 32 bits: cut from one of 64 it would have 64 to the compiler, and ``b low`` take three
+    # multiplications, not one.
     v = (j.to(tl.uint32).to(tl.uint64) ^ GOLDEN) * FACTOR
-    v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # the sign is copied, as PyTorch does
+    v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # arithmetic, as in PyTorch
     low = v.to(tl.uint32) * (FACTOR & 0xFFFFFFFF) | 1
-    high = (v * FACTOR >> 32).to(tl.uint32) + (low >> 31)  # the low half is signed
+    high = (v * FACTOR >> 32).to(tl.uint32) + (low >> 31)  # ``low`` is signed
     return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def in_lanes(x, LANES: tl.constexpr):
-    """Sums, [rows, LANES], of neighbours in rows, which one thread has."""
+    """Return the sums, [rows, LANES], of those neighbours in a row that one thread holds."""
     return tl.sum(tl.reshape(x, (x.shape[0], LANES, x.shape[1] // LANES)), axis=2)
 
 
 @triton.jit
 def weighted(b, low, high, lows, highs, LANES: tl.constexpr):
-    """``lows``, int64, with ``b low`` added, and ``highs``, int32, with ``b high``; both [rows, LANES]."""
+    """Return ``lows`` plus ``b low`` summed in lanes, int64, and ``highs`` plus ``b high``, int32."""
     return lows + in_lanes(b.to(tl.int64) * low.to(tl.int64), LANES), highs + in_lanes(b * high, LANES)
 
 
 @triton.jit
 def joined(lows, highs):
-    """Sums of rows, int64, over the lanes of all threads."""
+    """Return the sums of rows, int64, from the sums of their lanes."""
     return tl.sum(lows + (highs.to(tl.int64) << 32), axis=1)
 
 
 @triton.jit
 def _numbers(x, BRAIN: tl.constexpr):
-    """Float32 values of the float32, bfloat16 or float16 numbers with these bits."""
+    """Return in fp32 the numbers with the bits ``x``: int32 of float32, int16 of bfloat16 (BRAIN) or float16."""
     if x.dtype == tl.int32:
         return x.to(tl.float32, bitcast=True)
     elif BRAIN:
@@ -86,7 +84,7 @@ def _numbers(x, BRAIN: tl.constexpr):
 
 @triton.jit
 def _pieces(size, columns, ROWS: tl.constexpr, SPAN: tl.constexpr):
-    """How many pieces a tensor of ``size`` integers, ``columns`` in a row, has."""
+    """Return the number of pieces of a tensor of ``size`` integers, ``columns`` in a row."""
     return tl.cdiv(tl.cdiv(size, columns), ROWS) * tl.cdiv(columns, SPAN)
 
 
@@ -108,61 +106,61 @@ def sums_kernel(
     SQUARES: tl.constexpr,
     BRAIN: tl.constexpr,
 ):
-    """Add the sums of each tensor's rows to its ``sums``; with ``SQUARES``, ``MOST`` places in front of them take the
-    squares that each program has summed. ``integers``, of the type INTEGER, and ``sums`` are :func:`launch.addresses`;
-    ``sizes`` and ``columns`` are :func:`launch.coded`, and a tensor that fills the lists up to COUNT has no program.
-    ``WIDE``: four integers of all tensors may be read at once."""
+    """Add row sums to the buffers ``sums`` of COUNT tensors; with SQUARES store, in MOST places ahead of them, each
+    program's sum of squares, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
+    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`. WIDE: four integers of all tensors may
+    be read at once."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     program = tl.program_id(0)
-    # The program's tensor. Only this is done COUNT times over, or the kernel takes half a minute to compile.
-    first = program * 0
-    programs = first
-    size = (first + sizes[0]) * 0
-    width = (first + columns[0]) * 0 + 1
-    address = first.to(tl.int64)
-    result = address
-    begin = program * 0
+    # Find this program's tensor: only this is repeated COUNT times, or the kernel takes half a minute to compile.
+    first_program = program * 0
+    programs = first_program
+    numel = (first_program + sizes[0]) * 0
+    row_numel = (first_program + columns[0]) * 0 + 1
+    x_address = first_program.to(tl.int64)
+    sums_address = x_address
+    start = program * 0
     for i in tl.static_range(COUNT):
-        size_of = (program * 0 + sizes[i] - 3) // 2
-        width_of = (program * 0 + columns[i] - 3) // 2
-        many = tl.minimum(_pieces(size_of, tl.maximum(width_of, 1), ROWS, SPAN), MOST)
-        mine = (program >= begin) & (program < begin + many)
-        first = tl.where(mine, begin, first)
-        programs = tl.where(mine, many, programs)
-        size = tl.where(mine, size_of, size)
-        width = tl.where(mine, width_of, width)
-        address = tl.where(mine, integers[i], address)
-        result = tl.where(mine, sums[i], result)
-        begin += many
-    start = decoded(address).to(tl.pointer_type(INTEGER))
+        numel_i = (program * 0 + sizes[i] - 3) // 2
+        row_numel_i = (program * 0 + columns[i] - 3) // 2
+        programs_i = tl.minimum(_pieces(numel_i, tl.maximum(row_numel_i, 1), ROWS, SPAN), MOST)
+        is_mine = (program >= start) & (program < start + programs_i)
+        first_program = tl.where(is_mine, start, first_program)
+        programs = tl.where(is_mine, programs_i, programs)
+        numel = tl.where(is_mine, numel_i, numel)
+        row_numel = tl.where(is_mine, row_numel_i, row_numel)
+        x_address = tl.where(is_mine, integers[i], x_address)
+        sums_address = tl.where(is_mine, sums[i], sums_address)
+        start += programs_i
+    x_ptr = decoded(x_address).to(tl.pointer_type(INTEGER))
     if WIDE:
-        start = tl.multiple_of(start, INTEGER.primitive_bitwidth // 2)
-        width = tl.multiple_of(width, 16)
-    target = decoded(result).to(tl.pointer_type(tl.int64))
-    rows = tl.cdiv(size, width)
-    across = tl.cdiv(width, SPAN)
+        x_ptr = tl.multiple_of(x_ptr, INTEGER.primitive_bitwidth // 2)
+        row_numel = tl.multiple_of(row_numel, 16)
+    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
+    rows = tl.cdiv(numel, row_numel)
+    pieces_across = tl.cdiv(row_numel, SPAN)
     squares = tl.zeros((ROWS, LANES), dtype=tl.float32)
-    for piece in range(program - first, _pieces(size, width, ROWS, SPAN), programs):
-        row = piece // across * ROWS + tl.arange(0, ROWS)
-        begins = row.to(tl.int64) * width
-        source = start + begins[:, None]
-        ends = tl.minimum(tl.maximum(size - begins, 0), width).to(tl.int32)
+    for piece in range(program - first_program, _pieces(numel, row_numel, ROWS, SPAN), programs):
+        row = piece // pieces_across * ROWS + tl.arange(0, ROWS)
+        row_starts = row.to(tl.int64) * row_numel
+        row_ptrs = x_ptr + row_starts[:, None]
+        row_ends = tl.minimum(tl.maximum(numel - row_starts, 0), row_numel).to(tl.int32)
         if WIDE:
-            ends = tl.multiple_of(ends, 16)
-        lows = tl.zeros((ROWS, LANES), dtype=tl.int64)
-        highs = tl.zeros((ROWS, LANES), dtype=tl.int32)
-        begin_at = piece % across * SPAN
-        for at in range(begin_at, tl.minimum(begin_at + SPAN, width), WIDTH):
-            column = at + tl.arange(0, WIDTH)[None, :]
-            x = tl.load(source + column, mask=column < ends[:, None], other=0)
+            row_ends = tl.multiple_of(row_ends, 16)
+        low_sums = tl.zeros((ROWS, LANES), dtype=tl.int64)
+        high_sums = tl.zeros((ROWS, LANES), dtype=tl.int32)
+        first_column = piece % pieces_across * SPAN
+        for tile_column in range(first_column, tl.minimum(first_column + SPAN, row_numel), WIDTH):
+            column = tile_column + tl.arange(0, WIDTH)[None, :]
+            bits = tl.load(row_ptrs + column, mask=column < row_ends[:, None], other=0)
             low, high = row_weights(column, GOLDEN, FACTOR)
-            lows, highs = weighted(x.to(tl.int32), low, high, lows, highs, LANES)
+            low_sums, high_sums = weighted(bits.to(tl.int32), low, high, low_sums, high_sums, LANES)
             if SQUARES:
-                number = _numbers(x, BRAIN)
-                squares += in_lanes(number * number, LANES)
-        tl.atomic_add(target + SQUARES * MOST + row, joined(lows, highs), mask=row < rows)
+                value = _numbers(bits, BRAIN)
+                squares += in_lanes(value * value, LANES)
+        tl.atomic_add(sums_ptr + SQUARES * MOST + row, joined(low_sums, high_sums), mask=row < rows)
     if SQUARES:
-        tl.store(target + program - first, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(sums_ptr + program - first_program, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
@@ -178,72 +176,71 @@ def mix_kernel(
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add F of the sums of rows, given by :func:`launch.addresses`, to ``out``, [COUNT]; ``PARTS`` sums of squares in
-    front of them, if any, add up in ``squares``, [COUNT]."""
+    """Add F of COUNT tensors, of ``sizes`` rows, to ``out``, [COUNT], from their buffers ``sums``, by SPLIT programs
+    each; write the total of PARTS sums of squares, if any, to ``squares``, [COUNT]."""
     tensor = tl.program_id(0) // SPLIT
-    size = (tensor + sizes[0]) * 0
-    address = sums[0]
+    rows = (tensor + sizes[0]) * 0
+    sums_address = sums[0]
     for i in tl.static_range(COUNT):
-        size = tl.where(tensor == i, (sizes[i] - 3) // 2, size)
-        address = tl.where(tensor == i, sums[i], address)
-    start = decoded(address).to(tl.pointer_type(tl.int64))
+        rows = tl.where(tensor == i, (sizes[i] - 3) // 2, rows)
+        sums_address = tl.where(tensor == i, sums[i], sums_address)
+    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
-    for block in range(tl.program_id(0) % SPLIT, tl.cdiv(size, BLOCK), SPLIT):
-        k = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        x = tl.load(start + PARTS + k, mask=k < size, other=0)
-        total += tl.where(k < size, _mixed(x, k, GOLDEN, FACTOR), 0)
+    for block in range(tl.program_id(0) % SPLIT, tl.cdiv(rows, BLOCK), SPLIT):
+        row = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        row_sum = tl.load(sums_ptr + PARTS + row, mask=row < rows, other=0)
+        total += tl.where(row < rows, _mixed(row_sum, row, GOLDEN, FACTOR), 0)
     tl.atomic_add(out + tensor, tl.sum(total, axis=0))
     if PARTS:
         if tl.program_id(0) % SPLIT == 0:
-            parts = tl.load(start + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
-            tl.store(squares + tensor, tl.sum(parts, axis=0))
+            program_squares = tl.load(sums_ptr + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(squares + tensor, tl.sum(program_squares, axis=0))
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the kernel reads this tensor."""
+    """Tell whether the kernel reads this tensor."""
     return x.is_contiguous()
 
 
 def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -> Tensor:
-    """Fingerprints of integers on one device, 1-D and of at most 32 bits, given with how many there are in a row.
-
-    ``golden`` and ``factor`` are the formula's, below 2**64. The result is int64, [len(xs)].
-    """
+    """Return fingerprints, [len(xs)] int64, of (integers, number in a row): 1-D, at most 32 bits, on one device.
+    ``golden`` and ``factor`` are the formula's, below 2**64."""
     return _run(xs, 0, False, golden, factor)[0]
 
 
 def examine(
     xs: Sequence[tuple[Tensor, int]], numbers: torch.dtype, *, golden: int, factor: int
 ) -> tuple[Tensor, Tensor]:
-    """Fingerprints of tensors of ``numbers``, one of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
+    """Return fingerprints of tensors of ``numbers``, one of :data:`NUMBERS`, and squared norms, [len(xs)] fp32."""
     return _run(xs, MOST_PROGRAMS, numbers is torch.bfloat16, golden, factor)
 
 
 def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
-    """Fingerprints, [len(sums)] int64, of tensors with these sums of rows, 1-D int64."""
+    """Return fingerprints, [len(sums)] int64, of tensors with these row sums, 1-D int64."""
     out = torch.zeros(len(sums), dtype=torch.int64, device=sums[0].device)
     _mix(sums, [each.numel() for each in sums], out, 0, golden, factor)
     return out
 
 
 def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
+    """Return fingerprints and squared norms; ``parts``: places for squares ahead of row sums, or 0."""
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
-    sizes = [len(xs), *(parts + count for count in rows)]
-    out, *sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)  # zeros of all in one
-    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
-    settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SPAN": SPAN, "SQUARES": parts > 0, "BRAIN": brain}
+    widths = [len(xs), *(parts + count for count in rows)]
+    out, *sums = torch.zeros(sum(widths), dtype=torch.int64, device=device).split(widths)  # one launch for all
+    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
+    constants |= {"ROWS": ROWS, "WIDTH": WIDTH, "SPAN": SPAN, "SQUARES": parts > 0, "BRAIN": brain}
     kinds = [(element_type(x), columns % 16 == 0 and is_wide(x)) for x, columns in xs]
     for kind in dict.fromkeys(kinds):
-        same = [(*x, result) for x, result, each in zip(xs, sums, kinds, strict=True) if each == kind]
-        typed = settings | dict(zip(("INTEGER", "WIDE"), kind, strict=True))
-        for start in range(0, len(same), MOST):
-            integers, columns, results = zip(*same[start : start + MOST], strict=True)
+        group = [(*x, result) for x, result, each in zip(xs, sums, kinds, strict=True) if each == kind]
+        group_constants = constants | dict(zip(("INTEGER", "WIDE"), kind, strict=True))
+        for start in range(0, len(group), MOST):
+            integers, columns, results = zip(*group[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
             programs = sum(min(MOST_PROGRAMS, _pieces_of(*each)) for each in zip(counts, columns, strict=True))
-            sizes_of = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
-            arguments = (addresses(integers, MOST), *sizes_of, addresses(results, MOST))
-            Launch(sums_kernel, programs, out, arguments, typed).run()
+            coded_sizes = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
+            arguments = (addresses(integers, MOST), *coded_sizes, addresses(results, MOST))
+            Launch(sums_kernel, programs, out, arguments, group_constants).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 
 
@@ -254,10 +251,10 @@ def _pieces_of(size: int, columns: int) -> int:
 def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, golden: int, factor: int) -> Tensor:
     """Add fingerprints to ``out``; return squared norms, [len(sums)] fp32, or none without ``parts``."""
     squares = torch.empty(len(sums) if parts else 0, dtype=torch.float32, device=out.device)
-    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
-    settings |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
+    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
+    constants |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
     for start in range(0, len(sums), MOST):
         chunk = [coded(size) for size in sizes[start : start + MOST]]
         arguments = (addresses(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
-        Launch(mix_kernel, SPLIT * len(chunk), out, arguments, settings).run()
+        Launch(mix_kernel, SPLIT * len(chunk), out, arguments, constants).run()
     return squares

@@ -1,4 +1,7 @@
-"""Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch."""
+"""Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch.
+
+Small tensors of one shape are joined first; a tensor that is left alone goes to the kernels for one shape.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +24,15 @@ from .tiles import choose
 
 __all__ = ["GroupedProducts", "orthogonalize_list"]
 
-# matrices [b, k, l] with k ≤ l, what takes their results, and norms of their parts, [b, 1, n], where these are known
+# (matrices [b, k, l] with k ≤ l, tensor for their results, norms [b, 1, n] of n parts of each, such as rows, if known)
 Given = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """The two matrix products of all matrices of a list: ``iterations.Products`` over ``Matrices``."""
+    """The matrix products of all matrices of a list: ``iterations.Products`` over ``Matrices``."""
 
-    alone: newton_schulz.Products  # of one tensor of matrices
+    alone: newton_schulz.Products  # the products of one tensor of matrices
 
     def outer(self, x: Matrices) -> Matrices:
         """Return ``x xᵀ``, k × k, new."""
@@ -45,9 +48,9 @@ class GroupedProducts:
         alpha: float = 1.0,
         gamma: float = 0.0,
     ) -> Matrices:
-        """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; for k × l
-        operands ``left leftᵀ``."""
-        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+        """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; with k × l
+        operands ``left leftᵀ`` for ``left right``."""
+        if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None and plus.flat is not None
             out = replace(plus, flat=plus.flat * beta)
             if gamma:
@@ -81,7 +84,7 @@ class GroupedProducts:
             tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
             grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
-        # A table would have to hold the addresses of ``out``, others at every call: each result has its own launch.
+        # Each result has its own launch: tables are made once, and would have to hold its address, new at every call.
         summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
         operands = zip(left.parts(out.results), right.parts(out.results), out.results, summands, strict=True)
         for factor, x, result, summand in operands:
@@ -100,46 +103,45 @@ def orthogonalize_list(
     """Orthogonalize every matrix of a list, in chunks whose work memory stays under ``plan.memory_limit``.
 
     ``xs``: [..., m, n], none empty, in float16, bfloat16 or float32, any strides, on one device, unmodified. ``plan``:
-    method "standard" or "gram", dtype float16 or bfloat16. ``norms``: of the rows of each of ``xs``, [..., m] in
-    float32, contiguous, or none. Results are new contiguous tensors of the inputs' shapes in ``plan.dtype``.
+    method "standard" or "gram", dtype float16 or bfloat16. ``norms``: row norms of each of ``xs``, [..., m] in float32,
+    contiguous; or empty. Results are new contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
     # Allocates and launches only: a CUDA graph can capture it, once the tables of ``tile_order`` are on the device.
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     inputs = [wide(x) for x in xs]
     outputs = [wide(result) for result in results]
-    known = {i: norm.view(len(inputs[i]), 1, -1) for i, norm in enumerate(norms)}
-    how = (plan.method, len(plan.steps), len(plan.restarts))
-    each = [list_bytes(x.shape[1], x.shape[2], *how, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
-    stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, each, strict=True)]
+    norms_of = {i: norm.view(len(inputs[i]), 1, -1) for i, norm in enumerate(norms)}
+    form = (plan.method, len(plan.steps), len(plan.restarts))
+    bytes_each = [list_bytes(x.shape[1], x.shape[2], *form, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
+    stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, bytes_each, strict=True)]
     for chunk in chunked(stacks, plan.memory_limit):
-        given = [(inputs[i][piece], outputs[i][piece], known[i][piece] if known else None) for i, piece in chunk]
-        _orthogonalize_chunk(given, plan, products)
+        items = [(inputs[i][piece], outputs[i][piece], norms_of[i][piece] if norms_of else None) for i, piece in chunk]
+        _orthogonalize_chunk(items, plan, products)
     return results
 
 
 def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
-    alike: dict[Hashable, list[Given]] = {}
+    by_shape: dict[Hashable, list[Given]] = {}
     for i, (x, out, norms) in enumerate(given):
         small = x.shape[1] * x.shape[2] <= SMALL
-        alike.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out, norms))
-    together = [_together(same) if len(same) > 1 else same[0] for same in alike.values()]
-    if len(together) == 1:
-        # Nothing to fill a launch with: the kernels that know their one shape when they are compiled.
-        newton_schulz.orthogonalize_into(*together[0], plan, products)
+        by_shape.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out, norms))
+    joined = [_together(group) if len(group) > 1 else group[0] for group in by_shape.values()]
+    if len(joined) == 1:
+        newton_schulz.orthogonalize_into(*joined[0], plan, products)
     else:
-        _orthogonalize_several(together, plan, products)
-    for same, (_, stack, _) in zip(alike.values(), together, strict=True):
-        if len(same) > 1:
-            torch._foreach_copy_([out for _, out, _ in same], list(stack.split([len(x) for x, *_ in same])))
+        _orthogonalize_several(joined, plan, products)
+    for group, (_, result, _) in zip(by_shape.values(), joined, strict=True):
+        if len(group) > 1:
+            torch._foreach_copy_([out for _, out, _ in group], list(result.split([len(x) for x, *_ in group])))
 
 
 def _together(given: list[Given]) -> Given:
-    """Put matrices of one shape into one tensor: a copy of the inputs, and room for their results."""
+    """Make one item of several of one shape: a copy of their matrices, and a new tensor for their results."""
     turned = _turned(given[0][1])
     x = torch.cat([x.mT if turned else x for x, *_ in given])
     out = torch.empty(x.shape, dtype=given[0][1].dtype, device=x.device)
-    known = [norms for *_, norms in given if norms is not None]
-    norms = torch.cat(known) if known else None
+    known_norms = [norms for *_, norms in given if norms is not None]
+    norms = torch.cat(known_norms) if known_norms else None
     return (x.mT, out.mT, norms) if turned else (x, out, norms)
 
 
@@ -151,21 +153,21 @@ def _turned(x: Tensor) -> bool:
 def _orthogonalize_several(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
     # Tiles with the longest sums first: when only short ones are left, programs end at nearly the same time.
     given = sorted(given, key=lambda each: (-each[0].shape[2], -each[0].shape[1]))
-    matrices: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     for x, *_ in given:
         b, *shape = x.shape
-        matrices[shape[0], shape[1]] = matrices.get((shape[0], shape[1]), 0) + b
-    layout = Layout(tuple((b, *shape) for shape, b in matrices.items()))
+        counts[shape[0], shape[1]] = counts.get((shape[0], shape[1]), 0) + b
+    layout = Layout(tuple((b, *shape) for shape, b in counts.items()))
     out = Matrices(layout, None, square=False, results=tuple(out for _, out, _ in given))
     grouped = GroupedProducts(products)
-    with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
+    with record_function(f"newton_schulz {plan.method} {sum(counts.values())} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
-        folds = newton_schulz.folding(grouped, plan)
-        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folds)
+        folding = newton_schulz.folding(grouped, plan)
+        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folding)
 
 
 def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:
-    wide = out.layout.new(plan.dtype, out.results[0].device, square=False, zero=True)
-    for (x, _, norms), part in zip(given, wide.parts(out.results), strict=True):
+    arena = out.layout.new(plan.dtype, out.results[0].device, square=False, zero=True)
+    for (x, _, norms), part in zip(given, arena.parts(out.results), strict=True):
         normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part, norms=norms)
-    return wide
+    return arena

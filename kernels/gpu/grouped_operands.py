@@ -1,7 +1,7 @@
-"""The parts that both grouped kernels share: rows of their table, and operands by pointers or descriptors of one shape.
+"""The parts that both grouped kernels share: rows of their table, and operands by pointers or by descriptors.
 
-Rows of arenas are padded with zeros to a multiple of 16 elements, and bounds along a row are the padded ones. Pitches
-and starts come from a table, so Triton is told what it could not know: that they are multiples of 16 and 64.
+A row of an arena ends at its pitch, zeros included. Pitches and starts come from a table, so Triton is told what it
+could not know: that they are multiples of 16 and 64. Those of k × k matrices are ``_kk``, of k × l matrices ``_kl``.
 """
 
 from typing import Any
@@ -27,46 +27,44 @@ __all__ = [
     "source_of",
 ]
 
-# Columns that leave at a time through a descriptor; the next ones wait until these have left shared memory. Halves of
-# 256 make room for a fourth stage, as pieces of 64 do, with half as many barriers.
+# Columns that a descriptor stores at a time, WIDE; the next ones wait until these have left shared memory. Two pieces
+# of a tile's 256 columns make room for a fourth stage, as four would, with half as many barriers.
 PIECE = 128
 
 
 @triton.jit
 def first_tile(table, shape, waves, width):
-    """Return this program's first tile of a shape, of which every ``width``-th is its own: :func:`tile_order.dealt`."""
+    """Return this program's first tile of a shape; every ``width``-th after it is its own: :func:`tile_order.dealt`."""
     # Read from memory each time: a number carried from shape to shape would hold a register.
     first = tl.load(waves + tl.program_id(0) // width, volatile=True) + tl.program_id(0) % width
-    before = tl.load(table + (shape - 1) * 8, mask=shape > 0, other=0, volatile=True).to(tl.int32)
-    return first + tl.cdiv(max(before - first, 0), width) * width
+    tiles_before = tl.load(table + (shape - 1) * 8, mask=shape > 0, other=0, volatile=True).to(tl.int32)
+    return first + tl.cdiv(max(tiles_before - first, 0), width) * width
 
 
 @triton.jit
 def last_tile(waves, width):
-    """Return the end of the tiles that may be this program's. Volatile, so that it holds no register meanwhile."""
+    """Return the end of this program's wave of tiles. Volatile, so that it holds no register meanwhile."""
     return tl.load(waves + tl.program_id(0) // width + 1, volatile=True)
 
 
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
-    """Read a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
-
-    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: tile_order.FIELDS.
-    """
+    """Read a shape's row of the table (``tile_order.FIELDS``): the end of its tiles, its number of matrices, k, l, then
+    start and pitch of its k × k matrices, and of its k × l ones, for which with SQUARE the k × k ones stand."""
     # Volatile: without descriptors the kernels read the row anew for every tile, and for its store once more. Kept from
     # tile to tile, it and all addresses that follow from it would hold registers that the sums need, and spill.
     row = table + shape * 8
     end = tl.load(row, volatile=True).to(tl.int32)
     matrices = tl.load(row + 1, volatile=True).to(tl.int32)
     k = tl.load(row + 2, volatile=True).to(tl.int32)
-    square = tl.multiple_of(tl.load(row + 4, volatile=True), 64)
-    square_pitch = tl.multiple_of(tl.load(row + 5, volatile=True).to(tl.int32), 16)
+    start_kk = tl.multiple_of(tl.load(row + 4, volatile=True), 64)
+    pitch_kk = tl.multiple_of(tl.load(row + 5, volatile=True).to(tl.int32), 16)
     if SQUARE:
-        return end, matrices, k, k, square, square_pitch, square, square_pitch
+        return end, matrices, k, k, start_kk, pitch_kk, start_kk, pitch_kk
     else:
-        wide = tl.multiple_of(tl.load(row + 6, volatile=True), 64)
-        wide_pitch = tl.multiple_of(tl.load(row + 7, volatile=True).to(tl.int32), 16)
-        return end, matrices, k, tl.load(row + 3, volatile=True).to(tl.int32), square, square_pitch, wide, wide_pitch
+        start_kl = tl.multiple_of(tl.load(row + 6, volatile=True), 64)
+        pitch_kl = tl.multiple_of(tl.load(row + 7, volatile=True).to(tl.int32), 16)
+        return end, matrices, k, tl.load(row + 3, volatile=True).to(tl.int32), start_kk, pitch_kk, start_kl, pitch_kl
 
 
 @triton.jit
@@ -87,7 +85,7 @@ def source_of(
     COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Make the source of ``load_part``: [ROWS, COLS] tiles of matrices [matrices, rows, cols] from ``start`` on."""
+    """Return the source of :func:`load_part`: ``start``, or a descriptor of [ROWS, COLS] tiles of all matrices."""
     if DESCRIPTORS:
         return tl.make_tensor_descriptor(
             start,
@@ -112,7 +110,7 @@ def load_part(
     DESCRIPTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Load [ROWS, COLS] entries of matrix ``matrix`` from (row, col) on, zero outside."""
+    """Load the tile [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside."""
     if DESCRIPTORS:
         part = source.load([matrix, row, col]).reshape(ROWS, COLS)
     else:
@@ -153,8 +151,8 @@ def grouped_launch(
     table = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
     deal = dealt(table.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
-    order = (table.shapes, table.places, len(out.layout.shapes), deal.waves, deal.width)
+    tile_args = (table.shapes, table.places, len(out.layout.shapes), deal.waves, deal.width)
     settings = {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
     settings |= {"SQUARE": square, "WIDE": min(PIECE, tile.rows, tile.cols)}
     settings["FLATTEN"] = tile.flattened(summand=plus is not None)
-    return Launch(kernel, deal.programs, out.flat, (*arenas, *order, *numbers), settings, scratch=tile.descriptors)
+    return Launch(kernel, deal.programs, out.flat, (*arenas, *tile_args, *numbers), settings, scratch=tile.descriptors)

@@ -1,6 +1,6 @@
 """The general product of every matrix of a list, in one launch.
 
-    C = L R + β P      for each shape (k, l): L [b, k, k], R, P, C [b, k, d] with d = l or k
+    C = L R + β P      for each shape (k, l): L [b, k, k], R, P, C [b, k, l], or all k × k (SQUARE)
 
 as in ``product``: accumulated in float32, rounded once. Programs are persistent: each goes through every width-th tile
 of all results in the order of ``tile_order.places``.
@@ -42,44 +42,44 @@ def grouped_product_kernel(
     WIDEN: tl.constexpr,
 ):
     for shape in range(shapes):
-        end, matrices, rows, cols, square, square_pitch, wide, pitch = read_shape(table, shape, SQUARE)
+        end, matrices, rows, cols, start_kk, pitch_kk, start_kl, pitch_kl = read_shape(table, shape, SQUARE)
         first = first_tile(table, shape, waves, width)
         end = min(end, last_tile(waves, width))
         if first < end:
-            lefts = source_of(left + square, matrices, rows, rows, square_pitch, ROWS, DEPTH, DESCRIPTORS)
-            rights = source_of(right + wide, matrices, rows, cols, pitch, DEPTH, COLS, DESCRIPTORS)
+            left_src = source_of(left + start_kk, matrices, rows, rows, pitch_kk, ROWS, DEPTH, DESCRIPTORS)
+            right_src = source_of(right + start_kl, matrices, rows, cols, pitch_kl, DEPTH, COLS, DESCRIPTORS)
             if PLUS:
-                pluses = source_of(plus + wide, matrices, rows, cols, pitch, ROWS, COLS, DESCRIPTORS)
+                plus_src = source_of(plus + start_kl, matrices, rows, cols, pitch_kl, ROWS, COLS, DESCRIPTORS)
             # As wide as the pitch: the padding is written, with zeros.
-            target = source_of(out + wide, matrices, rows, pitch, pitch, ROWS, WIDE, DESCRIPTORS)
+            out_dst = source_of(out + start_kl, matrices, rows, pitch_kl, pitch_kl, ROWS, WIDE, DESCRIPTORS)
             for tile in tl.range(first, end, width, flatten=FLATTEN):
                 if not DESCRIPTORS:
-                    _, _, rows, _, _, square_pitch, _, pitch = read_shape(table, shape, SQUARE)
+                    _, _, rows, _, _, pitch_kk, _, pitch_kl = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+                # The summand comes first, as in ``product``.
                 if PLUS:
-                    sums = beta * load_part(pluses, matrix, row, col, rows, pitch, ROWS, COLS, DESCRIPTORS, WIDEN).to(
-                        tl.float32
-                    )
+                    sums = beta * load_part(
+                        plus_src, matrix, row, col, rows, pitch_kl, ROWS, COLS, DESCRIPTORS, WIDEN
+                    ).to(tl.float32)
                 else:
                     sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 for i in tl.range(0, tl.cdiv(rows, DEPTH), warp_specialize=SPECIALIZE):
                     k = i * DEPTH
-                    a = load_part(lefts, matrix, row, k, rows, square_pitch, ROWS, DEPTH, DESCRIPTORS, WIDEN)
-                    b = load_part(rights, matrix, k, col, rows, pitch, DEPTH, COLS, DESCRIPTORS, WIDEN)
+                    a = load_part(left_src, matrix, row, k, rows, pitch_kk, ROWS, DEPTH, DESCRIPTORS, WIDEN)
+                    b = load_part(right_src, matrix, k, col, rows, pitch_kl, DEPTH, COLS, DESCRIPTORS, WIDEN)
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
                 value = sums.to(out.dtype.element_ty)
                 if DESCRIPTORS:
-                    store_pieces(target, value, matrix, row, col, ROWS, COLS, WIDE)
+                    store_pieces(out_dst, value, matrix, row, col, ROWS, COLS, WIDE)
                 else:
-                    _, _, rows, _, _, _, wide, pitch = read_shape(table, shape, SQUARE)
+                    _, _, rows, _, _, _, start_kl, pitch_kl = read_shape(table, shape, SQUARE)
                     matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                    start = out + wide + (matrix.to(tl.int64) * rows + row) * pitch + col
+                    out_ptr = out + start_kl + (matrix.to(tl.int64) * rows + row) * pitch_kl + col
                     i = tl.arange(0, ROWS)[:, None]
                     j = tl.arange(0, COLS)[None, :]
-                    inside = (row + i < rows) & (col + j < pitch)
-                    tl.store(start + i * pitch + j, value, mask=inside)
+                    mask = (row + i < rows) & (col + j < pitch_kl)
+                    tl.store(out_ptr + i * pitch_kl + j, value, mask=mask)
 
 
 def grouped_product(
@@ -92,16 +92,11 @@ def grouped_product(
     plus: Matrices | None = None,
     beta: float = 0.0,
 ) -> Launch:
-    """out ← left right + β plus of every matrix.
+    """Make the launch of out ← left right + β plus for every matrix.
 
-    Args:
-        left: an arena of a layout's k × k matrices.
-        right: an arena of its k × l or its k × k matrices.
-        out: an arena like ``right``; shares no memory with the others.
-        tile: of all results.
-        processors: of the device.
-        plus: an arena like ``right``, or None.
-        beta: multiplies ``plus``.
+    ``left``: an arena of a layout's k × k matrices. ``right``: of its k × l or its k × k ones. ``plus`` and ``out``:
+    arenas like ``right``; ``out`` shares no memory with the others. ``tile`` is that of all results, ``processors`` are
+    the device's.
     """
     return grouped_launch(
         grouped_product_kernel, left, right, plus, out, (beta,), right.square, tile, processors, triangle=False

@@ -1,11 +1,11 @@
 """The symmetric product of every matrix of a list, in one launch.
 
-    C = α X Xᵀ            for each shape (k, l): X [b, k, l], C [b, k, k]
-    C = α L R + β P + γ I   L, R, P, C [b, k, k]
+    C = α X Xᵀ              for each shape (k, l): X [b, k, l], C [b, k, k]
+    C = α L R + β P + γ I   L, R, P, C [b, k, k] (SQUARE)
 
 as in ``symmetric``, which says why L R and not L Rᵀ. Programs are persistent: each goes through every width-th tile of
-all triangles in the order of ``tile_order.places``, which has no tile above a diagonal. A tile of two squares whose
-right one is above the diagonal has half the width and comes behind all others: 8 of the 72 in a triangle of 2048.
+all triangles in the order of ``tile_order.places``, which has no tile above a diagonal. Two squares side by side, of
+which the right one is above the diagonal, are cut to the left one and come last: 8 of the 72 in a triangle of 2048.
 
 On 9.0 and 10.0 results leave through descriptors too: next to the state of a program that stays, the addresses of two
 stores, straight and mirrored, spilled 40 to 240 bytes a thread.
@@ -52,39 +52,39 @@ def _tiles_of_shapes(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute this program's tiles of the shapes in rows ``begin`` to ``stop`` of the table, all of one width."""
+    """Compute this program's tiles, [ROWS, COLS], of the shapes in rows ``begin`` to ``stop`` of the table."""
     for shape in range(begin, stop):
-        end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
+        end, matrices, size, depth, start_kk, pitch_kk, start_kl, pitch_kl = read_shape(table, shape, SQUARE)
         first = first_tile(table, shape, waves, width)
         end = min(end, last_tile(waves, width))
         if first < end:
-            lefts = source_of(left + wide, matrices, size, depth, wide_pitch, ROWS, DEPTH, DESCRIPTORS)
+            left_src = source_of(left + start_kl, matrices, size, depth, pitch_kl, ROWS, DEPTH, DESCRIPTORS)
             if SQUARE:
-                rights = source_of(right + wide, matrices, depth, size, wide_pitch, DEPTH, COLS, DESCRIPTORS)
+                right_src = source_of(right + start_kl, matrices, depth, size, pitch_kl, DEPTH, COLS, DESCRIPTORS)
             else:
-                rights = source_of(right + wide, matrices, size, depth, wide_pitch, COLS, DEPTH, DESCRIPTORS)
+                right_src = source_of(right + start_kl, matrices, size, depth, pitch_kl, COLS, DEPTH, DESCRIPTORS)
             if PLUS:
-                pluses = source_of(plus + square, matrices, size, size, square_pitch, ROWS, COLS, DESCRIPTORS)
+                plus_src = source_of(plus + start_kk, matrices, size, size, pitch_kk, ROWS, COLS, DESCRIPTORS)
             # As wide as its pitch: the padding is written, with zeros.
-            target = source_of(out + square, matrices, size, square_pitch, square_pitch, ROWS, WIDE, DESCRIPTORS)
+            out_dst = source_of(out + start_kk, matrices, size, pitch_kk, pitch_kk, ROWS, WIDE, DESCRIPTORS)
             for tile in tl.range(first, end, width, flatten=FLATTEN):
                 if not DESCRIPTORS:
-                    _, _, size, depth, _, square_pitch, _, wide_pitch = read_shape(table, shape, SQUARE)
+                    _, _, size, depth, _, pitch_kk, _, pitch_kl = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+                # The summand comes first, as in ``product``; initial = β / α.
                 if PLUS:
                     sums = initial * load_part(
-                        pluses, matrix, row, col, size, square_pitch, ROWS, COLS, DESCRIPTORS, WIDEN
+                        plus_src, matrix, row, col, size, pitch_kk, ROWS, COLS, DESCRIPTORS, WIDEN
                     ).to(tl.float32)
                 else:
                     sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 for i in tl.range(0, tl.cdiv(depth, DEPTH), warp_specialize=SPECIALIZE):
                     k = i * DEPTH
-                    a = load_part(lefts, matrix, row, k, size, wide_pitch, ROWS, DEPTH, DESCRIPTORS, WIDEN)
+                    a = load_part(left_src, matrix, row, k, size, pitch_kl, ROWS, DEPTH, DESCRIPTORS, WIDEN)
                     if SQUARE:
-                        b = load_part(rights, matrix, k, col, size, wide_pitch, DEPTH, COLS, DESCRIPTORS, WIDEN)
+                        b = load_part(right_src, matrix, k, col, size, pitch_kl, DEPTH, COLS, DESCRIPTORS, WIDEN)
                     else:
-                        b = load_part(rights, matrix, col, k, size, wide_pitch, COLS, DEPTH, DESCRIPTORS, WIDEN).T
+                        b = load_part(right_src, matrix, col, k, size, pitch_kl, COLS, DEPTH, DESCRIPTORS, WIDEN).T
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
                 sums = alpha * sums
@@ -92,11 +92,11 @@ def _tiles_of_shapes(
                     sums = shifted(sums, row, col, gamma, ROWS, COLS)
                 value = sums.to(out.dtype.element_ty)
                 if not DESCRIPTORS:
-                    _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
+                    _, _, size, _, _, pitch_kk, _, _ = read_shape(table, shape, SQUARE)
                     matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                stride = size.to(tl.int64) * square_pitch
+                matrix_stride = size.to(tl.int64) * pitch_kk
                 store_triangle(
-                    target, value, matrix, row, col, size, square_pitch, stride, square_pitch,
+                    out_dst, value, matrix, row, col, size, pitch_kk, matrix_stride, pitch_kk,
                     ROWS, COLS, WIDE, DESCRIPTORS,
                 )  # fmt: skip
 
@@ -150,7 +150,7 @@ def grouped_symmetric(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """Launch out ← α left right + β plus + γ I for every k × k matrix, or with α left leftᵀ for every k × l one.
+    """Make the launch of out ← α left right + β plus + γ I for k × k matrices, or with α left leftᵀ for k × l ones.
 
     ``left`` and ``right``: arenas of one layout, k × k both, or the same k × l one. ``out`` and ``plus``: arenas of its
     k × k matrices; ``out`` shares no memory with the others. α is not 0. γ is added before results are rounded.

@@ -3,8 +3,7 @@
 A :class:`Job` is a launch without its tensors: Triton's compiler needs only their dtype, and whether they begin at a
 multiple of 16 bytes. Each job has a file beside Triton's cache. The compiling process holds a lock on the file and
 writes into it when done, so ranks that share a file system compile each kernel once, and a later run compiles nothing.
-The lock ends with its process; on a file system without locks each process compiles for itself. So no process waits for
-a dead one.
+No process waits for a dead one: its lock ends with it. On a file system without locks each compiles for itself.
 """
 
 import contextlib
@@ -79,7 +78,7 @@ def compile_job(job: Job) -> None:
     """Compile a job's kernel into Triton's cache, unless another process has done so; for worker processes only."""
     kernel = getattr(import_module(job.module), job.name)
     driver: Any = triton.runtime.driver
-    before = driver._active  # private, because the public property ``active`` would look for a GPU
+    active_driver = driver._active  # private, because the public property ``active`` would look for a GPU
     with _locked(job.file) as file, triton.knobs.cache.scope():
         if file.tell():  # another process compiled the kernel while this one waited for the lock
             return
@@ -88,7 +87,7 @@ def compile_job(job: Job) -> None:
         try:
             kernel.warmup(*job.arguments, grid=(1,), **job.constants)
         finally:
-            driver.set_active(before)
+            driver.set_active(active_driver)
         file.write("compiled\n")
 
 

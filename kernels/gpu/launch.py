@@ -1,7 +1,12 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU.
 
-Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells what a
-function would launch on a GPU, without using a GPU.
+Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells, without a
+GPU, what a function would launch on one.
+
+Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor. Triton
+compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
+multiples of 16, or wider than 32 bits. So addresses are integers, integers are :func:`coded`, and tuples
+:func:`filled`.
 """
 
 import contextlib
@@ -19,8 +24,7 @@ __all__ = ["Launch", "addresses", "coded", "decoded", "element_type", "filled", 
 
 T = TypeVar("T")
 
-#: the address of a tensor without memory, empty or on "meta": too large for 32 bits, as real addresses are, because
-#: Triton compiles other kernels for numbers of 32 bits
+#: the address of a tensor without memory, empty or on "meta": wider than 32 bits, as real addresses are
 _ELSEWHERE = 1 << 40
 
 _noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
@@ -44,20 +48,18 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
-    """Fill ``values`` up to ``count`` with the first one, or if they are ints with :func:`coded` zeros."""
-    # Triton compiles a kernel for each length of a tuple: tuples of one length share one.
+    """Fill ``values`` up to ``count``: integers, which are sizes, with :func:`coded` zeros, others with the first."""
     padding: Any = coded(0) if isinstance(values[0], int) else values[0]
     return (*values, *[padding] * (count - len(values)))
 
 
 def coded(number: int) -> int:
-    """``2 number + 3``, never 1 nor a multiple of 16: Triton compiles a kernel for each pattern of these in a tuple."""
+    """Return ``2 number + 3``, which is never 1 nor a multiple of 16."""
     return 2 * number + 3
 
 
 def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
     """Return the :func:`coded` addresses of tensors, filled up to ``count`` with the first one."""
-    # Integers, because Triton compiles a kernel for each pattern of 16-byte alignment among tensors in a tuple.
     coded_addresses = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
     return (*coded_addresses, *coded_addresses[:1] * (count - len(coded_addresses)))
 
@@ -76,7 +78,7 @@ def element_type(x: Tensor) -> tl.dtype:
 
 @dataclass(frozen=True)
 class Launch:
-    """``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``."""
+    """The call ``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``."""
 
     kernel: Any  # a Triton kernel
     programs: int

@@ -1,4 +1,4 @@
-"""A cost model of a matrix-product launch: seconds from a few numbers, each replaced by one measurement.
+"""A cost model of a matrix-product launch: seconds from a few numbers, each measured or estimated once.
 
 A launch computes the tiles of one result or of many. They are dealt to the multiprocessors, of which the busiest gets q
 tiles and runs up to ``tile.resident`` of them side by side:
@@ -6,8 +6,8 @@ tiles and runs up to ``tile.resident`` of them side by side:
     seconds = launch + operations(q tiles) / rate(min(q, resident)) + ⌈q / resident⌉ · overhead
     rate(r) = device.rate · tile.rate · (solo + (1 - solo) (r - 1) / (resident - 1)),   rate · tile.rate if resident = 1
 
-So a block alone on its multiprocessor runs at a part ``solo`` of the rate, because nothing fills the gaps between its
-loads, products and stores; and the ``overhead`` of a block, before and after its loop, is hidden behind the blocks
+So a program alone on its multiprocessor runs at a part ``solo`` of the rate, because nothing fills the gaps between its
+loads, products and stores; and the ``overhead`` of a program, before and after its loop, is hidden behind the programs
 beside it. A grouped launch, for a list of matrices, is persistent: the time between the loops of two tiles, ``between``
 or ``between_flattened``, takes the place of ``overhead``. Memory is no limit of these kernels: from 512 up all their
 operands are read from L2.
@@ -17,7 +17,7 @@ rate of lists and the time between two tiles are fitted to lists that ran back t
 matrices (``benchmarks/list_model.py --fit``). Power limits both: cuBLAS makes 798 TFLOP/s with pauses between launches
 and 650 to 690 without, while a model's own products, of less random numbers, run at the former. Rates of other
 architectures are **estimated** from published figures of Triton and cuBLAS on large products; overhead and launch from
-the latencies of a pipeline's first loads and of a graph's kernel nodes; ``start`` from a block's launch, three
+the latencies of a pipeline's first loads and of a graph's kernel nodes; ``start`` from a program's launch, three
 descriptors and its first loads.
 """
 
@@ -29,7 +29,7 @@ from itertools import pairwise
 
 __all__ = ["Device", "Result", "Tile", "busiest", "ceildiv", "programs", "seconds", "seconds_beside", "waves"]
 
-#: time of a tile of half the width, as a part of the whole tile's: 128 × 128 has 0.873 of the rate of 128 × 256 (H100)
+#: time of half a tile, as a part of the whole tile's: 128 × 128 has 0.873 of the rate of 128 × 256 (H100)
 HALF = 0.57
 
 #: (matrices, rows, columns, summed dimension)
@@ -74,11 +74,10 @@ class Device:
     """The model's numbers for one architecture; times are in seconds."""
 
     rate: float = 1.0  # operations a second of one multiprocessor on the table's fastest tile, dense, half precision
-    list_rate: float = (
-        0.0  # the same in grouped launches, whose matrices take more power than a model's; 0 for ``rate``
-    )
-    solo: float = 1.0  # part of a tile's rate that one block reaches alone, where several could be resident
-    overhead: float = 0.0  # of a block, before and after its loop
+    # The same in grouped launches, whose matrices take more power than a model's; 0 for ``rate``.
+    list_rate: float = 0.0
+    solo: float = 1.0  # part of a tile's rate that one program reaches alone, where several could be resident
+    overhead: float = 0.0  # of a program, before and after its loop
     launch: float = 0.0  # from the end of one kernel of a CUDA graph to the start of the next
     between: float = 0.0  # of a grouped kernel's program, between the loops of two tiles
     between_flattened: float = 0.0  # the same where loops are flattened
@@ -89,14 +88,14 @@ class Device:
         return tile.rate * (self.list_rate if tile.listed and self.list_rate else self.rate)
 
     def overhead_of(self, tile: Tile, *, summand: bool) -> float:
-        """Return the seconds that a tile costs beside its loop."""
+        """Return the seconds that a tile takes outside its loop."""
         if not tile.listed:
             return self.overhead
         return self.between_flattened if tile.flattened(summand=summand) else self.between
 
 
 def ceildiv(a: int, b: int) -> int:
-    """⌈a / b⌉ on the host, where ``triton.cdiv``, which also serves kernels, takes longer."""
+    """Return ⌈a / b⌉ on the host, where ``triton.cdiv``, which also serves kernels, takes longer."""
     return -(-a // b)
 
 
@@ -109,7 +108,7 @@ def programs(tile: Tile, rows: int, cols: int, *, triangle: bool) -> int:
 
 
 def costs(tile: Tile, results: Sequence[Result], *, triangle: bool) -> list[tuple[int, int]]:
-    """List (number of tiles, operations of one) in the order that tiles are dealt out."""
+    """List (number of equal tiles, operations of one) in the order in which tiles are dealt out."""
     whole = [(b * programs(tile, m, n, triangle=triangle), 2 * tile.rows * tile.cols * d) for b, m, n, d in results]
     if not (tile.listed and tile.halves(triangle=triangle)):
         return whole
@@ -127,8 +126,8 @@ def busiest(tile: Tile, results: Sequence[Result], processors: int, *, triangle:
     first = 0
     for tiles, cost in costs(tile, results, triangle=triangle):
         end = first + tiles
-        for p in range(processors):
-            loads[p] += (ceildiv(end - p, processors) - ceildiv(first - p, processors)) * cost
+        for processor in range(processors):
+            loads[processor] += (ceildiv(end - processor, processors) - ceildiv(first - processor, processors)) * cost
         first = end
     return max(loads), ceildiv(first, processors)
 
@@ -143,9 +142,9 @@ def seconds(
     # On 132 multiprocessors the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three
     # tiles, where 128 × 128 are 528, four each: two thirds of the work.
     operations, tiles = busiest(tile, results, processors, triangle=triangle)
-    beside = min(tiles, tile.resident)
-    filled = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (beside - 1) / (tile.resident - 1)
-    loop = operations / (device.rate_of(tile) * filled)
+    active = min(tiles, tile.resident)
+    factor = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (active - 1) / (tile.resident - 1)
+    loop = operations / (device.rate_of(tile) * factor)
     return device.launch + loop + ceildiv(tiles, tile.resident) * device.overhead_of(tile, summand=summand)
 
 
@@ -155,9 +154,9 @@ def waves(tiles: int, width: int, *, shared: bool) -> list[int]:
     Program p takes every ``width``-th tile of wave ⌊p / width⌋, from p mod width on.
     """
     # One wave is best on a device that runs nothing else. Where collectives hold some multiprocessors (``shared``),
-    # programs that find no place begin when others end: with one wave the ended ones left no tiles to take over, and
-    # the launch takes twice as long. So each wave takes half of the remaining tiles, the last waves a tile a program.
-    # The device counts nothing, so no counter has to be reset; and a collective gets in whenever a program ends.
+    # programs that find no place begin when others end: in one wave all their tiles are still to do then, and the
+    # launch takes twice as long. So each wave takes half of the remaining tiles, the last waves a tile a program. No
+    # counter on the device has to be reset, and a collective gets in whenever a program ends.
     starts = [0]
     while starts[-1] < tiles:
         tiles_a_program = ceildiv(tiles - starts[-1], width)
@@ -177,12 +176,12 @@ def seconds_beside(
     summand: bool,
     start: float | None = None,
 ) -> tuple[float, float]:
-    """Estimate a grouped launch beside kernels that hold all but ``free`` multiprocessors, at least one.
+    """Estimate (seconds of a grouped launch, seconds of its longest program) on ``free`` multiprocessors, at least one;
+    other kernels hold the rest.
 
-    Return (seconds of the launch, seconds of its longest program); the second is the wait of a collective that arrives
-    when all multiprocessors are taken. ``starts`` and ``width`` are those of :func:`waves`; ``start``: seconds that a
-    program takes to begin where another ended, None for the device's. On a free device one wave takes :func:`seconds`,
-    unless the busiest multiprocessor's tiles are not the most.
+    The second is the wait of a collective that arrives when all multiprocessors are taken. ``starts`` and ``width`` are
+    those of :func:`waves`; ``start``: seconds that a program takes to begin where another ended, None for the device's.
+    On a free device one wave takes :func:`seconds`, unless the busiest multiprocessor's tiles are not the most.
     """
     rate = device.rate_of(tile) / tile.resident  # of one program among as many as there is room for
     overhead = device.overhead_of(tile, summand=summand)
@@ -192,11 +191,11 @@ def seconds_beside(
     ends = [0.0] * (free * tile.resident)
     longest = 0.0
     for first, stop in pairwise(starts):
-        for lane in range(first, min(first + width, stop)):
-            time = sum(tile_seconds[lane:stop:width])
-            begin = heapq.heappop(ends)
-            if begin:  # the program replaces another one
-                time += device.start if start is None else start
-            heapq.heappush(ends, begin + time)
-            longest = max(longest, time)
+        for first_tile in range(first, min(first + width, stop)):
+            program_seconds = sum(tile_seconds[first_tile:stop:width])
+            freed = heapq.heappop(ends)
+            if freed:  # the program takes the place of one that ended then
+                program_seconds += device.start if start is None else start
+            heapq.heappush(ends, freed + program_seconds)
+            longest = max(longest, program_seconds)
     return device.launch + max(ends), longest

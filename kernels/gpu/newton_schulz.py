@@ -47,12 +47,10 @@ class Products(Aten):
         alpha: float = 1.0,
         gamma: float = 0.0,
     ) -> Tensor:
-        """Return ``alpha left right + beta plus + gamma I``, [b, k, k], new: the squares below the diagonal, mirrored.
-
-        Without ``right``, which then is ``leftᵀ``, ``left`` may be [b, k, l].
-        """
+        """Return ``alpha left right + beta plus + gamma I``, [b, k, k], new: the lower triangle, mirrored. With
+        ``right`` None, which stands for ``leftᵀ``, ``left`` may be [b, k, l]."""
         out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
-        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+        if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None
             torch.mul(plus, beta, out=out)
             if gamma:
@@ -94,25 +92,21 @@ def _products_on(device: torch.device) -> Products | None:
 
 
 def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
-    """For each of a list: whether these kernels take it, and are expected to be at least as fast as cuBLAS.
-
-    Args:
-        xs: [..., m, n] on one device.
-        plan: for all; with backend "triton" speed is not asked for.
-    """
+    """Tell for each of ``xs``, [..., m, n] on one device, whether these kernels take it and, unless ``plan`` has the
+    backend "triton", are expected to be at least as fast as cuBLAS."""
     products = products_on(xs[0].device) if xs and plan.dtype in (torch.float16, torch.bfloat16) else None
     if products is None:
         return [False] * len(xs)
-    taken = [x.numel() > 0 and x.dtype != torch.float64 for x in xs]
+    covered = [x.numel() > 0 and x.dtype != torch.float64 for x in xs]
     if plan.backend == "triton":
-        return taken
-    matrices = {i: (xs[i].shape[:-2].numel(), *sorted(xs[i].shape[-2:])) for i, fits in enumerate(taken) if fits}
-    pays = dict(zip(matrices, served(products.table, tuple(matrices.values()), products.processors), strict=True))
+        return covered
+    shapes = {i: (xs[i].shape[:-2].numel(), *sorted(xs[i].shape[-2:])) for i, fits in enumerate(covered) if fits}
+    pays = dict(zip(shapes, served(products.table, tuple(shapes.values()), products.processors), strict=True))
     return [pays.get(i, False) for i in range(len(xs))]
 
 
 def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
-    """out ← Newton-Schulz of x. Allocates and launches only, so a CUDA graph can capture it.
+    """Write Newton-Schulz of ``x`` to ``out``. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
         x: [b, k, l] with k ≤ l in float16, bfloat16 or float32, any strides, unmodified.

@@ -2,9 +2,9 @@
 
     X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
 
-No entry's square overflows or vanishes: squares are summed relative to the largest entry so far, as in
-``reference.normalize``, so entries from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one
-(largest, sum) pair a program, the second combines them in a fixed order: no atomics, the same bits every time.
+No entry's square overflows or vanishes: entries are divided by the largest so far before they are squared, as in
+``reference.normalize``, so those from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one pair a
+program (largest |entry|, Σ (entry / largest)²), the second combines them in a fixed order: no atomics, the same bits.
 """
 
 import torch
@@ -39,11 +39,11 @@ def _load(
 ):
     r = (tile // across) * ROWS + tl.arange(0, ROWS)
     c = (tile % across) * COLS + tl.arange(0, COLS)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
     r = r.to(tl.int64)[:, None]
     c = c.to(tl.int64)[None, :]
-    start = x + matrix.to(tl.int64) * matrix_stride
-    return r, c, inside, tl.load(start + r * row_stride + c * col_stride, mask=inside, other=0.0).to(tl.float32)
+    matrix_ptr = x + matrix.to(tl.int64) * matrix_stride
+    return r, c, mask, tl.load(matrix_ptr + r * row_stride + c * col_stride, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -60,23 +60,23 @@ def partial_norms_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Write to ``partials``, [b, 2, programs], the largest |entry| of a program's tiles and Σ (entry / largest)²."""
+    """Write the pair of this program's tiles to ``partials``, [b, 2, programs], ``programs`` of them a matrix."""
     program = tl.program_id(0)
     matrix = program // programs
-    first = program % programs
+    first_tile = program % programs
     across = tl.cdiv(cols, COLS)
     largest = TINY
-    total = 0.0
-    for tile in tl.range(first, tl.cdiv(rows, ROWS) * across, programs):
+    squares = 0.0
+    for tile in tl.range(first_tile, tl.cdiv(rows, ROWS) * across, programs):
         _, _, _, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS)
-        grown = tl.maximum(largest, tl.max(tl.max(tl.abs(x_tile), axis=1), axis=0))
-        x_tile *= 1.0 / grown
-        shrink = largest / grown
-        total = total * shrink * shrink + tl.sum(tl.sum(x_tile * x_tile, axis=1), axis=0)
-        largest = grown
-    start = partials + matrix.to(tl.int64) * 2 * programs + first
-    tl.store(start, largest)
-    tl.store(start + programs, total)
+        new_largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x_tile), axis=1), axis=0))
+        x_tile *= 1.0 / new_largest
+        shrink = largest / new_largest
+        squares = squares * shrink * shrink + tl.sum(tl.sum(x_tile * x_tile, axis=1), axis=0)
+        largest = new_largest
+    pair_ptr = partials + matrix.to(tl.int64) * 2 * programs + first_tile
+    tl.store(pair_ptr, largest)
+    tl.store(pair_ptr + programs, squares)
 
 
 @triton.jit
@@ -113,13 +113,13 @@ def divide_kernel(
     # The sum is NaN if any entry is NaN or infinite. The maximum must propagate it, or the matrix would seem finite.
     least = tl.maximum(eps / largest, TINY)
     norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), least, propagate_nan=tl.PropagateNan.ALL)
-    r, c, inside, x_tile = _load(
+    r, c, mask, x_tile = _load(
         x, matrix, program % tiles, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS
     )
-    # Two divisions: the product of the divisors may overflow.
+    # ``norm`` is of the matrix divided by ``largest``. Two divisions: the product of the divisors may overflow.
     x_tile = (x_tile / largest) / (norm * safety)
     start = out + matrix.to(tl.int64) * out_matrix_stride
-    tl.store(start + r * out_row_stride + c, x_tile.to(out.dtype.element_ty), mask=inside)
+    tl.store(start + r * out_row_stride + c, x_tile.to(out.dtype.element_ty), mask=mask)
 
 
 def partial_norms(x: Tensor, partials: Tensor) -> Launch:
@@ -135,8 +135,8 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
-    settings = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
-    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, settings)
+    constants = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
+    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, constants)
 
 
 def normalize(

@@ -37,16 +37,16 @@ def load_tile(
     DESCRIPTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Load [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside [rows, cols]."""
+    """Load the tile [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside [rows, cols]."""
     if DESCRIPTORS:
         tile = source.load([matrix, row, col]).reshape(ROWS, COLS)
     else:
         r = row + tl.arange(0, ROWS)
         c = col + tl.arange(0, COLS)
         # 64 bits: 320 matrices of 2560 × 3072 have more elements than an int32 counts.
-        start = source + matrix.to(tl.int64) * matrix_stride
-        inside = (r < rows)[:, None] & (c < cols)[None, :]
-        tile = tl.load(start + r.to(tl.int64)[:, None] * row_stride + c[None, :], mask=inside, other=0.0)
+        matrix_ptr = source + matrix.to(tl.int64) * matrix_stride
+        mask = (r < rows)[:, None] & (c < cols)[None, :]
+        tile = tl.load(matrix_ptr + r.to(tl.int64)[:, None] * row_stride + c[None, :], mask=mask, other=0.0)
     if WIDEN:
         tile = tile.to(tl.float32)
     return tile
@@ -54,7 +54,7 @@ def load_tile(
 
 @triton.jit
 def shifted(value, row, col, gamma, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add ``gamma`` to the matrix's diagonal in ``value``, its [ROWS, COLS] from (row, col) on."""
+    """Return ``value``, a matrix's tile [ROWS, COLS] from (row, col) on, with ``gamma`` added on the diagonal."""
     i = row + tl.arange(0, ROWS)[:, None]
     j = col + tl.arange(0, COLS)[None, :]
     return tl.where(i == j, value + gamma, value)
@@ -62,13 +62,13 @@ def shifted(value, row, col, gamma, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def store_pieces(out, value, matrix, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
-    """Store [ROWS, COLS] by a descriptor of [1, ROWS, WIDE], piece after piece through the same shared memory."""
+    """Store a tile [ROWS, COLS] by a descriptor of [1, ROWS, WIDE], piece after piece through one shared memory."""
     if COLS <= WIDE:
         out.store([matrix, row, col], value.reshape(1, ROWS, COLS))
     else:
-        one, two = tl.split(value.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
-        store_pieces(out, one, matrix, row, col, ROWS, COLS // 2, WIDE)
-        store_pieces(out, two, matrix, row, col + COLS // 2, ROWS, COLS // 2, WIDE)
+        left, right = tl.split(value.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
+        store_pieces(out, left, matrix, row, col, ROWS, COLS // 2, WIDE)
+        store_pieces(out, right, matrix, row, col + COLS // 2, ROWS, COLS // 2, WIDE)
 
 
 @triton.jit
@@ -86,9 +86,8 @@ def store_square(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Store a square of a symmetric result and its mirror image; one on the diagonal once, one above it never."""
-    # width: entries of a row that are written: size, or the row's stride to write the padding too. WIDE: columns that a
-    # descriptor stores at a time.
+    """Store a square tile below the diagonal and its mirror image, or one on the diagonal; of one above it, nothing.
+    ``width``: entries written of a row: ``size``, or ``row_stride`` to write the padding too."""
     if DESCRIPTORS:
         # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before
         # the first row is an illegal instruction, and a branch keeps Triton 3.7.1 from flattening the loop around it.
@@ -99,13 +98,13 @@ def store_square(
         j = tl.arange(0, SIDE)[None, :]
         # Offsets within a square fit 32 bits, which take half the registers. No mask differs from entry to entry along
         # a row: that would make every store two bytes wide.
-        start = out + matrix.to(tl.int64) * matrix_stride
+        matrix_ptr = out + matrix.to(tl.int64) * matrix_stride
         if col < row:
-            mirrored = start + col.to(tl.int64) * row_stride + row
-            tl.store(mirrored + j * row_stride + i, value, mask=(col + j < size) & (row + i < width))
+            mirrored_ptr = matrix_ptr + col.to(tl.int64) * row_stride + row
+            tl.store(mirrored_ptr + j * row_stride + i, value, mask=(col + j < size) & (row + i < width))
         if col <= row:
-            straight = start + row.to(tl.int64) * row_stride + col
-            tl.store(straight + i * row_stride + j, value, mask=(row + i < size) & (col + j < width))
+            straight_ptr = matrix_ptr + row.to(tl.int64) * row_stride + col
+            tl.store(straight_ptr + i * row_stride + j, value, mask=(row + i < size) & (col + j < width))
 
 
 @triton.jit
@@ -124,14 +123,16 @@ def store_triangle(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Store a tile of a symmetric result, a square or two side by side, by :func:`store_square`."""
+    """Store a tile, one square or two side by side, by :func:`store_square`."""
     if COLS == ROWS:
         store_square(out, value, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
     else:
         tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
-        one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        store_square(out, one, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
-        store_square(out, two, matrix, row, col + ROWS, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
+        left, right = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
+        store_square(out, left, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
+        store_square(
+            out, right, matrix, row, col + ROWS, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS
+        )
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
     C = L R + β P      L [b, k, k], R, P, C [b, k, l]
 
-which computes aX + BX with β = a, QX, and aQ + ZQ. Sums in float32, rounded once. C may have any strides, so that the
-last product of an iteration writes a tall matrix in place.
+that is aX + BX with β = a, QX, and aQ + ZQ. Sums in float32, rounded once. C may have any strides, so that the last
+product of an iteration writes a tall result in place, through its transpose.
 """
 
 import triton
@@ -65,25 +65,22 @@ def product_kernel(
 
     r = row + tl.arange(0, ROWS)
     c = col + tl.arange(0, COLS)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
     r = r.to(tl.int64)[:, None]
     c = c.to(tl.int64)[None, :]
-    start = out + matrix.to(tl.int64) * out_matrix_stride
-    tl.store(start + r * out_row_stride + c * out_col_stride, sums.to(out.dtype.element_ty), mask=inside)
+    out_ptr = out + matrix.to(tl.int64) * out_matrix_stride
+    tl.store(out_ptr + r * out_row_stride + c * out_col_stride, sums.to(out.dtype.element_ty), mask=mask)
 
 
 def product(
     left: Tensor, right: Tensor, out: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
 ) -> Launch:
-    """Make the launch of out ← left right + β plus.
-
-    ``left`` [b, k, k], ``right`` and ``plus`` [b, k, l] have unit last stride; ``out`` [b, k, l] has any strides, and
-    shares no memory with the others.
-    """
+    """Make the launch of out ← left right + β plus. ``left`` [b, k, k], ``right`` and ``plus`` [b, k, l] have unit last
+    stride; ``out`` [b, k, l] has any strides, and shares no memory with the others."""
     matrices, rows, cols = right.shape
     programs = matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols)
     factors = operand(left, tile, tile.rows, tile.depth), operand(right, tile, tile.depth, tile.cols)
-    summand = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
+    plus_arg = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
     strides = [stride for x in (left, right, right if plus is None else plus) for stride in x.stride()[:2]]
-    arguments = (*factors, summand, out, rows, cols, *strides, *out.stride(), beta)
+    arguments = (*factors, plus_arg, out, rows, cols, *strides, *out.stride(), beta)
     return Launch(product_kernel, programs, out, arguments, constants(tile, plus=plus is not None))

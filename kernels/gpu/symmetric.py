@@ -3,8 +3,8 @@
     C = α X Xᵀ            X [b, k, d], C [b, k, k]
     C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
-where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Sums in float32, rounded once. Squares
-below the diagonal are computed, with the squares of P below it, and written twice. A square on the diagonal is written
+where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Sums in float32, rounded once. Square
+tiles below the diagonal are computed, from the same tiles of P, and written twice. A square on the diagonal is written
 as computed, symmetric up to rounding: mirroring it in registers would double the instructions behind the loop. So R Z
 and Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z,
 the order that iterations.py warns of: twice the error where the squares are half of the matrix.
@@ -55,7 +55,7 @@ def symmetric_kernel(
     if col >= row + ROWS:  # nothing of the lower triangle
         return
 
-    # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+    # The summand comes first, as in ``product``; initial = β / α.
     if PLUS:
         sums = initial * load_tile(
             plus, matrix, row, col, size, size, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN
@@ -68,11 +68,11 @@ def symmetric_kernel(
             left, matrix, row, k, size, depth, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
         )
         if OUTER:
-            rows = load_tile(
+            right_rows = load_tile(
                 right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride,
                 COLS, DEPTH, DESCRIPTORS, WIDEN,
             )  # fmt: skip
-            b = rows.T
+            b = right_rows.T
         else:
             b = load_tile(
                 right, matrix, k, col, depth, size, right_matrix_stride, right_row_stride,
@@ -100,7 +100,7 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """Make the launch of out ← α left right + β plus + γ I, or with α left leftᵀ where ``right`` is None; α is not 0.
+    """Make the launch of out ← α left right + β plus + γ I, or with left leftᵀ where ``right`` is None; α is not 0.
 
     ``left`` is [b, k, d], with d = k if there is a ``right``; the others are [b, k, k]. All have unit last stride;
     ``out`` shares no memory with the others. γ is added before the result is rounded.
@@ -108,12 +108,12 @@ def symmetric_product(
     matrices, size, depth = left.shape
     programs = matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols)
     if right is None:
-        factor, second = left, operand(left, tile, tile.cols, tile.depth)
+        right_x, right_arg = left, operand(left, tile, tile.cols, tile.depth)
     else:
-        factor, second = right, operand(right, tile, tile.depth, tile.cols)
-    summand = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
-    operands = operand(left, tile, tile.rows, tile.depth), second, summand, operand(out, tile, tile.rows, tile.rows)
-    strides = [stride for x in (left, factor, left if plus is None else plus, out) for stride in x.stride()[:2]]
+        right_x, right_arg = right, operand(right, tile, tile.depth, tile.cols)
+    plus_arg = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
+    operands = operand(left, tile, tile.rows, tile.depth), right_arg, plus_arg, operand(out, tile, tile.rows, tile.rows)
+    strides = [stride for x in (left, right_x, left if plus is None else plus, out) for stride in x.stride()[:2]]
     arguments = (*operands, size, depth, *strides, alpha, beta / alpha, gamma)
     settings = constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0}
     return Launch(symmetric_kernel, programs, out, arguments, settings)

@@ -1,8 +1,8 @@
 """Tile order: tables that tell a grouped kernel which program computes which tile of a list's results, and when.
 
-Tiles are dealt out to programs in a fixed order, each wave in turn (``model.waves``), so that a matrix's last tiles run
-beside the first ones of the next. The tables list (matrix, row, column) of every tile: a kernel that computed them
-would need a square root to find a row in a triangle, and a table can have any order. This one goes column by column
+Tiles are dealt out to programs in a fixed order, wave by wave (``model.waves``), so that a matrix's last tiles run
+beside the first ones of the next. The tables list the place (matrix, row, column) of every tile: a kernel that computed
+it would need a square root to find a row in a triangle, and a table can have any order. This one goes column by column
 within groups of tile rows, so that operands stay in the L2 cache.
 
 Tables depend on shapes and tiles alone. They are made once and never freed: a captured CUDA graph reads them again at
@@ -32,15 +32,15 @@ FIELDS = 8
 class Tables:
     """The tables that a grouped launch reads."""
 
-    # [number of shapes, FIELDS] int64; if tiles on diagonals are halves, as many rows again for these
+    # [number of shapes, FIELDS] int64; where tiles on diagonals are cut to halves, as many rows again for these
     shapes: Tensor
-    # [tiles] int64, packed: index of the matrix within its shape, row and column in tiles, or columns in half tiles
+    # [tiles] int64, packed: index of the matrix within its shape, row and column in tiles; halves: column in halves
     places: Tensor
     tiles: int  # number of tiles
 
 
 def places(matrices: int, rows: int, cols: int, tile: Tile, *, triangle: bool) -> Tensor:
-    """List (matrix, tile row, tile column) of all tiles of [matrices, rows, cols] in order, as [tiles, 3] int32."""
+    """List the places (matrix, row, column), in tiles, of [matrices, rows, cols] in order, as [tiles, 3] int32."""
     down, across = ceildiv(rows, tile.rows), _arange(ceildiv(cols, tile.cols))
     groups = []
     for first in range(0, down, tile.group):
@@ -48,22 +48,24 @@ def places(matrices: int, rows: int, cols: int, tile: Tile, *, triangle: bool) -
         group = torch.cartesian_prod(across, rows_of_group).flip(1)
         # With ``triangle`` only the tiles that hold some of a square result's lower triangle.
         groups.append(group[group[:, 1] * tile.cols < (group[:, 0] + 1) * tile.rows] if triangle else group)
-    of_matrix = torch.cat(groups)
-    matrix = _arange(matrices).repeat_interleave(len(of_matrix))
-    return torch.cat([matrix[:, None], of_matrix.repeat(matrices, 1)], dim=1).int()
+    tiles_of_matrix = torch.cat(groups)
+    matrix_index = _arange(matrices).repeat_interleave(len(tiles_of_matrix))
+    return torch.cat([matrix_index[:, None], tiles_of_matrix.repeat(matrices, 1)], dim=1).int()
 
 
 def packed(places: Tensor) -> Tensor:
-    """Pack [tiles, 3] into [tiles] int64, so that a kernel reads a tile's place in one load."""
+    """Pack places [tiles, 3] into [tiles] int64, so that a kernel reads a place in one load."""
     matrix, row, col = places.long().unbind(1)
     assert places.numel() == 0 or max(int(row.max()), int(col.max())) < 2**16
     return (matrix << 32) | (row << 16) | col
 
 
 def results_of(layout: Layout, *, triangle: bool, square: bool) -> tuple[Result, ...]:
-    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape."""
-    # With ``triangle`` the symmetric product, whose operands are k × k (``square``) or k × l; else the general one, of
-    # a k × k matrix by a k × k (``square``) or k × l one.
+    """Return (matrices, rows, columns, summed dimension) of a product's results for each shape.
+
+    ``triangle``: of the symmetric product, whose operands are k × k (``square``) or k × l; else of the general one, of
+    k × k matrices by k × k (``square``) or k × l ones.
+    """
     shapes = zip(layout.shapes, layout.widths(square=square), strict=True)
     return tuple((b, k, k, cols) if triangle else (b, k, cols, k) for (b, k, _), cols in shapes)
 
@@ -79,12 +81,12 @@ class Deal:
 
 @cache  # never evicted: see the module's docstring
 def dealt(tiles: int, width: int, device: torch.device, *, shared: bool) -> Deal:
-    """Deal ``tiles``, at least one, among ``width`` programs at a time by ``model.waves``; raises as :func:`tables`."""
+    """Deal ``tiles``, at least one, to waves of ``width`` programs by ``model.waves``; raises as :func:`tables`."""
     starts = waves(tiles, width, shared=shared)
     _no_capture(device)
-    (copied,) = _copied([torch.tensor(starts, dtype=torch.int32, device="cpu")], device)
-    last = starts[-1] - starts[-2]
-    return Deal(copied, width, (len(starts) - 2) * width + min(width, last))
+    (device_starts,) = _copied([torch.tensor(starts, dtype=torch.int32, device="cpu")], device)
+    last_wave = starts[-1] - starts[-2]
+    return Deal(device_starts, width, (len(starts) - 2) * width + min(width, last_wave))
 
 
 @cache  # never evicted: see the module's docstring
@@ -104,8 +106,8 @@ def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, 
         halves = [x[half] * torch.tensor([1, 1, 2]).int() for x, half in zip(tiles, on_diagonal, strict=True)]
         tiles = [x[~half] for x, half in zip(tiles, on_diagonal, strict=True)] + halves
     ends = list(accumulate(len(x) for x in tiles))
-    columns = [c for which in (True, False) for c in (layout.starts(square=which), layout.pitches(square=which))]
-    shape_rows = [[*shape, *(column[i] for column in columns)] for i, shape in enumerate(layout.shapes)]
+    arena_fields = [c for of_kk in (True, False) for c in (layout.starts(square=of_kk), layout.pitches(square=of_kk))]
+    shape_rows = [[*shape, *(field[i] for field in arena_fields)] for i, shape in enumerate(layout.shapes)]
     rows = [[end, *row] for end, row in zip(ends, cycle(shape_rows), strict=False)]
     shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), packed(torch.cat(tiles))], device)
     return Tables(shapes, order, ends[-1])

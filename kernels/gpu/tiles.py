@@ -20,7 +20,7 @@ __all__ = ["INTERPRETER", "Table", "architecture", "choose", "load_tables", "ser
 #: (matrices, k, l)
 Shape = tuple[int, int, int]
 
-_MANY = 64  # so many matrices of one shape leave no multiprocessor idle
+_MANY = 64  # matrices of one shape that leave no multiprocessor idle
 _FILE = Path(__file__).with_name("tiles.json")
 
 
@@ -40,14 +40,14 @@ class Table:
         return backend == "triton" or self.measured
 
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
-        """Tell whether a step of the standard form should take Triton no longer than cuBLAS for these matrices."""
+        """Tell whether a step of the standard form takes Triton at most as many seconds as cuBLAS, by the model."""
         # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
         # both triangles of a symmetric product.
-        triton = sum(
+        triton_seconds = sum(
             self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
             for results, triangle, summand in _products_of(shapes)
         )
-        return triton <= sum(
+        return triton_seconds <= sum(
             self._seconds(self.cublas, results, processors, triangle=False, summand=summand)
             for shape in shapes
             for results, _, summand in _products_of([shape])
@@ -67,12 +67,12 @@ def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bo
     """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures."""
     if not (table.measured and table.cublas):
         return tuple(table.measured for _ in shapes)
-    # Shapes whose large batches would be faster are compared together, for they share launches. If together they are
-    # not faster, each shape is compared by itself.
-    worthwhile = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
-    together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
-    if together and table.pays(together, processors):
-        return worthwhile
+    # The shapes that are faster in large batches are compared as one list, whose launches they share. If that is not
+    # faster, each shape is compared by itself.
+    pays_in_batches = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
+    candidates = [shape for shape, pays in zip(shapes, pays_in_batches, strict=True) if pays]
+    if candidates and table.pays(candidates, processors):
+        return pays_in_batches
     return tuple(table.pays([shape], processors) for shape in shapes)
 
 
@@ -124,5 +124,5 @@ def choose(
     triangle: bool,
     summand: bool = True,
 ) -> Tile:
-    """Return the tile with the least ``model.seconds``; of equals the first in the table."""
+    """Return the tile with the least ``model.seconds``; the first of equals."""
     return min(tiles, key=lambda tile: seconds(tile, device, results, processors, triangle=triangle, summand=summand))

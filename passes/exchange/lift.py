@@ -1,8 +1,8 @@
 """Copies of offloaded shards from host to device.
 
 With ``offload_param``, shards are CUDA tensors whose memory is pinned host memory (unified addressing), which a GPU
-reads and writes over its link: optimizers, checkpoints and weight averages need no special case. Gathers, which read a
-shard at every use of the weight, start from a copy that a copy engine makes ahead.
+reads and writes over its link: optimizers, checkpoints and weight averages need no special case. A gather, which reads
+its shards at every use of the weights, reads copies that the copy engine makes ahead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIBRARY.define("lift(Tensor[] shards) -> Tensor[]", tags=(torch.Tag.cudagraph_u
 
 @cache
 def _copies(device: torch.device) -> torch.Stream:
-    """Return the device's copy stream, on which all copies of shards queue up."""
+    """Return the one stream of the device on which all copies of shards queue up."""
     return torch.Stream(device)
 
 

@@ -21,8 +21,8 @@ def local(
     """Return directions of matrices that are whole on this rank, like ``updates``, in the dtype of Newton-Schulz.
 
     Ranks of a replica group hold the same stacks: each orthogonalizes a part of every stack, and one collective hands
-    the parts round. The first part of stack i goes to the rank of ``owners[i]`` (as for :func:`~.owner.owner`), since
-    of a stack with fewer matrices than ranks the last parts are empty.
+    the parts round. The replica of ``owners[i]`` (as for :func:`~.owner.owner`) takes the first part of stack i and the
+    replicas behind it the next ones: a stack of fewer matrices than replicas has empty parts at its end.
     """
     layout = specs[0].layout
     replicas = layout.replica_group.serving(Category.EXCHANGE)
@@ -35,19 +35,19 @@ def local(
     mine = _here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs, inputs)
     example = updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
     numels = [part.numel() for part in parts]
-    shared = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.pairwise, like=example)
-    return [torch.cat(shared[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
+    directions = hand_round([d.reshape(-1) for d in mine], holders, numels, replicas, layout.pairwise, like=example)
+    return [torch.cat(directions[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
 
 
 def _here(
     updates: Sequence[Tensor], specs: Sequence[ParamSpec], inputs: Sequence[MethodInputs], *, fresh: bool = False
 ) -> list[Tensor]:
-    """Return directions of matrices that are whole here, made by this rank; ``fresh`` as in :func:`.orthogonalized`."""
+    """Return directions of matrices that are whole here, made by this rank; ``fresh``: see :func:`.orthogonalized`."""
     muon = specs[0].muon_settings
     stacks, views = [], []
     for update, spec in zip(updates, specs, strict=True):
         settings = spec.muon_settings
-        stack = settings.batch > 1  # matrices of the whole stack; this rank may hold fewer
+        stack = settings.batch > 1  # ``batch`` counts the whole stack; this rank may hold fewer matrices
         view = settings.view
         if view is not None and spec.layout.sharded:
             view = view.within(spec.layout.local_rows.start, spec.layout.local_rows.stop)

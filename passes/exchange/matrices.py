@@ -19,17 +19,17 @@ __all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
-    """Return the dtype in which matrices travel to owners: the compute dtype, but bfloat16 for float16.
+    """Return the dtype in which updates travel to owners: the compute dtype, but bfloat16 for float16.
 
-    Gradients have float32's range, which float16 covers only after the owner has normalized. Directions travel back in
-    the compute dtype: their entries are near 1/√l.
+    Updates have float32's range, and fit float16 only once the owner has normalized them. Directions travel back in the
+    compute dtype: their entries are near 1/√l, l columns or rows, whichever are more.
     """
     dtype = decode_dtype(muon.dtype)
     return torch.bfloat16 if dtype is torch.float16 else dtype
 
 
 def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
-    """View a whole parameter as a matrix ``[rows, cols]``, or a stack ``[batch, rows, cols]``."""
+    """Return a whole parameter as a matrix ``[rows, cols]``, or a stack ``[batch, rows, cols]``."""
     shape = (muon.rows, muon.cols) if muon.batch == 1 else (muon.batch, muon.rows, muon.cols)
     return flat if flat.shape == shape else flat.reshape(shape)
 
@@ -40,22 +40,22 @@ _LEAST_NORM = 1e-12
 
 @dataclass(eq=False)
 class MethodInputs:
-    """The arguments of a method for one parameter, beside its matrices, on the rank that orthogonalizes them."""
+    """The inputs of a method for one parameter, beside its matrices, on the rank that orthogonalizes them."""
 
     # ``(1 - momentum, momentum)``, then the rates that :attr:`~..methods.MatrixMethod.graph_rates` names.
     graph_scalars: Tensor
     settings: MuonSpec
-    states: Sequence[Tensor] = ()  # that this rank owns, ``[count, a, b]`` each, part by part
+    states: Sequence[Tensor] = ()  # at this rank, their owner: ``[count, a, b]`` each, part by part
     norms: Tensor | None = None  # of the update's rows on this rank, ``[..., rows]`` fp32, if known
 
     def __post_init__(self) -> None:
         self._method = matrix_method(self.settings.method)
-        self._left = iter(self.states)
+        self._left = iter(self.states)  # those of parts to come
         #: new states, in the order of ``states``, filled by :meth:`direction`
         self.new_states: list[Tensor] = []
 
     def whole_inputs(self, part: Tensor) -> WholeInputs:
-        """Return the inputs for the next part, ``[rows, cols]`` or ``[count, rows, cols]``; call once per part."""
+        """Return the inputs for ``part``, ``[rows, cols]`` or ``[count, rows, cols]``; call once for each, in order."""
         method = self._method
         rates = {name: self.graph_scalars[2 + place] for place, name in enumerate(method.graph_rates)}
         if method.keeps_momentum:
@@ -66,7 +66,7 @@ class MethodInputs:
         return WholeInputs(rates, owned_states, self.settings.phase)
 
     def row_norms(self, matrix: Tensor) -> Tensor:
-        """Norms of the rows of the parameter's update ``matrix``, ``[..., rows, 1]`` fp32."""
+        """Return the norms of the rows of the parameter's update ``matrix``, ``[..., rows, 1]`` fp32."""
         if self.norms is None or self.norms.numel() * matrix.shape[-1] != matrix.numel():
             return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
         return self.norms.reshape(*matrix.shape[:-1], 1)
@@ -91,40 +91,41 @@ def orthogonalized(
 ) -> list[Tensor]:
     """Return directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``.
 
-    Newton-Schulz is one opaque op for all of them, or the method's ``whole`` calls it. ``views`` and ``inputs`` have
-    one entry a matrix; a view cuts it into smaller ones. ``fresh``: this graph computes the matrices on this rank, so
-    that the kernel which writes them also computes the norms of their rows, and Triton's Newton-Schulz skips a read.
+    One opaque op orthogonalizes all of them; a method's ``whole``, if there is one, calls it instead. ``views`` and
+    ``inputs`` have one entry a matrix; a view cuts it into parts. ``fresh``: this graph computes the matrices on this
+    rank, so that the kernel that writes them makes the norms of their rows too: Triton's Newton-Schulz skips a read.
     """
     if not matrices:
         return []
     parts = _parts(matrices, views)
     whole = matrix_method(settings.method).whole
-    flat = [part for several in parts for part in several]
+    all_parts = [part for of_matrix in parts for part in of_matrix]
     row_norms: list[Tensor] = []
-    if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
+    if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, all_parts[0].device):
         columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]
-        row_norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
+        row_norms = [part.squeeze(-1) for of_matrix in _parts(columns, views) for part in of_matrix]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
         return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, row_norms)
 
     if whole is None:
-        directions = iter(run(flat))
+        directions = iter(run(all_parts))
     else:
-        part_inputs = [each for each, several in zip(inputs, parts, strict=True) for _ in several]
-        whole_inputs = [each.whole_inputs(part) for each, part in zip(part_inputs, flat, strict=True)]
-        results = zip(part_inputs, whole(flat, run, whole_inputs), whole_inputs, strict=True)
+        part_inputs = [each for each, of_matrix in zip(inputs, parts, strict=True) for _ in of_matrix]
+        whole_inputs = [each.whole_inputs(part) for each, part in zip(part_inputs, all_parts, strict=True)]
+        results = zip(part_inputs, whole(all_parts, run, whole_inputs), whole_inputs, strict=True)
         directions = iter([each.direction(output, entry) for each, output, entry in results])
-    output = [[next(directions) for _ in several] for several in parts]
+    output = [[next(directions) for _ in of_matrix] for of_matrix in parts]
     return [entry[0] if view is None else view.join(entry) for entry, view in zip(output, views, strict=True)]
 
 
 def _parts(matrices: Sequence[Tensor], views: Sequence[View | None]) -> list[list[Tensor]]:
+    """Return the parts of each matrix: what its view cuts it into, ``[count, r, c]`` each, or the matrix itself."""
     return [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
 
 
 def _in_rows(view: View | None) -> bool:
-    """Whether the view's matrices are whole, consecutive rows; interleaved ones are copied together first."""
+    """Whether the view's matrices are whole, consecutive rows; interleaved rows would be copied together first."""
     return view is None or (view.dim == 0 and all(len(block.runs) == 1 for block in view.blocks))
 
 

@@ -1,13 +1,18 @@
 """Muon directions of many parameters: momentum, exchange of matrices, Newton-Schulz, exchange of directions.
 
-Splits and owners follow from the specs, so that ranks negotiate nothing at run time. One file a strategy:
+The N ranks of an *owner group* hold the pieces of a matrix of S bytes; M *replicas* of the group hold the same pieces.
+One of the N M ranks owns the matrix. An exchange sends, in this order: (1) *updates*, made of a rank's gradients and
+momenta, to the owner, in the wire dtype; (2) *directions* back to the ranks, in the compute dtype, both by an
+all-to-all within the owner's group; (3) directions from these ranks to their replicas, by one all-gather or all-to-all.
+Momenta and states at owners never travel. Splits and owners follow from the specs, so that ranks negotiate nothing at
+run time. One file a strategy; each matrix is orthogonalized once:
 
-========== ============================================= ===================== ==========================
-strategy   bytes sent per rank, matrix of S bytes, W     Newton-Schulz work    used for
-========== ============================================= ===================== ==========================
-local      0                                             each matrix once      world 1, expert stacks
-owner      2 S (W-1) / W**2 (all-to-all there and back)  each matrix once      the rule
-========== ============================================= ===================== ==========================
+========== ======= ======================================== ========================================
+strategy   sends   bytes a rank sends (formulas.BYTES_SENT) used for
+========== ======= ======================================== ========================================
+local      3       S (M-1) / (N M)                          matrices whole on a rank: world 1, stacks
+owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
+========== ======= ======================================== ========================================
 """
 
 from __future__ import annotations
@@ -69,14 +74,13 @@ def orthogonalize_group(
 
     - ``grads``: averaged gradients of the shards, ``spec.layout.local_shape``, ``spec.dtype``.
     - ``momenta``: averages of the gradients of earlier steps, same shapes, ``spec.state_dtype``; empty where offloaded.
-    - ``all_graph_scalars``: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then the rates of its
-      method.
-    - ``specs``: of one :func:`route`. ``owners``: of each share, from :func:`assign_owners`.
+    - ``all_graph_scalars``: of each parameter, in fp32, ``(1 - momentum, momentum)`` and the rates of its method.
+    - ``specs``: of one :func:`route`. ``owners``: of each share, from :func:`~.owner.assign_owners`.
     - ``states``: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
-    - ``updated``: a list to fill with the momentum operator's further results for each gradient, None where
+    - ``updated``: a list that receives the momentum operator's results for each gradient, None where
       :func:`~..momentum.supports` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
     - ``carried``: by index, the ``.grad`` of earlier backwards, to which the gradient is added.
-    - ``alike``: records a function once for all parameters of one kind (:data:`~..record.Alike`).
+    - ``alike``: calls a function, or in a recorder copies the nodes of its first call (:data:`~..record.Alike`).
     """
     by_operator = _by_operator(grads, momenta, all_graph_scalars, specs, carried)
     updates = []
@@ -90,8 +94,8 @@ def orthogonalize_group(
     if updated is not None:
         updated += [by_operator.get(i) for i in range(len(grads))]
     inputs = [
-        MethodInputs(graph_scalars, spec.muon_settings, own, by_operator[i].norms if i in by_operator else None)
-        for i, (graph_scalars, spec, own) in enumerate(
+        MethodInputs(graph_scalars, spec.muon_settings, owned, by_operator[i].norms if i in by_operator else None)
+        for i, (graph_scalars, spec, owned) in enumerate(
             zip(all_graph_scalars, specs, states or [()] * len(specs), strict=True)
         )
     ]

@@ -1,7 +1,7 @@
 """The matrices of a parameter that a rank owns, and the optimizer states that it keeps for whole matrices.
 
-A state at owners is one tensor on each rank, for the matrices that the rank owns: the parts one after the other, in the
-order in which a method's ``whole`` receives them.
+A state at owners is one tensor on each rank. It holds the states of the matrices that the rank owns, part after part,
+in the order in which a method's ``whole`` receives the matrices.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ class Owned:
 
 
 def owned(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
-    """Return the matrices that this rank owns; ``owners`` of each share, from :func:`~.owner.assign_owners`."""
+    """Return the matrices that this rank owns; ``owners``: of each share, from :func:`~.owner.assign_owners`."""
     layout, muon = spec.layout, spec.muon_settings
     if muon.exchange == "local":
         return _local(spec, owners)
-    here = layout.replica_group.index * layout.owner_group.size + layout.owner_group.index
-    number = layout.part[0].start if spec.stacked else 0
+    own_number = layout.replica_group.index * layout.owner_group.size + layout.owner_group.index
+    number = layout.part[0].start if spec.stacked else 0  # of the next matrix in the whole parameter
     matrices = []
     for share, owner in zip(shares(spec), owners, strict=True):
         for count, rows, cols in share.matrices:
-            if owner == here:
+            if owner == own_number:
                 matrices.append(Owned(number, count, rows, cols))
             number += count
     return tuple(matrices)
 
 
 def _local(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
+    """Return what this rank orthogonalizes by the strategy :func:`.local.local`, which deals stacks to replicas."""
     layout, muon = spec.layout, spec.muon_settings
     if not math.prod(layout.local_shape):
         return ()
@@ -62,7 +63,7 @@ def _local(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
     (part,) = spec.parts
     count, first = layout.local_shape[0] if part.stack else 1, part.first
     replicas = layout.replica_group.serving(Category.EXCHANGE)
-    if not replicas.alone:  # each replica orthogonalizes a part of the stack, as :func:`.local.local` deals them
+    if not replicas.alone:  # ``number``: of this rank's part of the stack
         number = (replicas.index - owners[0] // layout.owner_group.size) % replicas.size
         quotient, remainder = divmod(count, replicas.size)  # as Tensor.tensor_split cuts
         first += number * quotient + min(number, remainder)
@@ -79,7 +80,7 @@ def matrix_shapes(spec: ParamSpec) -> list[tuple[int, int]]:
 
 
 def state_shape(spec: ParamSpec, state: State, parts: Sequence[Owned]) -> tuple[int, ...]:
-    """Shape of a state on its owner: ``[matrices, a, b]``, or ``[elements]`` where a view has unequal matrices."""
+    """Return a state's shape on its owner: ``[matrices, a, b]``, or ``[elements]`` where a view's matrices differ."""
     shapes = {state.shape(*shape) for shape in matrix_shapes(spec)}
     if len(shapes) == 1:
         return (sum(part.count for part in parts), *shapes.pop())
@@ -87,7 +88,7 @@ def state_shape(spec: ParamSpec, state: State, parts: Sequence[Owned]) -> tuple[
 
 
 def parts_of_state(tensor: Tensor, state: State, parts: Sequence[Owned]) -> list[Tensor]:
-    """Split a state into ``[count, a, b]`` of each part: the same memory."""
+    """Split a state ``tensor`` into ``[count, a, b]`` of each part: the same memory."""
     shapes = [(part.count, *state.shape(part.rows, part.cols)) for part in parts]
     pieces = tensor.view(-1).split([math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

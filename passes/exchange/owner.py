@@ -22,20 +22,19 @@ __all__ = ["assign_owners", "owner"]
 
 
 def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Return the owner of each share (:func:`~.shares.shares`), parameter by parameter.
-
-    Quotas first: longest processing time first over all shares decides how many of each kind of matrix a rank gets.
-    Which ones is then decided bucket by bucket (``buckets``: indices of parameters exchanged together, in order), for
-    the rank with the least work so far, since a rank that is ahead waits for the others in the next collective. Ties go
-    to the rank with the least work in this bucket: its exchange takes as long as the link of its fullest owner, and
-    gathers are padded to that owner's elements.
+    """Return the owner of each share (:func:`~.shares.shares`), parameter by parameter, the same on every rank.
 
     Owner ``c * owner_group.size + m`` is at place ``c`` along ``layout.replica_group`` and ``m`` along
-    ``layout.owner_group``. Remaining ties go to the earlier parameter, so that every rank computes the same table.
-    ValueError for a parameter without ``muon``.
+    ``layout.owner_group``. ``buckets``: indices of parameters exchanged together, in order. ValueError for a parameter
+    without ``muon``.
+
+    Shares are dealt twice, each to the rank with the least work so far. The first time, the longest ones first, decides
+    how many shares of each kind a rank gets: its quota. The second time, bucket by bucket, decides which ones, since a
+    rank that is ahead waits for the others in the next collective. Ties go to the rank with the least work in the
+    bucket: an exchange takes as long as the link of its fullest owner, to whose elements all-gathers are padded.
     """
     places_of_kind: dict[tuple[object, ...], _Places] = {}
-    tasks, parameter_of = [], []
+    tasks, parameter_of = [], []  # of each share
     for number, spec in enumerate(specs):
         layout = spec.layout
         for share in shares(spec):
@@ -52,24 +51,24 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
                 places_of_kind[key] = _Places(layout.owner_group.size, ranks, share.whole_at)
             tasks.append(_Task(owned_work(spec.muon_settings, costs, share.matrices), places_of_kind[key]))
             parameter_of.append(number)
-    longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
-    # First no quota limits a place: each may take all tasks, where the owner may be at all.
+    longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))  # of equals the earlier parameter
+    # The first time only ``may`` limits a place: it may take none or all of the tasks.
     unlimited = {task: [len(tasks) * task.places.may(i) for i in range(len(task.places.ranks))] for task in tasks}
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
     for index, owner in _dealt(tasks, longest_first, {}, unlimited).items():
         quotas[tasks[index]][owner] += 1
-    of_parameter = {index: number for number, bucket in enumerate(buckets) for index in bucket}
-    bucket_of = {i: of_parameter[number] for i, number in enumerate(parameter_of) if number in of_parameter}
+    parameter_buckets = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    bucket_of = {i: parameter_buckets[number] for i, number in enumerate(parameter_of) if number in parameter_buckets}
     owners = _dealt(tasks, sorted(longest_first, key=lambda i: bucket_of.get(i, -1)), bucket_of, quotas)
     return tuple(owners[index] for index in range(len(tasks)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """The places at which the owner of a matrix may be."""
+    """The places, by owner number, at which the owner of a matrix may be."""
 
     width: int  # size of the owner group
-    ranks: tuple[tuple[int, ...], ...]  # ranks of the mesh that each place stands for: one, or several with experts
+    ranks: tuple[tuple[int, ...], ...]  # of each place, its rank of the whole mesh; with experts one rank for each part
     # The only place along the owner group that holds the whole matrix, and so has to own it; None for any.
     whole_at: int | None
 
@@ -79,7 +78,7 @@ class _Places:
 
 
 class _Task(NamedTuple):
-    """A share to assign. Equal tasks are the same load, whichever rank gets which."""
+    """The load of a share. Shares with equal tasks are of one kind: a quota counts them together."""
 
     work: float
     places: _Places
@@ -92,9 +91,9 @@ def _dealt(
     quotas: Mapping[_Task, list[int]],
 ) -> dict[int, int]:
     """Assign each task, in ``order``, to the place with the least work so far, ties by the least work in its bucket.
-    ``quotas`` limits how many of each task a place takes, and is used up."""
-    load: dict[int, float] = defaultdict(float)
-    share: dict[tuple[int | None, int], float] = defaultdict(float)
+    ``quotas[task][place]``: how many equal tasks the place may still take; counted down."""
+    load: dict[int, float] = defaultdict(float)  # work by rank
+    bucket_load: dict[tuple[int | None, int], float] = defaultdict(float)  # work by bucket and rank
     owners = {}
     for index in order:
         task, bucket = tasks[index], bucket_of.get(index)
@@ -102,15 +101,15 @@ def _dealt(
         quota = quotas[task]
 
         def had(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
-            first = places.ranks[owner][0]  # all ranks of a place have the same load
+            first_rank = places.ranks[owner][0]  # all ranks of a place have the same load
             # Ties go round the replicas first, which balances the link between them, the scarcer one.
-            return load[first], share[bucket, first], owner % places.width, owner
+            return load[first_rank], bucket_load[bucket, first_rank], owner % places.width, owner
 
         owner = min((place for place, left in enumerate(quota) if left), key=had)
         quota[owner] -= 1
         for rank in places.ranks[owner]:
             load[rank] += work
-            share[bucket, rank] += work
+            bucket_load[bucket, rank] += work
         owners[index] = owner
     return owners
 
@@ -120,18 +119,18 @@ def owner(
 ) -> list[Tensor]:
     """Return directions by way of the owners, like ``updates``, in the dtype of Newton-Schulz.
 
-    Every owner group exchanges the pieces of the matrices that its ranks own. Then each replica group shares the
-    directions that its ranks received. ``updates`` have ``spec.layout.local_shape`` and the wire dtype, ``owners`` one
-    entry for each share.
+    A share is exchanged in one owner group, that of its owner. Then each rank of a replica group hands the pieces of
+    directions that it received to the others, which hold the same rows. ``updates`` have ``spec.layout.local_shape``
+    and the wire dtype, ``owners`` one entry for each share.
     """
     layout = specs[0].layout
     width, replica = layout.owner_group.size, layout.replica_group.index
     all_shares = [share for spec in specs for share in shares(spec)]
     pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
-    mine = [i for i, owner in enumerate(owners) if owner // width == replica]
+    in_group = [i for i, owner in enumerate(owners) if owner // width == replica]
     share_inputs = [own for own, spec in zip(inputs, specs, strict=True) for _ in shares(spec)]
-    places, my_inputs = [owners[i] % width for i in mine], [share_inputs[i] for i in mine]
-    directions = _among([pieces[i] for i in mine], [all_shares[i] for i in mine], places, my_inputs)
+    places, group_inputs = [owners[i] % width for i in in_group], [share_inputs[i] for i in in_group]
+    directions = _among([pieces[i] for i in in_group], [all_shares[i] for i in in_group], places, group_inputs)
     if not layout.replica_group.alone:
         directions = hand_round(
             directions,
@@ -152,38 +151,38 @@ def _among(
     pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int], inputs: Sequence[MethodInputs]
 ) -> list[Tensor]:
     """Exchange within the owner group: all-to-all of pieces to owners, Newton-Schulz, all-to-all of directions back.
-    ``owners`` are places along ``layout.owner_group``; results are flat, like ``pieces``."""
+    ``dealt`` are the shares of ``pieces``, ``owners`` their places along ``layout.owner_group``; results are flat."""
     if not pieces:  # No rank of this owner group owns anything: all of them skip the collectives.
         return []
     settings = dealt[0].spec.muon_settings
     axis = dealt[0].spec.layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
         whole = [share.join([piece.reshape(-1)]) for piece, share in zip(pieces, dealt, strict=True)]
-        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt], inputs)]
+        return [each.reshape(-1) for each in orthogonalized(whole, settings, [share.view for share in dealt], inputs)]
     ranks = range(axis.size)
     owned_by = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
-    mine = owned_by[axis.index]
-    numels = {(i, r): dealt[i].numel(r) for i in mine for r in ranks}
+    owned = owned_by[axis.index]
+    numels = {(i, r): dealt[i].numel(r) for i in owned for r in ranks}
     piece_numels = [piece.numel() for piece in pieces]
     sent = [sum(piece_numels[i] for i in owned_by[r]) for r in ranks]
-    received = [sum(numels[i, r] for i in mine) for r in ranks]
+    received = [sum(numels[i, r] for i in owned) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned_by[r]]
-    outbound = [piece_numels[i] for i in by_owner]
+    sent_numels = [piece_numels[i] for i in by_owner]
     wire_dtype = pieces[0].dtype
-    inbox = all_to_all(pack([pieces[i] for i in by_owner], outbound, dtype=wire_dtype), received, sent, axis.group)
+    arrived = all_to_all(pack([pieces[i] for i in by_owner], sent_numels, dtype=wire_dtype), received, sent, axis.group)
     whole = []
-    if mine:
-        sizes = [numels[i, r] for r in ranks for i in mine]
-        arrived = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
-        whole = [dealt[i].join(arrived[k :: len(mine)]) for k, i in enumerate(mine)]
-    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine], [inputs[i] for i in mine])
+    if owned:
+        sizes = [numels[i, r] for r in ranks for i in owned]
+        pieces_by_rank = unpack(arrived, sizes, sizes)  # rank by rank, the pieces of each
+        whole = [dealt[i].join(pieces_by_rank[k :: len(owned)]) for k, i in enumerate(owned)]
+    directions = orthogonalized(whole, settings, [dealt[i].view for i in owned], [inputs[i] for i in owned])
     dtype = decode_dtype(settings.dtype)
-    if mine:
-        cut = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]
-        back = pack(cut, [piece.numel() for piece in cut], dtype=dtype)
+    if owned:
+        cut_directions = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, owned, strict=True)]
+        outgoing = pack(cut_directions, [piece.numel() for piece in cut_directions], dtype=dtype)
     else:  # a rank that owns nothing takes part in both all-to-alls all the same
-        back = pieces[0].new_empty(0, dtype=dtype)
-    outbox = all_to_all(back, sent, received, axis.group)
-    received_directions = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
+        outgoing = pieces[0].new_empty(0, dtype=dtype)
+    returned = all_to_all(outgoing, sent, received, axis.group)
+    received_directions = dict(zip(by_owner, unpack(returned, sent_numels, sent_numels), strict=True))
     return [received_directions[i] for i in range(len(pieces))]

@@ -1,8 +1,8 @@
 """Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``.
 
-Inductor would generate a kernel for every copy into and out of a bucket, as each has its own offset: five times as many
-kernels as a 12-layer model has itself. An op is one batched copy, and the kernels of equal layers stay equal, compiled
-once.
+Inductor would generate one kernel for every copy into and out of a bucket, since offsets differ: five times as many as
+a 12-layer model has kernels of its own. An op is one batched copy, and kernels of equal layers stay equal: they are
+compiled once.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def _(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) ->
 def pack(
     xs: Sequence[Tensor], widths: Sequence[int], *, world: int = 1, dtype: torch.dtype, divisor: float = 1.0
 ) -> Tensor:
-    """Return a flat bucket of ``world`` rows; row r is the r-th ``widths[i]`` elements of every ``xs[i]``, in order.
-    Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
+    """Return a flat bucket of ``world`` rows, one for each rank: row r is the r-th ``widths[i]`` elements of every
+    ``xs[i]``, in order. Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
     return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
 
 
 def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
-    """Unpack into tensors ``[world, widths[i]]``; eager only."""
+    """Unpack into ``rows``, tensors ``[world, widths[i]]``; eager only."""
     # With out= this is one kernel on CUDA, without it one for each piece.
     torch.split_with_sizes_copy(flat.view(len(rows[0]), -1), [x.shape[1] for x in rows], 1, out=list(rows))
 
 
 def unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], *, world: int = 1) -> list[Tensor]:
-    """Invert :func:`pack`: return 1-D tensors of ``numels[i]`` elements, each with its own storage."""
+    """Invert :func:`pack`: return 1-D tensors of ``numels[i]`` elements, without padding, each with its own storage."""
     return torch.ops.muon_zero.unpack(flat, list(widths), list(numels), world)

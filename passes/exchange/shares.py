@@ -30,13 +30,13 @@ class Share:
     """Matrices of one parameter that one rank orthogonalizes."""
 
     spec: ParamSpec
-    matrices: tuple[tuple[int, int, int], ...]  # ``(count, rows, cols)``
+    matrices: tuple[tuple[int, int, int], ...]  # ``(count, rows, cols)`` of equal ones
     span: tuple[int, int] | None = None  # rows of the parameter, or columns if its view cuts those; None for all
     whole_at: int | None = None  # place along ``layout.owner_group`` that holds the share whole; None if no place does
 
     @property
     def view(self) -> View | None:
-        """The view of :meth:`join`'s result."""
+        """The view that cuts :meth:`join`'s result into the matrices; None if it is one matrix or a stack."""
         view = self.spec.muon_settings.view
         if self.span is None or view is None:
             return view
@@ -45,13 +45,13 @@ class Share:
         return None if count == 1 else View((Block(((0, stop - start),), count),), view.dim)
 
     def numel(self, place: int) -> int:
-        """Elements of the share at ``place`` along ``layout.owner_group``."""
+        """Elements of the share's piece at ``place`` along ``layout.owner_group``."""
         if self.span is None:
             return math.prod(self.spec.layout.owner_group_shape(place))
         return math.prod(stop - start for start, stop in self._bounds(place))
 
     def piece(self, update: Tensor) -> Tensor:
-        """Return this rank's elements of the share, from a tensor of ``layout.local_shape``."""
+        """Return this rank's piece of the share, from ``update`` of ``layout.local_shape``."""
         if self.span is None:
             return update
         layout = self.spec.layout
@@ -93,7 +93,7 @@ class Share:
 
 @functools.cache
 def shares(spec: ParamSpec) -> tuple[Share, ...]:
-    """Return the shares of a parameter by rows (or columns); ranks differ only in the local facts of ``spec``."""
+    """Return the shares of a parameter by rows, or by columns where its view cuts those; alike on all ranks."""
     layout, muon = spec.layout, spec.muon_settings
     view = muon.view
     one_share = (Share(spec, muon.matrices),)
@@ -110,7 +110,7 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
         first, size = block.runs[0][0], block.size
 
         def whole_at(number: int, first: int = first, size: int = size) -> int:
-            """The place that holds all of matrix ``number``; -1 for none."""
+            """Return the place that holds all of matrix ``number``, or -1."""
             start = first + number * size
             for place in places:
                 low, high = layout.owner_group_rows(place)
@@ -119,12 +119,12 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
             return -1
 
         for place, numbers in groupby(range(count), whole_at):
-            run = list(numbers)
+            group = list(numbers)  # of consecutive matrices
             # Whole matrices are shared among the replicas of their place, others among all ranks.
             owners = layout.replica_group.size * (1 if place >= 0 else len(places))
-            parts = min(len(run), owners)
+            parts = min(len(group), owners)
             for part in range(parts):
-                low, high = run[len(run) * part // parts], run[len(run) * (part + 1) // parts - 1] + 1
+                low, high = group[len(group) * part // parts], group[len(group) * (part + 1) // parts - 1] + 1
                 span = first + low * size, first + high * size
                 split_shares.append(Share(spec, ((high - low, rows, cols),), span, None if place < 0 else place))
     return tuple(split_shares)

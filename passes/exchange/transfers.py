@@ -1,7 +1,7 @@
-"""Markers as functional collectives, run by their eager implementations and traced by the lowering pass alike.
+"""The collectives behind the markers: eager markers call these functions, and the lowering pass records them.
 
-Nothing here allocates state, looks up a process group or synchronizes with the host: groups are passed by name, and
-routing follows from the specs.
+*Slice* and *piece* are those of :class:`~..language.layout.Layout`. Nothing here allocates state, looks up a process
+group or synchronizes with the host: groups are passed by name, and routing follows from the specs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, 
 
 
 def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
-    """Sum over ``axis`` this rank's row of ``flat``, which has one row for each rank."""
+    """Return ``[n]``, this rank's row of ``flat`` (``[axis.size * n]``, a row for each rank), summed over ``axis``."""
     if not pairwise:
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", axis.size, axis.group))
     splits = [flat.numel() // axis.size] * axis.size
@@ -57,10 +57,10 @@ def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
 def _all_reduce(
     xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, divisor: float, axis: Axis, pairwise: bool
 ) -> Tensor:
-    """Sum a bucket over ``axis``: ``[sum(widths)]``, each rank's values divided by ``divisor`` first.
+    """Return the sum of a bucket over ``axis``, ``[sum(widths)]``; each rank's values are divided by ``divisor`` first.
 
-    Pairwise it is a reduce-scatter and an all-gather: as many bytes, and sums in the same order as for sharded
-    gradients, so that weights have the same bits at every ZeRO stage.
+    With ``pairwise`` a reduce-scatter and an all-gather make it: as many bytes, and sums in the same order as for
+    sharded gradients, so that weights have the same bits at every ZeRO stage.
     """
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype, divisor=divisor)
@@ -76,16 +76,16 @@ def _all_reduce(
 def hand_round(
     mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, pairwise: bool, *, like: Tensor
 ) -> list[Tensor]:
-    """Give every rank of ``axis`` the tensors that each of them holds some of, by one collective.
+    """Send this rank's tensors to all ranks of ``axis``, by one collective; return the tensors of all, in order.
 
-    ``mine`` has this rank's tensors in order; ``holders`` and ``numels`` have the holder and size of each of all
-    tensors, ``like`` their dtype and device. Results are 1-D, each with its own storage. An all-gather takes equally
-    many elements from every rank. Where most of them would be padding (a single matrix has one owner), an all-to-all
-    sends the tensors unpadded.
+    Tensor i has ``numels[i]`` elements, and the rank at ``holders[i]`` holds it; ``mine`` are this rank's, in order,
+    ``like`` has the dtype and device of all. Results are 1-D, each with its own storage.
     """
-    held = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
-    rank_numels = [sum(numels[i] for i in indices) for indices in held]
-    my_numels = [numels[i] for i in held[axis.index]]
+    # An all-gather takes equally many elements from every rank. Where most would be padding (a single matrix has one
+    # owner), an all-to-all sends the tensors unpadded.
+    held_by = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
+    rank_numels = [sum(numels[i] for i in indices) for indices in held_by]
+    my_numels = [numels[i] for i in held_by[axis.index]]
     if pairwise or axis.size * max(rank_numels) > 2 * sum(rank_numels):
         padding = [0] * axis.size
         flat = pack(list(mine) * axis.size, my_numels * axis.size, dtype=like.dtype) if my_numels else like.new_empty(0)
@@ -95,11 +95,12 @@ def hand_round(
         # The padding is a tensor of its own: a rank that holds nothing sends only that.
         filler = like.new_zeros(padding[axis.index])
         gathered = all_gather([*mine, filler], [*my_numels, padding[axis.index]], like.dtype, axis, pairwise=False)
-    slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
-    sizes = [size for _, size in slots]
-    pieces = unpack(gathered, sizes, sizes)
-    found = {i: piece for (i, _), piece in zip(slots, pieces, strict=True) if i >= 0}
-    return [found[i] for i in range(len(holders))]
+    # (index in the list, elements) in the order of arrival; index -1 is a rank's padding.
+    order = [at for rank in range(axis.size) for at in (*((i, numels[i]) for i in held_by[rank]), (-1, padding[rank]))]
+    sizes = [size for _, size in order]
+    arrived = unpack(gathered, sizes, sizes)
+    tensor_of = {i: tensor for (i, _), tensor in zip(order, arrived, strict=True) if i >= 0}
+    return [tensor_of[i] for i in range(len(holders))]
 
 
 def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
@@ -123,7 +124,7 @@ def gather(
     dtype: torch.dtype | None = None,
     category: Category = Category.GATHER,
 ) -> list[Tensor]:
-    """Return the full weights, ``spec.layout.shape``, by one all-gather, or none where slices are whole weights.
+    """Return the full weights, ``spec.layout.shape``: by one all-gather, or by none where a slice is the whole weight.
 
     ``slices`` have ``spec.layout.slice_shape``, master or compute dtype, and are sent in ``dtype`` (default: compute
     dtype). ``specs`` agree on mesh, compute dtype and ``on_host``.
@@ -133,13 +134,13 @@ def gather(
         slices = LIFT(list(slices))
     if layout.sharded:
         world, widths = layout.shard.size, shard_widths(specs)
-        # Cast before the gather: half the bytes, and the same numbers as casting behind it.
+        # ``pack`` casts before the gather: half the bytes, and the same numbers as a cast behind it.
         flat = all_gather(slices, widths, dtype, layout.shard.serving(category), layout.pairwise)
     else:
         world, widths = 1, [spec.layout.numel for spec in specs]
         flat = pack(slices, widths, dtype=dtype)
-    pieces = unpack(flat, widths, [spec.layout.numel for spec in specs], world=world)
-    return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
+    weights = unpack(flat, widths, [spec.layout.numel for spec in specs], world=world)
+    return [weight.view(spec.layout.shape) for weight, spec in zip(weights, specs, strict=True)]
 
 
 def gather_slices(
@@ -152,7 +153,7 @@ def gather_slices(
     # Pieces fill a slice from the front, so that only its end is padding.
     shapes = [spec.layout.slice_shape for spec in specs]
     slices = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
-    return [piece.view(shape) for piece, shape in zip(slices, shapes, strict=True)]
+    return [flat_slice.view(shape) for flat_slice, shape in zip(slices, shapes, strict=True)]
 
 
 def gather_pieces(
@@ -171,7 +172,7 @@ def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
     (stages 1 and 2), this rank's slice (stage 3 with masters cut twice), else None.
     """
     layout = spec.layout
-    if layout.gathered and layout.cut_twice and resident is None:  # a gradient, in double backward: no resident slice
+    if layout.gathered and layout.cut_twice and resident is None:  # double backward: a gradient has no resident slice
         return gather_pieces([shard], [spec], decode_dtype(spec.compute_dtype))[0]
     if layout.resident:
         if resident is None:
@@ -185,8 +186,8 @@ def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
 
 
 def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis. ``specs``
-    agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``spec.layout.shape``."""
+    """Return the averaged gradients of this rank's pieces in master dtype, by one collective for each axis, ``shard``
+    first. ``specs`` agree on mesh, reduce dtype and sharding, over several ranks; ``grads`` have ``layout.shape``."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
     shard, replicas = layout.shard.serving(Category.REDUCE), layout.replicate.serving(Category.REDUCE)
     # Divide before the sum: no overflow in half precision.

@@ -21,14 +21,14 @@ class Holder(Protocol):
         """Wait until the resident weight, and ``read``, which a graph reads in its place, equal the shards."""
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the offloaded momentum into ``out`` and return it; ``grad`` is the gradient to be mixed with it."""
+        """Write the offloaded momentum to ``out`` and return it; ``grad`` is the gradient to be mixed with it."""
 
     def notify(self, what: str, *facts: Any) -> None:
         """Pass on ``facts`` of kind ``what`` that an op found about the parameter during its backward."""
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:
-        """Return the sum to reduce now: the full weight's gradient ``grad`` of an eager backward, plus the unreduced
-        sum of earlier micro-batches. None where ``grad`` is added to that sum and stays unreduced."""
+        """Return what an eager backward reduces: the full weight's gradient ``grad``, plus the unreduced sum of earlier
+        micro-batches. None where the holder adds ``grad`` to that sum, which stays unreduced."""
 
     def reducing(self) -> AbstractContextManager[object]:
         """Return the context in which a backward outside of this backend's graphs reduces."""

@@ -1,7 +1,7 @@
 """Layout: which mesh axes shard a parameter, and which replicate it.
 
 A layout knows neither dtypes nor the update (:class:`~compile_muon.passes.language.spec.MuonSpec`). All code that sends
-or places rows reads it, on any mesh: a missing axis is one of a single rank.
+or places rows reads it; on any mesh it has all axes, a missing one with a single rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Axis:
         return tuple({name: None for name in (self.group, self.reduce_group, self.exchange_group) if name})
 
     def serving(self, category: Category) -> Axis:
-        """Return the same axis with the process group for collectives of ``category`` as its only one."""
+        """Return the same axis with one process group, that for collectives of ``category``."""
         dedicated_group = {Category.REDUCE: self.reduce_group, Category.EXCHANGE: self.exchange_group}.get(category)
         return Axis(self.name, self.size, self.index, dedicated_group or self.group)
 
@@ -60,13 +60,13 @@ class Layout:
     """The placement of one parameter, its gradient and its optimizer state.
 
     Ranks along the data-parallel axes, ``shard`` and ``replicate``, run the same model on other data. Ranks along the
-    model-parallel axes, ``expert`` and ``tensor``, hold different parts of the model; :attr:`shape` is this rank's part
-    of the parameter, which the data-parallel axes then shard. Ranks of the whole mesh are numbered in row-major order
-    of (replicate, shard, expert, tensor).
+    model-parallel axes, ``expert`` and ``tensor``, hold different *parts* of the model; :attr:`shape` is this rank's
+    part of the parameter, which the data-parallel axes then shard. Ranks of the whole mesh are numbered in row-major
+    order of (replicate, shard, expert, tensor).
 
     A *slice* is the rows that one place along ``shard`` contributes to an unshard. A *piece* is the rows of master
     weight, gradient and optimizer state that one rank holds: its slice, or with ``state_over_all`` the chunk of that
-    slice at its place along ``replicate``.
+    slice at its place along ``replicate`` ("cut twice").
     """
 
     unsharded_shape: tuple[int, ...]  # shape of the whole parameter
@@ -75,8 +75,8 @@ class Layout:
     # both (HSDP).
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
-    # The ranks of both axes, number ``r * shard.size + s``; None where one of them has a single rank, as the other is
-    # then the whole data-parallel mesh.
+    # The ranks of both axes as one, number ``r * shard.size + s``; None where one of them has a single rank, since the
+    # other is then the whole data-parallel mesh.
     both: Axis | None = None
     # Gathers and reduce-scatters are built from all-to-alls, for backends whose own are unsafe or send more bytes
     # (Gloo, docs/why/decisions.md).
@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def redistribution_key(self) -> tuple[object, ...]:
-        """The key on which layouts must agree to share a collective."""
+        """The key on which layouts must agree for their parameters to share a collective."""
         return self.shard, self.replicate, self.sharded, self.cut_twice, self.divisor
 
     @property
@@ -132,7 +132,7 @@ class Layout:
         return self.tensor_parallel or not self.expert.alone
 
     def _bounds(self, expert: int, tensor: int | None) -> list[tuple[int, int]]:
-        """``(start, stop)`` along each dim of a part; ``tensor`` None joins the parts of that axis."""
+        """Return ``(start, stop)`` along each dim of a part; ``tensor`` None joins the parts of that axis."""
         bounds = [(0, size) for size in self.unsharded_shape]
         if not self.expert.alone:
             bounds[0] = _part(self.unsharded_shape[0], self.expert.size, expert)
@@ -151,7 +151,7 @@ class Layout:
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's experts of the parameter, with the tensor-parallel parts joined."""
+        """Shape of the parts of this rank's experts, with those of all tensor-parallel ranks joined."""
         return self._part_shape(None)
 
     @property
@@ -196,7 +196,7 @@ class Layout:
 
     @property
     def owner_group(self) -> Axis:
-        """Axis of the ranks whose pieces are the whole of a matrix, each element once; one of them owns it."""
+        """The axis of the ranks whose pieces are a whole matrix, each element once; the owner is in such a group."""
         if self.owner_group_over is not None:
             return self.owner_group_over
         if self.cut_twice:
@@ -205,7 +205,7 @@ class Layout:
 
     @property
     def replica_group(self) -> Axis:
-        """Axis of the ranks that hold the same piece; a direction made by one is sent to the others."""
+        """The axis of the ranks that hold the same piece; one gets its direction first, and hands it round."""
         if self.replica_group_over is not None:
             return self.replica_group_over
         if self.cut_twice:
@@ -228,12 +228,12 @@ class Layout:
         return divmod(place, self.tensor.size) if self.tensor_parallel else (place, self.tensor.index)
 
     def owner_group_shape(self, place: int) -> tuple[int, ...]:
-        """Shape of the piece of a matrix at ``place`` along :attr:`owner_group`."""
+        """Return the shape of the piece at ``place`` along :attr:`owner_group`."""
         data, tensor = self._owner_group_place(place)
         return self._piece_shape(self._part_shape(tensor), data)
 
     def owner_group_rows(self, place: int) -> tuple[int, int]:
-        """``(start, stop)`` of the rows at ``place`` along :attr:`owner_group`, for groups that join no columns."""
+        """Return ``(start, stop)`` of the rows at ``place`` along :attr:`owner_group`, where it joins no columns."""
         return self._rows(self.shape[0], place) if self.sharded else (0, self.shape[0])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -289,7 +289,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks of the whole mesh hold the same gradient and optimizer state."""
+        """The number of ranks of the whole mesh that hold the same gradient and optimizer state."""
         same = 1 if self.tensor_parallel else self.tensor.size
         if self.cut_twice:
             return same
@@ -297,7 +297,7 @@ class Layout:
 
     @property
     def data_holders(self) -> tuple[int, ...]:
-        """Ranks of :attr:`everyone` whose pieces are all of :attr:`shape`, in the order of the rows."""
+        """Ranks of :attr:`everyone` whose pieces are :attr:`shape`, each row once, in the order of the rows."""
         if not self.sharded:
             return (0,)
         replicas = self.replicate.size if self.cut_twice else 1
@@ -321,7 +321,7 @@ class Layout:
         return -(-self.shape[0] // self.shard.size)
 
     def shard_rows(self, index: int) -> tuple[int, int]:
-        """``(start, stop)`` of the slice at ``index`` of ``shard``; empty past the end."""
+        """Return ``(start, stop)`` of the slice at ``index`` of ``shard``; the last slices may be empty."""
         return _part(self.shape[0], self.shard.size, index)
 
     @property
@@ -333,12 +333,12 @@ class Layout:
     # ------------------------------------------------------------------------------------------ pieces
 
     def _rows(self, total: int, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the piece of ``rank``, of :attr:`everyone`, in ``total`` rows."""
+        """Return ``(start, stop)`` of the piece of ``rank``, of :attr:`everyone`, in a tensor of ``total`` rows."""
         replica, index = divmod(rank, self.shard.size)
         start, stop = _part(total, self.shard.size, index)
         if not self.cut_twice:
             return start, stop
-        first, last = _part(stop - start, self.replicate.size, replica)  # as Shard(0) of a Shard(0) has it
+        first, last = _part(stop - start, self.replicate.size, replica)  # as a Shard(0) of a Shard(0)
         return start + first, start + last
 
     def owner_of(self, shape: tuple[int, ...]) -> str | None:
@@ -357,7 +357,7 @@ class Layout:
         return rows * self.row_numel
 
     def _piece_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Shape of the piece of ``rank``, of :attr:`everyone`, in a tensor of this shape."""
+        """Return the shape of the piece of ``rank``, of :attr:`everyone`, in a tensor of this ``shape``."""
         if not self.sharded:
             return shape
         start, stop = self._rows(shape[0], rank)

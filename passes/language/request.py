@@ -33,8 +33,8 @@ class ReducedGrad:
 
     spec: ParamSpec
     state_index: int  # position of its state tensor among the graph's inputs
-    # Position of the averaged gradient among the graph's outputs, for a Muon matrix whose gradient the graph only
-    # returns; else None.
+    # Position of the averaged gradient among the graph's outputs, for a Muon matrix whose gradient the graph returns
+    # and reads nowhere else; else None.
     output: int | None
 
     @property
@@ -75,7 +75,7 @@ class BackwardRequest:
     def of(
         cls, grads: Sequence[ReducedGrad], purpose: Purpose, *, unreduced: bool = False, carried: bool = False
     ) -> BackwardRequest:
-        """Request ``purpose``, ``unreduced``, ``carried`` for each gradient that allows them, REDUCE for the others."""
+        """Return a request of ``purpose``, ``unreduced``, ``carried`` for gradients that allow them, else of REDUCE."""
         allowed = {
             Purpose.ACCUMULATE: [grad.spec.layout.accumulates for grad in grads],
             Purpose.REDUCE: [True for _ in grads],
@@ -106,7 +106,7 @@ class BackwardRequest:
 
     @property
     def unreduced_inputs(self) -> tuple[int, ...]:
-        """Indices whose sum of earlier micro-batches is an input: the first extra inputs."""
+        """Indices whose unreduced sum of earlier micro-batches is an input: the first extra inputs."""
         return tuple([i for i, given in enumerate(self.unreduced) if given])
 
     @property

@@ -1,8 +1,8 @@
 """Specs: the static facts of one parameter, carried by its markers as a string.
 
-A marker's tensor arguments identify the parameter; its ``spec`` string gives layout, dtypes and update method. Sharding
-the model fixes all of it. Identical layers have equal specs, so that N blocks share one compiled graph, and values that
-change in training (lr, momentum) are no part of it.
+A marker's tensor arguments identify the parameter; its ``spec`` string gives layout, dtypes and update method, all of
+them fixed when the model is sharded. Equal layers have equal specs, so that N blocks share one compiled graph; values
+that change in training (lr, momentum) are no part of a spec.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype", "exchange_of
 
 
 def encode_dtype(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    """Return a dtype's name: ``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def decode_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``."""
     return getattr(torch, name)
 
 
 def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
-    """Name the exchange strategy of ``batch`` stacked matrices: "local" if ranks have whole ones, else "owner"."""
-    apart = layout.sharded or not layout.expert.alone
-    # Ranks hold whole matrices already: a single rank, or a stack, which dim 0 cuts between its matrices.
+    """Name the exchange strategy of ``batch`` stacked matrices: "local" if ranks hold whole ones, else "owner"."""
+    cut = layout.sharded or not layout.expert.alone
+    # Ranks hold whole matrices if there is one rank, or if dim 0, which is cut, counts the matrices of a stack.
     local = layout.owner_group.size * layout.replica_group.size == 1 or (
-        batch > 1 and apart and not layout.tensor_parallel
+        batch > 1 and cut and not layout.tensor_parallel
     )
-    # A view, too, may be cut between its matrices on every rank.
-    if view is not None and apart and not layout.tensor_parallel and layout.replica_group.alone:
+    # The matrices of a view are whole if every cut is between two of them.
+    if view is not None and cut and not layout.tensor_parallel and layout.replica_group.alone:
         bounds = [layout.region(rank)[0] for rank in layout.holders]
         local = local or all(view.within(part.start, part.stop) for part in bounds)
     return "local" if local else "owner"
@@ -68,13 +68,13 @@ class MuonSpec:
     memory_limit: int = MEMORY_LIMIT  # bytes of temporaries of Newton-Schulz on a GPU, or ``AUTO_LIMIT``
     method: str = "muon"  # name in :mod:`compile_muon.passes.methods`
     view: View | None = None  # smaller matrices within each ``rows x cols``
-    fetched: bool = False  # whether the momentum is offloaded, and graphs fetch it at its use
-    phase: str | float | None = None  # which of the method's step graphs, see :attr:`~.methods.MatrixMethod.phase`
+    fetched: bool = False  # whether the momentum is offloaded, so that graphs fetch it at its use
+    phase: str | float | None = None  # of the step that a graph is for, see :attr:`~.methods.MatrixMethod.phase`
     owners: tuple[int, ...] = ()  # of each share, where the method keeps states at owners; else empty
 
     @cached_property
     def speculates(self) -> bool:
-        """Whether a backward may make its directions."""
+        """Whether a backward may make the parameter's directions."""
         return not matrix_method(self.method).in_step
 
     @cached_property
@@ -96,7 +96,7 @@ class MuonSpec:
 
     @cached_property
     def all_or_nothing(self) -> bool:
-        """Whether one non-finite entry makes all entries of a direction of Newton-Schulz non-finite."""
+        """Whether either all entries of a direction of Newton-Schulz are finite, or none is."""
         flat = self.coefficients
         triples = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
         return CoefficientSet("", triples, self.safety).is_all_or_nothing(decode_dtype(self.dtype))
@@ -134,13 +134,13 @@ class ParamSpec:
 
     @cached_property
     def stacked(self) -> bool:
-        """Whether dim 0 of a Muon parameter counts matrices."""
+        """Whether dim 0 of the whole Muon parameter counts matrices."""
         whole, muon = self.layout.unsharded_shape, self.muon_settings
         return len(whole) == 3 and (muon.rows, muon.cols) == whole[1:]
 
     @property
     def cut_in_columns(self) -> bool:
-        """Whether tensor parallelism cuts the rows of a matrix, so that each rank has some columns."""
+        """Whether tensor parallelism cuts each row of a matrix, so that a rank has some columns of it."""
         layout = self.layout
         return layout.tensor_parallel and layout.tensor_dim is not None and layout.tensor_dim > self.stacked
 
@@ -153,7 +153,7 @@ class ParamSpec:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The matrices, or rows of them, in this rank's piece."""
+        """The matrices, or parts of matrices, in this rank's piece."""
         layout, muon = self.layout, self.muon_settings
         view = muon.view
         first = layout.part[0].start + (layout.local_rows.start if layout.sharded else 0)
@@ -167,7 +167,7 @@ class ParamSpec:
         )
 
     def in_step(self, phase: str | float | None, *, joined: bool, owners: tuple[int, ...]) -> ParamSpec:
-        """The spec of a Muon parameter in a step graph; with ``joined`` as one matrix in spite of its view."""
+        """Return a Muon matrix's spec in the step graph of ``phase``; ``joined``: as one matrix, without its view."""
         muon = replace(self.muon_settings, phase=phase, owners=owners)
         if joined and muon.view is not None:
             muon = replace(muon, view=None, exchange=exchange_of(self.layout, muon.batch, None))
@@ -180,7 +180,7 @@ class ParamSpec:
     @staticmethod
     @functools.cache
     def decode(text: str) -> ParamSpec:
-        """Inverse of :meth:`encode`."""
+        """Return the spec that :meth:`encode` encoded as ``text``."""
         fields = json.loads(text)
         layout, muon = fields.pop("layout"), fields.pop("muon")
         layout["unsharded_shape"] = tuple(layout["unsharded_shape"])

@@ -1,7 +1,7 @@
 """Views: a parameter as several matrices, each orthogonalized separately.
 
-The heads of a projection, q, k and v of a fused one, Megatron's interleaved groups: each matrix is made of runs of
-rows, or of columns, of the parameter as ``[rows, cols]``.
+The heads of a projection, q, k and v of a fused one, Megatron's interleaved groups: each matrix consists of *runs* of
+consecutive rows, or of columns, of the parameter as ``[rows, cols]``.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Block:
         return sum(stop - start for start, stop in self.runs) // self.count
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """``(matrix of the block, start, stop)`` for each run of one matrix."""
-        matrix_runs, done = [], 0
+        """Return the runs cut between matrices: ``(number of the matrix in the block, start, stop)`` each."""
+        matrix_runs, total = [], 0
         for start, stop in self.runs:
             while start < stop:
-                number, inside = divmod(done, self.size)
+                number, inside = divmod(total, self.size)
                 step = min(stop - start, self.size - inside)
                 matrix_runs.append((number, start, start + step))
-                start, done = start + step, done + step
+                start, total = start + step, total + step
         return matrix_runs
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of a rank's piece that holds ``count`` equal parts of consecutive matrices."""
+    """A range of a rank's piece that holds ``count`` equal parts: one of each of several consecutive matrices."""
 
     first: int  # number of the first matrix in the view
     count: int
-    start: int  # rows or columns of the piece
+    start: int  # rows or columns ``start`` to ``stop`` of the piece
     stop: int
     dim: int  # 0 for rows, 1 for columns
 
     def of(self, piece: Tensor) -> Tensor:
-        """``[rows, cols]`` -> ``[count, r, c]``, the same memory."""
+        """Return the parts of a piece ``[rows, cols]`` as ``[count, r, c]``, the same memory."""
         segment = piece.narrow(self.dim, self.start, self.stop - self.start)
         return segment.unflatten(self.dim, (self.count, -1)).movedim(self.dim, 0)
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """``[count, r, 1]`` of a state with a number a row, ``[rows, 1]``; ``[rows, matrices]`` if columns are cut."""
+        """Return ``[count, r, 1]`` of a state ``[rows, 1]`` (``[rows, matrices]`` if columns are cut): same memory."""
         if self.dim == 0:
             return self.of(state)
         return state[:, self.first : self.first + self.count].movedim(1, 0).unsqueeze(-1)
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class View:
-    """A ``[rows, cols]`` parameter as matrices: ``blocks`` that hold every row (``dim`` 0) or column (1) once."""
+    """A ``[rows, cols]`` parameter as matrices, in ``blocks`` that hold every row (``dim`` 0) or column (1) once."""
 
     blocks: tuple[Block, ...]
     dim: int = 0
@@ -122,7 +122,7 @@ class View:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> View:
-        """Inverse of ``dataclasses.asdict``, through JSON."""
+        """Return the view whose ``dataclasses.asdict``, sent through JSON, is ``fields``."""
         blocks = (Block(tuple((a, b) for a, b in block["runs"]), block["count"]) for block in fields["blocks"])
         return cls(tuple(blocks), fields["dim"])
 
@@ -147,7 +147,7 @@ class View:
         raise IndexError(number)
 
     def cut(self, matrix: Tensor) -> list[Tensor]:
-        """``[rows, cols]`` -> the matrices of each block, ``[count, r, c]``; pure."""
+        """Return the matrices of each block, ``[count, r, c]``, of a ``[rows, cols]`` parameter; pure."""
         stacks = []
         for block in self.blocks:
             runs = [matrix.narrow(self.dim, start, stop - start) for start, stop in block.runs]
@@ -159,26 +159,26 @@ class View:
         return stacks
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Inverse of :meth:`cut`."""
+        """Return the parameter ``[rows, cols]`` of which :meth:`cut` makes ``parts``."""
         run_at: dict[int, Tensor] = {}
         for block, part in zip(self.blocks, parts, strict=True):
             joined_runs = part.flatten(0, 1) if self.dim == 0 else torch.cat(list(part), 1)
             sizes = [stop - start for start, stop in block.runs]
-            pieces = [joined_runs] if len(sizes) == 1 else joined_runs.split(sizes, self.dim)
-            run_at |= {start: piece for (start, _), piece in zip(block.runs, pieces, strict=True)}
+            runs = [joined_runs] if len(sizes) == 1 else joined_runs.split(sizes, self.dim)
+            run_at |= {start: run for (start, _), run in zip(block.runs, runs, strict=True)}
         return torch.cat([run_at[start] for start in sorted(run_at)], self.dim) if len(run_at) > 1 else run_at[0]
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         """Return the segments of rows, or columns, ``start`` to ``stop``; equal neighbours in a block form one."""
-        pieces, first = [], 0
+        matrix_runs, first = [], 0
         for place, block in enumerate(self.blocks):
-            pieces += [(max(a, start), min(b, stop), first + number, place) for number, a, b in block.pieces()]
+            matrix_runs += [(max(a, start), min(b, stop), first + number, place) for number, a, b in block.pieces()]
             first += block.count
         segments: list[Segment] = []
-        before = -1
-        for low, high, number, place in sorted(piece for piece in pieces if piece[0] < piece[1]):
-            last = segments[-1] if place == before else None
-            before = place
+        last_place = -1
+        for low, high, number, place in sorted(run for run in matrix_runs if run[0] < run[1]):
+            last = segments[-1] if place == last_place else None
+            last_place = place
             width = 0 if last is None else (last.stop - last.start) // last.count
             if last is not None and high - low == width and number == last.first + last.count:
                 segments[-1] = Segment(last.first, last.count + 1, last.start, high - start, self.dim)
@@ -208,24 +208,24 @@ class View:
 class Part:
     """Equal matrices, or parts of matrices, in a rank's piece of a parameter."""
 
-    first: int  # number of the first in the whole parameter
+    first: int  # number of the first matrix in the whole parameter
     rows: int  # of each whole matrix
     cols: int
     segment: Segment | None  # their place in the piece; None for all of it
     stack: bool  # whether dim 0 of the piece counts them
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a piece, or of an elementwise state, as ``[n, r, c]``: the same memory."""
+        """Return the part of a piece, or of an elementwise state, as ``[n, r, c]``: the same memory."""
         if self.segment is not None:
             return self.segment.of(tensor)
         return tensor if self.stack else tensor.flatten(1).unsqueeze(0)
 
     def corners(self, tensor: Tensor) -> Tensor:
-        """One entry of each matrix, ``[n]``, or ``[0]`` of an empty piece: the same memory."""
+        """Return one entry of each matrix, ``[n]``, or ``[0]`` of an empty piece: the same memory."""
         return self.of(tensor)[:, :1, :1].flatten()
 
     def of_rows(self, state: Tensor) -> Tensor:
-        """The part of a state with one number a row, as ``[n, r, 1]``: the same memory."""
+        """Return the part of a state with one number a row, as ``[n, r, 1]``: the same memory."""
         if self.segment is not None:
             return self.segment.of_rows(state)
         return state if self.stack else state.unsqueeze(0)

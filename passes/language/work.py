@@ -1,4 +1,4 @@
-"""Labels on nodes that passes insert: the collective's category and bucket, for schedule, profiler and simulator."""
+"""Labels on nodes that passes insert: category and bucket of their collective, for schedule, profiler and simulator."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Work:
 
     category: Category
     bucket: int  # number within its category
-    nbytes: int = 0  # sent and received by one of its collectives, averaged over ranks
-    needs: frozenset[int] = frozenset()  # buckets of gradients whose reduction it reads
-    hops: int = 0  # collectives, one after the other; ranks that own nothing may run only the last
-    travels: bool = True  # whether matrices travel before Newton-Schulz; else only directions travel, after it
+    nbytes: int = 0  # of a gather's full weights; of an exchange's send and receive buffers, averaged over ranks
+    needs: frozenset[int] = frozenset()  # numbers of the REDUCE buckets whose gradients it reads
+    hops: int = 0  # of an exchange: collectives, one after the other; ranks that own nothing may run only the last
+    travels: bool = True  # whether updates travel before Newton-Schulz; else only directions travel, after it
     handed_round: bool = False  # whether directions are sent on to the replica group at the end
 
 

@@ -18,7 +18,7 @@ from .refresh import AWAIT_REFRESH_OP
 __all__ = ["arguments", "base", "is_free", "mutated", "nbytes", "tensors"]
 
 _aten = torch.ops.aten
-#: ops that return a view of their argument although their schema declares new memory
+#: ops that may return a view of their argument although their schema declares new memory
 _HANDED_ON = (_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default)
 
 
@@ -28,7 +28,7 @@ def tensors(node: Node) -> list[torch.Tensor]:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of a node's result; an expanded tensor counts with its visible size."""
+    """Return the bytes of a node's result; an expanded tensor counts with its visible size."""
     return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
@@ -65,7 +65,7 @@ def _source(node: Node) -> Node | None:
 
 
 def base(node: Node) -> Node:
-    """Return the node that allocated the memory behind ``node``; a ``getitem`` for an op with a list of results."""
+    """Return the node that allocated the memory of ``node``; of an op with several results, the ``getitem``."""
     while (source := _source(node)) is not None:
         if node.target is operator.getitem and _source(source) is None:
             return node

@@ -1,9 +1,9 @@
 """Profiler ranges around the launches, waits and Newton–Schulz calls that passes insert (opt-in: ``nvtx``).
 
-Code generation reorders ops without data dependencies. So every range op declares a write of one empty tensor, the
-graph's token, which keeps the ranges in order, and of the tensors at its place, which keeps it there. A bucket may be
-packed from graph inputs, and Inductor would copy a declared write back into them: ``pack`` takes the token as a piece
-of width 0 instead.
+Code generation reorders ops without data dependencies. So every range op declares writes: of one empty tensor, the
+graph's *token*, which keeps the ranges in order, and of the tensors that its first node reads or its last one makes,
+which keeps it at its place. Graph inputs, from which a bucket may be packed, must not be among them, since Inductor
+would copy a declared write back: there ``pack`` reads the token, as a tensor of width 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _newton_schulz(gm: GraphModule, title: str) -> Iterator[_Range]:
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     for number, node in enumerate(newton_schulz):
         results = [user for user in node.users if user.target is operator.getitem]
-        # The pop has to follow all results of the call, so they move up right behind it.
+        # The end of the range has to follow all results of the call, so these move up right behind it.
         for result in reversed(results):
             node.append(result)
         last = results[-1] if results else node
@@ -91,10 +91,10 @@ def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if not ranges:
         return gm
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    first = min((found.first for found in ranges), key=order.__getitem__)
+    first = min((span.first for span in ranges), key=order.__getitem__)
     token = inline(gm, first, lambda x: [x.new_empty(0)], first.all_input_nodes[:1])[0]
-    for found in ranges:
-        _surround(gm, found, token)
+    for span in ranges:
+        _surround(gm, span, token)
     return gm
 
 

@@ -15,19 +15,19 @@ from ..language.spec import ParamSpec, decode_dtype
 
 __all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
 
-# Least number of buckets in a graph: with the next one prefetched, at most a quarter of the weights are unsharded at a
-# time, however small the model. Buckets are not cut below a mebibyte, where the host's time for a collective prevails.
+# Least number of buckets in a graph: one in use and the next prefetched are then at most a quarter of the weights,
+# however small the model. Buckets are not cut below a mebibyte, where the host's time for a collective prevails.
 _COLLECTIVES = 8
 _SMALLEST = 2**20
 
-# Least number of exchanges of a mebibyte for each rank: all but the last overlap with backward.
+# Least number of exchanges, if each has a mebibyte for each rank: all but the last overlap with backward.
 _EXCHANGES = 4
 # Least number of exchanges where momenta are offloaded, whose copies are spread over backward.
 _FETCHES = 16
 
 
 def largest_bucket(total_bytes: int, cap_bytes: int) -> int:
-    """Largest bucket, in bytes, for tensors of ``total_bytes`` in all: a bucket is in memory as a whole."""
+    """Return the largest bucket, in bytes, for tensors of ``total_bytes`` in all: a bucket is in memory as a whole."""
     return min(cap_bytes, max(total_bytes // _COLLECTIVES, _SMALLEST))
 
 
@@ -41,33 +41,33 @@ def group_neighbours(
 ) -> list[list[int]]:
     """Group tensors into buckets: lists of indices into ``specs``, sorted by the first of each.
 
-    Buckets are filled in graph order, from its end for gradients (``reduces``). Their size in full tensors is the cost
-    model's best (:data:`~..formulas.BUCKET_BYTES`), at most ``cap_bytes``, and small enough for ``_COLLECTIVES``
-    buckets. Nothing overlaps with the first gather and the last reduction of a graph: they begin small, and no bucket
-    is larger than all between it and that end. ``dtype_of`` gives the dtype in which a tensor is sent.
+    Buckets are filled in graph order, for gradients (``reduces``) from its end. Their size, in bytes of full tensors in
+    the dtype that is sent (``dtype_of``), is the cost model's best (:data:`~..formulas.BUCKET_BYTES`), at most
+    ``cap_bytes``, and small enough for ``_COLLECTIVES`` buckets. Nothing overlaps with a graph's first gather or last
+    reduction, so buckets grow from there: none is larger than all those between it and that end together.
 
     PyTorch's bucketing passes sort collectives topologically, by the nodes around them, which differ between ranks
     where shards are uneven; the order of markers does not (docs/why/decisions.md).
     """
     groups: list[list[int]] = []
-    sizes: dict[int, int] = {}
-    open_group: dict[tuple[object, ...], int] = {}
+    sizes: dict[int, int] = {}  # bytes by group
+    open_group: dict[tuple[object, ...], int] = {}  # by key, the group that is being filled
     bytes_of = [spec.layout.numel * decode_dtype(dtype_of(spec)).itemsize for spec in specs]
     keys = [(spec.layout.redistribution_key, dtype_of(spec)) for spec in specs]
     totals: Counter[tuple[object, ...]] = Counter()
     for key, nbytes in zip(keys, bytes_of, strict=True):
         totals[key] += nbytes
     layouts = {key: spec.layout for key, spec in zip(keys, specs, strict=True)}
-    starts = {key: (reduce_start if reduces else gather_start)(layout, costs) for key, layout in layouts.items()}
+    start_bytes = {key: (reduce_start if reduces else gather_start)(layout, costs) for key, layout in layouts.items()}
     largest_size = largest_bucket(sum(bytes_of), cap_bytes)
-    before: Counter[tuple[object, ...]] = Counter()  # bytes of the groups of a key that are full
+    full_bytes: Counter[tuple[object, ...]] = Counter()  # bytes of a key's groups that are full
     for index in reversed(range(len(specs))) if reduces else range(len(specs)):
         key, nbytes = keys[index], bytes_of[index]
-        best = max(bucket_bytes(totals[key], starts[key]), _SMALLEST)
-        limit = min(largest_size, best, max(before[key], starts[key], _SMALLEST))
+        best = max(bucket_bytes(totals[key], start_bytes[key]), _SMALLEST)
+        limit = min(largest_size, best, max(full_bytes[key], start_bytes[key], _SMALLEST))
         number = open_group.get(key)
         if number is not None and sizes[number] + nbytes > limit:
-            before[key] += sizes[number]
+            full_bytes[key] += sizes[number]
             number = None
         if number is None:
             number = open_group[key] = len(groups)
@@ -89,10 +89,10 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     - An exchange has the cost model's best size (:data:`~..formulas.BUCKET_BYTES`) in bytes a rank, at most
       ``cap_bytes``, and small enough for ``_EXCHANGES`` of them.
     - A single rank sends nothing and needs no receive buffer beside a send buffer: its cap is twice that.
-    - Each rank owns at least one matrix of an exchange, as a single owner's link would be the bottleneck. Where
-      replicas share directions, which takes longer, at least one for each replica.
-    - Rather more matrices, enough to fill each device (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` remain.
-    - Offloaded momenta arrive once an exchange: there are at least ``_FETCHES``, spread over backward.
+    - Each rank owns at least one share of an exchange, as a single owner's link would be the bottleneck. Where replicas
+      hand round directions, which takes longer, each replica owns at least one.
+    - An exchange has enough shares to fill each device (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` remain.
+    - With offloaded momenta, which arrive once an exchange, there are at least ``_FETCHES``.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -100,7 +100,7 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     buckets = []
     for members in kinds.values():
         ranks = _sharers(specs[members[0]])
-        sizes = [_matrix_bytes(specs[i]) / ranks for i in members]
+        sizes = [_matrix_bytes(specs[i]) / ranks for i in members]  # bytes a rank, on average
         entries = [math.prod(specs[i].layout.joined_shape) for i in members]
         total = sum(sizes)
         first = specs[members[0]]
@@ -125,25 +125,26 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
 def _cut(
     members: Sequence[int], sizes: Sequence[float], count: int, dealt: Sequence[int], fewest: int
 ) -> list[list[int]]:
-    """Cut ``members``, in order, into ``count`` parts of about equal size, or fewer, with ``fewest`` shares in each."""
-    total, before, part_shares = sum(sizes), 0.0, 0
+    """Cut ``members`` in order into ``count`` parts of about equal size, or fewer, each with ``fewest`` of the shares
+    (``dealt``: of each member) or more."""
+    total, before_bytes, part_shares = sum(sizes), 0.0, 0
     parts: list[list[int]] = []
     part_number = -1
-    for index, size, owned in zip(members, sizes, dealt, strict=True):
-        number = min(int(count * (before + size / 2) / total), count - 1) if total else 0
+    for index, size, share_count in zip(members, sizes, dealt, strict=True):
+        number = min(int(count * (before_bytes + size / 2) / total), count - 1) if total else 0
         if not parts or (number > part_number and part_shares >= fewest):
             parts.append([])
             part_number, part_shares = number, 0
         parts[-1].append(index)
-        before, part_shares = before + size, part_shares + owned
+        before_bytes, part_shares = before_bytes + size, part_shares + share_count
     if len(parts) > 1 and part_shares < fewest:
-        short = parts.pop()
-        parts[-1] += short
+        too_small = parts.pop()
+        parts[-1] += too_small
     return parts
 
 
 def _sharers(spec: ParamSpec) -> int:
-    """Number of ranks among which the matrices of a parameter are shared out."""
+    """Return the number of ranks to which the matrices of a parameter are dealt."""
     layout = spec.layout
     return layout.replica_group.size * (layout.owner_group.size if spec.muon_settings.exchange == "owner" else 1)
 
@@ -153,7 +154,7 @@ def _matrix_bytes(spec: ParamSpec) -> int:
 
 
 def exchanged_bytes(spec: ParamSpec) -> int:
-    """Bytes in a rank's send and receive buffers for one matrix, averaged over ranks."""
+    """Return the bytes of one matrix in a rank's send and receive buffers, averaged over ranks."""
     layout = spec.layout
     ranks = layout.owner_group.size * layout.replica_group.size
     received = _matrix_bytes(spec) // _sharers(spec)

@@ -27,20 +27,19 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
-    """Replace every ``orthogonalize`` marker of ``gm``; only the output may read them."""
+    """Replace every ``orthogonalize`` and ``orthogonalize_with`` marker of ``gm``; only the output may read them."""
     markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
-    # Balanced within each exchange and over all of them.
+    # Balanced within each exchange and over all of them, but for owners that keep states: those stay.
     assigned = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
     owners = [spec.muon_settings.owners or of_marker for spec, of_marker in zip(specs, assigned, strict=True)]
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
-        kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]
-        table = [owner for i in bucket for owner in owners[i]]
-
+        kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]  # states at owners
+        table = [owner for i in bucket for owner in owners[i]]  # by share
         gradients = list(map(_gradient, chosen))
-        added = [i for i, gradient in enumerate(gradients) if gradient.carried is not None]
+        added = [i for i, gradient in enumerate(gradients) if gradient.carried is not None]  # with ``carried``
 
         def directions(
             *tensors: torch.Tensor,
@@ -50,6 +49,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             added: Sequence[int] = added,
             alike: Alike = call,
         ) -> list[torch.Tensor]:
+            """Return directions, new states, then the wide gradient and its row sums where the operator makes them."""
             count, rest = len(chosen), iter(tensors[3 * len(chosen) :])
             grads, momenta, all_graph_scalars = (tensors[part * count : (part + 1) * count] for part in range(3))
             states = [[next(rest) for _ in of_marker] for of_marker in kept]
@@ -97,19 +97,19 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The nodes that the momentum operator reads in place of a marker's gradient."""
+    """The nodes that the momentum operator reads in place of a marker's gradient, which is their sum."""
 
-    source: Node  # the gradient, or the narrower tensor that it is a cast of
+    source: Node  # the averaged gradient, or the narrower tensor that ``cast`` widens
     carried: Node | None = None  # input with the ``.grad`` of earlier backwards, which the operator adds
-    cast: Node | None = None  # node whose result the operator also makes; None where ``source`` is the gradient
+    cast: Node | None = None  # in the output the operator's wide gradient replaces it; None without a cast
 
 
 def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
     """Return what the momentum operator may read in place of ``marker.grad``.
 
-    The operator adds ``carried`` itself, which saves a sum that only the marker would read. It casts a half-precision
-    gradient that only the marker, its fingerprint and the output read, so that until then the gradient takes half the
-    memory.
+    The operator adds ``carried`` itself, where only the marker and its fingerprint would read the sum. It casts a
+    half-precision gradient itself, where only these and the output read the cast: until then the gradient takes half
+    the memory.
     """
     grad, carried = marker.grad, None
     readers = {marker.node, *(user for user in grad.users if user.target is ROW_SUMS)}
@@ -129,11 +129,12 @@ def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
 
 
 def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
+    """Whether the momentum operator takes ``grad`` with the marker's momentum."""
     return supports(tensor_value(grad), tensor_value(marker.state), marker.spec)
 
 
 def _sum_rows(gm: GraphModule) -> None:
-    """Lower the row sums that the momentum operator does not make, as ops that Inductor fuses with the gradient."""
+    """Lower row sums that the momentum operator does not make to ops that Inductor fuses with the gradient's."""
     for node in gm.graph.find_nodes(op="call_function", target=FINGERPRINT_OF_ROWS):
         gm.graph.output_node().prepend(node)  # behind all gradients
         unsummed = [source for source in node.args[0] if source.target is ROW_SUMS]
@@ -149,7 +150,7 @@ def _row_sums(*gradients: torch.Tensor, alike: Alike) -> list[torch.Tensor]:
 
 
 def _reductions(grad: Node) -> set[int]:
-    """Return the buckets of reductions that make ``grad`` or a term of it."""
+    """Return the numbers of the buckets whose reductions make ``grad`` or a term of it."""
     work = work_of(grad)
     if work is not None and work.category is Category.REDUCE:
         return {work.bucket}

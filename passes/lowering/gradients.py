@@ -1,4 +1,4 @@
-"""Lowering of ``reduce_grad`` markers: reduce-scatters, or unreduced gradients to accumulate."""
+"""Lowering of ``reduce_grad`` markers: to reductions, bucket by bucket, or to unreduced gradients that accumulate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["lower_gradients", "reduced_grads"]
 
 
 def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
-    """Return the parameters whose gradients a backward graph with markers produces, in graph order."""
+    """Return the parameters whose gradients a backward graph with markers makes, in graph order."""
     positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     output = gm.graph.output_node()
     grads = []
     for reduction in ReduceGrad.all(gm):
-        # The model may compute with a gradient, say for a penalty: step() orthogonalizes those.
+        # A gradient that the graph computes with, for a penalty, say, gets its direction in step().
         muon = reduction.spec.muon
         speculates = muon is not None and muon.speculates and set(reduction.node.users) == {output}
         returned = output.args[0].index(reduction.node) if speculates else None
@@ -32,33 +32,33 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
 
 
 def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext) -> None:
-    """Replace every ``reduce_grad`` marker, in graph order, and add the extra inputs and outputs of ``request``."""
+    """Replace every ``reduce_grad`` marker, in graph order; add the request's inputs and outputs of unreduced sums."""
     reductions = ReduceGrad.all(gm)
-    likes = []
+    examples = []
     for i in request.unreduced_inputs:
         spec = reductions[i].spec
         like = tensor_value(reductions[i].node).new_empty(spec.layout.shape, dtype=decode_dtype(spec.dtype))
-        likes.append((f"unreduced_{i}", like))
+        examples.append((f"unreduced_{i}", like))
     # The carried inputs come last; insert_orthogonalize has added them.
-    added = append_inputs(gm, likes, ahead_of_last=len(request.carried_inputs))
-    earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, added, strict=True)}
+    sums = append_inputs(gm, examples, ahead_of_last=len(request.carried_inputs))
+    earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, sums, strict=True)}
 
     unreduced = []
-    reduced = []
+    to_reduce = []
     for purpose, reduction in zip(request.purposes, reductions, strict=True):
         if purpose is Purpose.ACCUMULATE:
-            zeros, whole = _keep_local(gm, reduction)
-            unreduced.append(whole)
+            zeros, unreduced_grad = _keep_local(gm, reduction)
+            unreduced.append(unreduced_grad)
             replace(gm, reduction.node, zeros)
         else:
-            reduced.append(reduction)
-    for node, result in _reduce(gm, reduced, earlier, ctx).items():
+            to_reduce.append(reduction)
+    for node, result in _reduce(gm, to_reduce, earlier, ctx).items():
         replace(gm, node, result)
     insert_outputs(gm, unreduced, ahead_of_last=request.speculation_outputs)
 
 
 def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
-    """Return nodes for an ACCUMULATE: zeros for the shard, and the unreduced gradient."""
+    """Return nodes for an ACCUMULATE: zeros in place of the shard's gradient, and the unreduced gradient."""
     spec = reduction.spec
 
     def kept(grad: torch.Tensor) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
 def _reduce(
     gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], ctx: PassContext
 ) -> dict[Node, Node]:
-    """Return the averaged gradient of each marker, with its unreduced sum of earlier micro-batches (``earlier``)."""
+    """Return by marker the averaged gradient; ``earlier``: by marker, an unreduced sum to add before the reduction."""
     results: dict[Node, Node] = {}
     for reduction in reductions:
         if reduction.spec.layout.everyone.alone:
@@ -84,8 +84,8 @@ def _reduce(
     if not sent:
         return results
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    # A gradient read before the last one exists (a penalty on gradients) may be an input of a later gradient: in a
-    # bucket with that one, the graph would be cyclic.
+    # A gradient that is read before the last one exists (by a penalty on gradients) may be an input of a later one: one
+    # bucket of both would make the graph cyclic.
     early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
     late = [i for i, read in enumerate(early) if not read]
     specs = [sent[i].spec for i in late]

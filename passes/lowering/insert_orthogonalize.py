@@ -28,8 +28,8 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if not request.speculated:
         return gm
     reductions = ReduceGrad.all(gm)
-    named = [(f"carried_{i}", tensor_value(reductions[i].node)) for i in request.carried_inputs]
-    carried = dict(zip(request.carried_inputs, append_inputs(gm, named), strict=True))
+    examples = [(f"carried_{i}", tensor_value(reductions[i].node)) for i in request.carried_inputs]
+    carried = dict(zip(request.carried_inputs, append_inputs(gm, examples), strict=True))
     # Ahead of the output and behind every reduction, so that no direction delays a gradient.
     output = gm.graph.output_node()
     gradients = [_sum(gm, reductions[i], carried.get(i)) for i in request.speculated]
@@ -48,7 +48,7 @@ def _fingerprints(*gradients: Tensor, alike: Alike) -> list[Tensor]:
 
 
 def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
-    """Return the node of ``.grad`` as it will be after this backward."""
+    """Return the node of ``.grad`` as this backward leaves it: the gradient, plus ``carried`` where there is one."""
     if carried is None:
         return reduction.node
     return inline(gm, gm.graph.output_node(), lambda carried, grad: [carried + grad], [carried, reduction.node])[0]

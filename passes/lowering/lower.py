@@ -1,4 +1,4 @@
-"""The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file per marker."""
+"""The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file for each marker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 f"{requested} directions asked for, {inserted} inserted; run insert_orthogonalize ahead of lower"
             )
         lower_gradients(gm, ctx.request, ctx)
-    lower_directions(gm, ctx)
+    lower_directions(gm, ctx)  # last: an exchange waits for reductions that ``lower_gradients`` has labelled
     gm.graph.eliminate_dead_code()
     return gm
 

@@ -30,7 +30,7 @@ _LIMIT = 8
 
 
 def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
-    """Return the activations that ``forward`` makes and saves but does not return: names to those of their memory."""
+    """Map activations that ``forward`` makes and saves but does not return to the nodes of their memory, by name."""
     output = forward.graph.output_node()
     values = [value for value in output.args[0] if isinstance(value, Node)]
     returned = {base(value) for value in output.args[0][:user_outputs] if isinstance(value, Node)}
@@ -43,7 +43,7 @@ def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
 
 
 class _Live:
-    """Live bytes at each node, but for inputs that live throughout: lower bound ``certain``, upper bound ``most``."""
+    """Bytes in memory at each node, without inputs that stay throughout: at least ``certain``, at most ``most``."""
 
     def __init__(self, gm: GraphModule, saved: dict[str, str]) -> None:
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -57,7 +57,7 @@ class _Live:
                 last_read[base(source)] = max(last_read.get(base(source), -1), until)
         returned = {base(node) for node in gm.graph.output_node().all_input_nodes}
         certain, most = [0] * (end + 1), [0] * (end + 1)
-        saved_memory: dict[str, tuple[int, int]] = {}
+        saved_memory: dict[str, tuple[int, int]] = {}  # by name of the memory, its bytes and the end of its life
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name in saved and _is_tensor(node):
                 size, until = saved_memory.get(saved[node.name], (0, 0))

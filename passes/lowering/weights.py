@@ -18,7 +18,7 @@ __all__ = ["lower_weights"]
 
 
 def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
-    """Replace every ``unshard`` marker of ``gm``; a gather sends up to ``bucket_bytes`` of full weights."""
+    """Replace every ``unshard`` marker of ``gm``; a gather makes at most ``bucket_bytes`` of full weights."""
     output = gm.graph.output_node()
     gathered = []
     for read in Unshard.all(gm):
@@ -53,7 +53,7 @@ def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
 
 
 def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
-    """Lower one bucket, ahead of its first reader: an all-gather, or on a single rank a copy from host memory."""
+    """Lower one bucket ahead of its first read: an all-gather, or of whole weights a copy from host memory."""
     specs = [read.spec for read in reads]
     inputs = [read.shard if read.resident is None else read.resident for read in reads]
     weights = inline(gm, reads[0].node, lambda *slices: transfers.gather(slices, specs), inputs, work)

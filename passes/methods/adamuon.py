@@ -2,8 +2,10 @@
 
     O = NewtonSchulz(sign(M)),  V <- b V + (1 - b) O^2,  P = O / (sqrt(V) + eps),  D = P sqrt(min(m, n)) / (|P| + eps)
 
-The paper's third version. With its scale by shape, that of AdamW's RMS, an update has the RMS ``0.2 lr``. The first
-version, which is the authors' code, takes no sign, and divides V by ``1 - b^t``, which cancels in D. Megatron's
+of an m x n matrix; the one fact is |P|^2.
+
+This is the paper's third version. With its scale by shape, ``match_rms_adamw``, an update has the RMS ``0.2 lr``. The
+first version, which is the authors' code, takes no sign, and divides V by ``1 - b^t``, which cancels in D. Megatron's
 optimizer of this name lacks the last formula, and is another method.
 """
 
@@ -29,10 +31,10 @@ def _before(
 
 
 def _after(piece: Piece) -> After:
-    old, beta = piece.states["second_moment"], piece.rates["beta2"]
-    new = old.lerp(piece.direction.square().to(old.dtype), 1 - beta)
-    divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
-    return After(divided, {"second_moment": new}, summed(divided.square())[:, None])
+    moment, beta = piece.states["second_moment"], piece.rates["beta2"]
+    new_moment = moment.lerp(piece.direction.square().to(moment.dtype), 1 - beta)
+    normalized = piece.direction / (new_moment.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    return After(normalized, {"second_moment": new_moment}, summed(normalized.square())[:, None])
 
 
 def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:

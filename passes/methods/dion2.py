@@ -24,18 +24,18 @@ __all__ = ["DION2"]
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    wide = torch.promote_types(momentum.dtype, torch.float32)
-    return (momentum.to(wide) + grad.to(wide)).to(out_dtype)
+    dtype = torch.promote_types(momentum.dtype, torch.float32)
+    return (momentum.to(dtype) + grad.to(dtype)).to(out_dtype)
 
 
 def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, inputs: list[WholeInputs]) -> list[Tensor]:
-    # Transposed where tall: the rows are chosen along the shorter side.
+    # Transposed where tall, so that rows are chosen along the shorter side.
     wide = [x if x.shape[-2] <= x.shape[-1] else x.mT for x in matrices]
     rows = [_chosen(x, part.phase) for x, part in zip(wide, inputs, strict=True)]
-    orthogonal = newton_schulz([x.take_along_dim(at, -2).contiguous() for x, at in zip(wide, rows, strict=True)])
+    orthogonal = newton_schulz([x.take_along_dim(index, -2).contiguous() for x, index in zip(wide, rows, strict=True)])
     directions = [
-        torch.zeros_like(x, dtype=part.dtype).scatter(-2, at.expand_as(part), part)
-        for x, part, at in zip(wide, orthogonal, rows, strict=True)
+        torch.zeros_like(x, dtype=part.dtype).scatter(-2, index.expand_as(part), part)
+        for x, part, index in zip(wide, orthogonal, rows, strict=True)
     ]
     return [d if d.shape == x.shape else d.mT for d, x in zip(directions, matrices, strict=True)]
 
@@ -51,7 +51,7 @@ def _advance(
 ) -> None:
     torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
     for momentum, direction in zip(momenta, directions, strict=True):
-        # Directions are zero outside the chosen rows, and inside only where the momentum is zero, too.
+        # A direction is zero outside the chosen rows, and within them only where the momentum is zero, too.
         wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
         momentum.copy_(torch.where(direction != 0, wide * rates["momentum"], wide))
 

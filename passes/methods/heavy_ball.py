@@ -20,10 +20,10 @@ __all__ = ["HEAVY_BALL"]
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    wide = torch.promote_types(momentum.dtype, torch.float32)
-    factor = beta[1].reshape(()).to(wide)
-    grad = grad.to(wide)
-    new = momentum.to(wide) * factor + grad
+    dtype = torch.promote_types(momentum.dtype, torch.float32)
+    factor = beta[1].reshape(()).to(dtype)
+    grad = grad.to(dtype)
+    new = momentum.to(dtype) * factor + grad
     return (grad + factor * new if nesterov else new).to(out_dtype)
 
 

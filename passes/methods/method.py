@@ -1,8 +1,8 @@
 """The types of a method: a record, in a file of its own, of an optimizer's update rule.
 
-The engine knows no method by name. It makes the states that a record names, has graphs run ``before`` and ``whole``,
-and in a step calls ``after``, sums facts over pieces, and calls ``finish``; docs/how-to/methods.md writes one from the
-beginning.
+The engine knows no method by name. It makes the states that a record names, has graphs run ``before`` on shards and
+``whole`` on whole matrices, and in a step calls ``after`` on pieces, sums their facts, and calls ``finish``;
+docs/how-to/methods.md writes one from the beginning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rate:
     default: Any  # a number, a pair of numbers, or a flag; a user's value must have the same type
     below: float = math.inf  # numbers are at least 0 and less than this
     positive: bool = False  # 0 is not allowed
-    most: float = math.inf  # numbers are at most this
+    most: float = math.inf  # numbers are not greater than this
     whole: bool = False  # numbers are integers
     meaning: str = ""  # description in the table of those rates that not all methods have
 
@@ -130,23 +130,21 @@ class Method:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece: this rank's part of ``n`` matrices of one shape, in fp32 (fp64 where the master weights are).
-
-    The part is r whole rows of each matrix, or with tensor parallelism this rank's columns of these rows.
-    """
+    """This rank's part of n matrices of one shape, [n, r, c], in fp32 (fp64 where the master weights are): r rows of
+    each matrix, with all c columns, or with tensor parallelism this rank's columns."""
 
     direction: Tensor  # [n, r, c], of the results of MatrixMethod.whole
     weight: Tensor  # [n, r, c] of the master weights, before the step
-    grad: Tensor  # [n, r, c] of the gradient, in the gradient's dtype
+    grad: Tensor  # [n, r, c] of the gradient; in ``after`` in the dtype of states
     # In ``after``, by name, before the step: [n, r, c] of a state of each "element", [n, r, 1] of each "row".
     states: Mapping[str, Tensor]
-    sums: Tensor | None  # [n, r, k]: MatrixMethod.row_sums over whole rows; in ``project`` those of ``project_sums``
+    sums: Tensor | None  # [n, r, k] of MatrixMethod.row_sums, in ``project`` of ``project_sums``, over whole rows
     # Of the group; ``step`` is a 0-dim fp32 tensor. Learning rate, decay and momentum are 0-dim fp64 tensors on the
     # device where a CUDA graph holds the step, else numbers.
     rates: Mapping[str, Any]
     rows: int  # of a whole matrix
     cols: int  # of a whole matrix
-    projected: Tensor | None = None  # in ``after``, [n, r, k]: MatrixMethod.project_sums over whole rows
+    projected: Tensor | None = None  # in ``after``, [n, r, k] of MatrixMethod.project_sums, over whole rows
     scale: float = 1.0  # of the learning rate, by the shape of a matrix
 
 
@@ -156,7 +154,7 @@ class After:
 
     direction: Tensor  # like the piece's: the weight moves along it
     states: Mapping[str, Tensor] = field(default_factory=dict)  # new states by name; the others stay
-    # [n, k], sums over the piece's elements (:func:`summed`); the engine adds up all pieces of a matrix, in float64.
+    # [n, k], sums over the piece's elements (:func:`summed`), which the engine adds up over a matrix's pieces in fp64.
     facts: Tensor | None = None
     keep: Tensor | None = None  # [n, r, 1]: factor of each row of the weight in place of the step's ``keep``
 
@@ -196,8 +194,8 @@ NewtonSchulz = Callable[[list[Tensor]], list[Tensor]]
 
 
 def summed(numbers: Tensor) -> Tensor:
-    """Sums over matrices ``[n, r, c]``, ``[n]``: over rows as whoever has them does, and of these in fp64, so that the
-    ranks that rows are dealt to do not show in the last bit."""
+    """Return the sums of [n, r, c] over each matrix, [n] fp64. Rows are summed first, and their sums in fp64, so that
+    the last bit does not depend on which ranks have which rows."""
     return numbers.sum(-1).sum(-1, dtype=torch.float64)
 
 
@@ -220,13 +218,13 @@ class MatrixMethod(Method):
         adjust_lr: the scale by shape where the configuration names none; None for 1 whatever the configuration says.
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update`` of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average. A method without this rate keeps no momentum:
-            ``before`` gets an empty one, and None is the gradient itself.
+            ``before`` gets an empty tensor, and None stands for the gradient itself.
         orthogonalizes: whether ``whole`` calls ``newton_schulz``. Where it does not, the settings of Newton-Schulz have
             no effect, and gradients and directions travel in float32 at least.
         nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
-            rates, its direction is the gradient, its states are those of rows, and its weight is the one that the
-            gradient belongs to, which may be a rounded copy. With it directions are made in ``step()`` alone.
+            rates, its direction is the gradient, and its states are those of rows. With it directions are made in
+            ``step()`` alone.
         project_sums: ``(grad, weight) -> [n, r, k]``, sums over a piece's columns; ``project`` gets them summed over
             whole rows.
         advance: ``(momenta, grads, directions, rates)``: updates the momenta in place in a step; None for the moving
@@ -236,13 +234,11 @@ class MatrixMethod(Method):
             and each direction is a tensor or a :class:`WholeOutputs`. None for Newton-Schulz alone.
         phase: ``rates -> text or number``: chooses one of few graphs, on the host ahead of each step, by plain numbers.
             A choice made on the device, by ``rates`` of :class:`WholeInputs`, would cost both branches.
-        joined: ``rates -> bool``, on the host likewise: whether a step sees each parameter as one matrix, whatever its
-            view.
+        joined: ``rates -> bool``, on the host likewise: whether a step takes a parameter with a view as one matrix.
         launched: phases whose steps no CUDA graph captures, because ``whole`` calls a library that waits for the host;
-            None among them for a method without phases.
+            ``(None,)`` for a method without phases.
         idle: phases whose steps move nothing: weights do not decay either.
-        row_sums: ``(direction, weight) -> [n, r, k]``, sums over a piece's columns; ``after`` gets them summed over
-            whole rows.
+        row_sums: ``(direction, weight) -> [n, r, k]``, the same for ``after``.
         after: ``piece -> After``, pure: changes a piece's direction and states in a step.
         facts: number of facts of a matrix in the results of ``after``.
         finish: ``(facts, keep, move, piece) -> (keep, move)``: changes the factors of whole matrices, each ``[n]`` or

@@ -25,7 +25,7 @@ def _joined(rates: Mapping[str, Any]) -> Any:
 
 
 def _finish(facts: Tensor | None, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any]:
-    # In fp64, as the rates on the device are: numbers and tensors then give the same bits.
+    # In fp64, as rates on the device are: rates that are numbers then give the same bits.
     return keep, move * torch.where(_joined(piece.rates), 1.0, piece.rates["block_lr_factor"]).double()
 
 

@@ -3,7 +3,8 @@
     W' = W - lr D |W| / max(|D|, eps),   W <- W' |W| / max(|W'|, eps)
 
 No weight decay; the scale by shape cancels. A weight of zeros never moves. Each matrix of a stack has its own norm.
-``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``, so three facts of a matrix are enough.
+``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``, so three facts are enough: <W, W>, <D, D>,
+<W, D>, in code ``ww``, ``dd``, ``wd``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ __all__ = ["MUONH"]
 
 
 def _after(piece: Piece) -> After:
-    weight, direction = piece.weight, piece.direction
-    facts = [summed(x) for x in (weight.square(), direction.square(), weight * direction)]
-    return After(direction, facts=torch.stack(facts, dim=-1))
+    w, d = piece.weight, piece.direction
+    facts = [summed(x) for x in (w.square(), d.square(), w * d)]
+    return After(d, facts=torch.stack(facts, dim=-1))
 
 
 def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, Tensor]:
     eps = piece.rates["eps"]
-    weight, direction, both = facts.unbind(-1)
-    radius = weight.sqrt()
-    share = piece.rates["lr"] * radius / direction.sqrt().clamp(min=eps)
+    ww, dd, wd = facts.unbind(-1)
+    radius = ww.sqrt()
+    a = piece.rates["lr"] * radius / dd.sqrt().clamp(min=eps)
     # Clamped, because rounding may make a square that is nearly zero negative.
-    moved = (weight - 2 * share * both + share.square() * direction).clamp(min=0).sqrt()
+    moved = (ww - 2 * a * wd + a.square() * dd).clamp(min=0).sqrt()
     factor = radius / moved.clamp(min=eps)
-    return factor, -share * factor
+    return factor, -a * factor
 
 
 MUONH = MatrixMethod(

@@ -6,7 +6,7 @@
 
 As in NVIDIA's Emerging-Optimizers, without Nesterov's look ahead. V is not stored: it is ``u`` times the stored norm.
 The size of a gain is always the norm of its row of W, so it follows other writes to weights (MuonClip, a load); of the
-stored gain only the sign is read, which is positive at first.
+stored gain only the sign is read, which is positive at first. In code ``gw`` is <G, W> by rows, and so on.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _before(
 
 
 def _gain(squares: Tensor, piece: Piece) -> Tensor:
-    """Return the gains of rows with these sums of squares."""
-    size = squares.sqrt().clamp(min=_LEAST)
-    return torch.where(piece.states["gain"] < 0, -size, size)
+    """Return the gains of rows of W that have these sums of squares."""
+    magnitude = squares.sqrt().clamp(min=_LEAST)
+    return torch.where(piece.states["gain"] < 0, -magnitude, magnitude)
 
 
 def _norm(gain: Tensor, piece: Piece) -> Tensor:
@@ -46,9 +46,9 @@ def _project_sums(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _project(piece: Piece) -> Tensor:
     assert piece.sums is not None
-    along, squares = piece.sums.split(1, dim=-1)
-    gain = _gain(squares, piece)
-    return gain / _norm(gain, piece) * (piece.grad - piece.weight * (along / gain.square()))
+    gw, ww = piece.sums.split(1, dim=-1)
+    gain = _gain(ww, piece)
+    return gain / _norm(gain, piece) * (piece.grad - piece.weight * (gw / gain.square()))
 
 
 def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
@@ -57,20 +57,20 @@ def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
 
 def _after(piece: Piece) -> After:
     assert piece.sums is not None and piece.projected is not None
-    squares, along, length = piece.sums.split(1, dim=-1)
-    grad_along, projected_squares = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
-    rates, states, gain = piece.rates, piece.states, _gain(squares, piece)
-    lr, near, far = rates["lr"], rates["beta1"], rates["beta2"]
-    gain_grad = grad_along / _gain(projected_squares, piece)
-    mean = states["gain_first_moment"].to(gain_grad.dtype).lerp(gain_grad, 1 - near)
-    square = states["gain_second_moment"].to(gain_grad.dtype).lerp(gain_grad.square(), 1 - far)
-    unbiased = mean / (1 - near ** rates["step"])
-    step = unbiased / ((square / (1 - far ** rates["step"])).sqrt() + rates["eps"])
-    new = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
+    ww, wd, dd = piece.sums.split(1, dim=-1)
+    gw, ww_projected = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
+    rates, states, gain = piece.rates, piece.states, _gain(ww, piece)
+    lr, beta1, beta2 = rates["lr"], rates["beta1"], rates["beta2"]
+    gain_grad = gw / _gain(ww_projected, piece)
+    mean = states["gain_first_moment"].to(gain_grad.dtype).lerp(gain_grad, 1 - beta1)
+    square = states["gain_second_moment"].to(gain_grad.dtype).lerp(gain_grad.square(), 1 - beta2)
+    unbiased = mean / (1 - beta1 ** rates["step"])
+    step = unbiased / ((square / (1 - beta2 ** rates["step"])).sqrt() + rates["eps"])
+    new_gain = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
     ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V = ratio W, and V moves by ``move`` D
-    norm = (squares * ratio.square() + 2 * ratio * move * along + length * (move * move)).clamp(min=_LEAST**2).sqrt()
-    new_states = {"gain": new, "direction_norm": norm, "gain_first_moment": mean, "gain_second_moment": square}
-    return After(piece.direction * (new / norm), new_states, keep=ratio * new / norm)
+    new_norm = (ww * ratio.square() + 2 * ratio * move * wd + dd * (move * move)).clamp(min=_LEAST**2).sqrt()
+    new_states = {"gain": new_gain, "direction_norm": new_norm, "gain_first_moment": mean, "gain_second_moment": square}
+    return After(piece.direction * (new_gain / new_norm), new_states, keep=ratio * new_gain / new_norm)
 
 
 MUOWN = MatrixMethod(

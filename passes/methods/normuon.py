@@ -1,10 +1,10 @@
 """NorMuon: divides each row of the direction by a running root of its mean square, and restores the direction's norm.
 
-The form of the paper and its code (rows, no bias correction, which the last division would cancel). dion takes the
-Frobenius norm of a rank's own rows, so its steps depend on the number of ranks, as these do not; nanogpt, nanochat and
-Megatron take columns where a matrix is wide.
-
     v_i <- mean_j O_ij^2,  V <- b V + (1 - b) v,  P = O / (sqrt(V) + eps),  D = P |O| / (|P| + eps)
+
+The facts are |O|^2 and |P|^2. This is the form of the paper and its code: rows, and no bias correction, which the last
+division would cancel. dion takes the Frobenius norm of a rank's own rows, so its steps depend on the number of ranks,
+as these do not; nanogpt, nanochat and Megatron take columns where a matrix is wide.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
 
 def _after(piece: Piece) -> After:
     assert piece.sums is not None
-    old, beta = piece.states["row_second_moment"], piece.rates["beta2"]
-    new = old.lerp((piece.sums / piece.cols).to(old.dtype), 1 - beta)
-    divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    moment, beta = piece.states["row_second_moment"], piece.rates["beta2"]
+    new_moment = moment.lerp((piece.sums / piece.cols).to(moment.dtype), 1 - beta)
+    divided = piece.direction / (new_moment.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
     facts = torch.stack([summed(x.square()) for x in (piece.direction, divided)], dim=-1)
-    return After(divided, {"row_second_moment": new}, facts)
+    return After(divided, {"row_second_moment": new_moment}, facts)
 
 
 def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:

@@ -6,10 +6,10 @@
 
 The paper's algorithm 3 with three additions of its authors' code: bias correction, the columns of a basis in falling
 order of estimated eigenvalues, and a first step that makes the bases (by eigenvectors) and moves nothing. Decay is
-AdamW's, ahead of the step, where that code decays after it. Directions without a gradient so far have no eigenvectors
-but rounding's, which that code takes; here they follow from the others. All states are at the owner of a matrix: a
-gradient travels to the owner and a direction back, as for Muon, both in float32 at least. A side of more than 8,192 has
-no basis; with both sides longer SOAP is AdamW.
+AdamW's, ahead of the step, where that code decays after it. Where there has been no gradient, rounding alone would
+decide the eigenvectors, as in that code; here they complete the others to a basis. All states are at the owner of a
+matrix: a gradient travels to the owner and a direction back, as for Muon, both in float32 at least. A side of more than
+8,192 has no basis; with both sides longer SOAP is AdamW.
 """
 
 from __future__ import annotations
@@ -40,32 +40,30 @@ def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _basis(vectors: Tensor, energy: Tensor) -> Tensor:
-    """Return an orthonormal basis of vectors, given in falling order of their energy.
+    """Return an orthonormal basis from vectors in falling order of their energy: eigenvalues, or estimates of them.
 
-    Rounding alone directs a vector without energy, otherwise for each number of ranks. It is left out: Householder's
+    Rounding alone directs a vector without energy, differently for each number of ranks. It is left out: Householder's
     reflections of the others complete the basis.
     """
-    none = energy <= energy[..., :1] * (energy.shape[-1] * torch.finfo(energy.dtype).eps)
-    return torch.linalg.qr(vectors.masked_fill(none.unsqueeze(-2), 0)).Q
+    without_energy = energy <= energy[..., :1] * (energy.shape[-1] * torch.finfo(energy.dtype).eps)
+    return torch.linalg.qr(vectors.masked_fill(without_energy.unsqueeze(-2), 0)).Q
 
 
 def _begun(gram: Tensor) -> Tensor:
     """Return the eigenvectors of a preconditioner, those of the largest eigenvalues first."""
     if not gram.numel():
         return gram
-    # eigh raises on NaN, on the owner alone; the checks that all ranks share are to find what is not finite.
-    usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    # eigh would raise on NaN, and on the owner alone; all ranks find what is not finite by their common checks.
+    finite = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     # Not torch.eye: from 256 rows on eager code has no kernel for its decomposition (torch 2.13: an arange of uint16).
-    one = torch.ones_like(gram[..., 0, :]).diag_embed()
-    values, vectors = torch.linalg.eigh(torch.where(usable, gram, one))
+    identity = torch.ones_like(gram[..., 0, :]).diag_embed()
+    values, vectors = torch.linalg.eigh(torch.where(finite, gram, identity))
     return _basis(vectors.flip(-1), values.flip(-1))
 
 
 def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the basis after one step of power iteration, and the second moments in the order of its columns.
-
-    ``dim`` is the dimension of ``moments`` that the basis belongs to.
-    """
+    """Return the basis after one step of power iteration, and the second moments in the order of its columns, along
+    ``dim``, the dimension of ``moments`` that the basis belongs to."""
     if not gram.numel():
         return basis, moments
     energy, order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True)
@@ -79,20 +77,20 @@ def _step(gradient: Tensor, inputs: WholeInputs) -> WholeOutputs:
     left, right, bases = states["left"], states["right"], (states["left_basis"], states["right_basis"])
     moments, momentum = states["second_moment"], states["first_moment"]
     rates, grad = inputs.rates, gradient.to(moments.dtype)
-    near, far = rates["beta1"], rates["beta2"]
+    beta1, beta2 = rates["beta1"], rates["beta2"]
     new = {
-        "left": left.lerp(grad @ grad.mT, 1 - far) if left.numel() else left,
-        "right": right.lerp(grad.mT @ grad, 1 - far) if right.numel() else right,
+        "left": left.lerp(grad @ grad.mT, 1 - beta2) if left.numel() else left,
+        "right": right.lerp(grad.mT @ grad, 1 - beta2) if right.numel() else right,
     }
     if inputs.phase == _FIRST:
         new |= {f"{side}_basis": _begun(new[side]) for side in ("left", "right")}
         return WholeOutputs(gradient * 0, new)
     steps_done = rates["step"] - 1
-    momentum = momentum.lerp(grad, 1 - near)
-    moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - far)
-    unbiased = (1 - far**steps_done).sqrt() / (1 - near**steps_done)
-    step = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * unbiased
-    direction = _seen_from(step, *(basis.mT for basis in bases))
+    momentum = momentum.lerp(grad, 1 - beta1)
+    moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - beta2)
+    correction = (1 - beta2**steps_done).sqrt() / (1 - beta1**steps_done)
+    step_in_bases = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * correction
+    direction = _seen_from(step_in_bases, *(basis.mT for basis in bases))
     new["first_moment"] = momentum
     if inputs.phase == _TURN:
         new["left_basis"], moments = _turned(new["left"], bases[0], moments, -2)
