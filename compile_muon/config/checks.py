@@ -138,12 +138,6 @@ def check_real(
     return number
 
 
-@takes('GiB of a device, a number above 0, or "auto"')
-def check_memory(field: str, value: object) -> float | str:
-    """Accept a number of GiB above 0, or "auto"."""
-    return "auto" if value == "auto" else check_real(field, value, positive=True)
-
-
 @takes("a number from 0, or a tensor of one")
 def check_rate(field: str, value: object) -> float | Tensor:
     """Accept a float as :func:`check_real` does, or a tensor of one element.

@@ -13,7 +13,6 @@ from compile_muon.config.checks import (
     check_choice,
     check_folder,
     check_known,
-    check_memory,
     check_ranges,
     check_real,
 )
@@ -54,7 +53,7 @@ class CompileOptions(Checked):
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
     cuda_graphs: bool = setting(False, check_boolean)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
-    memory: float | str | None = setting(None, check_memory, none=True)
+    memory: float | str | None = setting(None, check_real, none=True, also="auto", positive=True)
 
     def options(self) -> dict[str, Any]:
         """Return what ``torch.compile(..., options=...)`` takes, without defaults.

@@ -23,10 +23,9 @@ def fits(question: Question, subject_of: Callable[[Batch], Subject]) -> Iterator
     of its own only with several micro-batches; else it is stage 1.
     """
     machine, config, sequence = question.machine, question.config, question.batch.sequence
-    limit = question.options.memory
-    if limit in (None, "auto"):
-        limit = auto_limit(machine.memory_bytes) / 2**30
-    options = replace(question.options, memory=limit)
+    asked = question.options.memory
+    limit = asked * 2**30 if isinstance(asked, (int, float)) else auto_limit(machine.memory_bytes)
+    options = replace(question.options, memory=limit / 2**30)
     for world in question.worlds:
         count, fitting = 1, True
         while fitting:
@@ -43,13 +42,13 @@ def fits(question: Question, subject_of: Callable[[Batch], Subject]) -> Iterator
                         axes={"shard": world}, backend="nccl" if machine.device == "cuda" else "gloo",
                     )  # fmt: skip
                 except BudgetError as error:
-                    yield f"{what}: does not fit, {error.least} of {size(limit * 2**30)}"
+                    yield f"{what}: does not fit, {error.least} of {size(limit)}"
                     continue
                 step, fitting = captured.simulated(machine), True
                 tokens = count * sequence * config.zero.micro_batches / step.seconds
                 kept = "; ".join(captured.kept.values()).partition("; peak")[0]
                 yield (
-                    f"{what}: {size(step.peak.total)} of {size(limit * 2**30)}, {step.seconds * 1e3:,.1f} ms, "
+                    f"{what}: {size(step.peak.total)} of {size(limit)}, {step.seconds * 1e3:,.1f} ms, "
                     f"{tokens:,.0f} tokens/s a rank; {kept}"
                 )
             count *= 2

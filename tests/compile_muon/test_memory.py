@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, layers: int = 3, width: int = 256) -> None:
+    def __init__(self, layers: int = 2, width: int = 256) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
 
