@@ -28,7 +28,7 @@ from compile_muon.checkpoint.dice import check_random_state, random_state, set_r
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.values import Values
-from compile_muon.config.checks import check_boolean, check_integer
+from compile_muon.config import accept
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, DamagedError, shortened, warn_user
 from compile_muon.files.tensors import read_tensors, write_tensors
@@ -57,8 +57,8 @@ class Checkpointer:
 
     def __init__(self, folder: str | os.PathLike, keep_last: int = 3, asynchronous: bool = False) -> None:
         self._folder = Folder(folder)
-        self._keep_last = check_integer("keep_last", keep_last, low=1)
-        self._asynchronous = check_boolean("asynchronous", asynchronous)
+        self._keep_last = accept.integer("keep_last", keep_last, low=1)
+        self._asynchronous = accept.boolean("asynchronous", asynchronous)
         self._job: Future[None] | None = None
         self._copies: dict[str, Tensor] | None = {} if self._asynchronous else None
 
@@ -115,7 +115,7 @@ class Checkpointer:
         with optimizer.engine.status.at("Checkpointer.save"), underway(f"saving checkpoint {step}"):
             ranks = _ranks_of(optimizer)
             with ranks.together(doing):
-                step = check_integer("step", step, low=0)
+                step = accept.integer("step", step, low=0)
                 contents = contents_of(model, optimizer)
                 tensors, parts = dict(contents.tensors), {"scheduler": scheduler, "loader": loader}
                 named = {f"extra.{name}": value for name, value in extra.items()}

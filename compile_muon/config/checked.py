@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from compile_muon.config.checks import taken
+from compile_muon.config.accept import taken
 from compile_muon.errors import ConfigError, config_error, raise_all
 
 if TYPE_CHECKING:

@@ -7,15 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes, setting
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_folder,
-    check_known,
-    check_ranges,
-    check_real,
-)
 from compile_muon.errors import shown, warn_user
 from compile_muon.passes import PassOptions
 
@@ -44,12 +37,12 @@ class CompileOptions(Checked):
             ``param_dtype``, False keeps the cast weights.
     """
 
-    codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
-    dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
-    nvtx: bool = setting(PassOptions.nvtx, check_ranges)
-    bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
-    cuda_graphs: bool = setting(False, check_boolean)
-    reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
+    codegen: str = setting("inductor", accept.choice, allowed=("inductor", "eager"))
+    dump: Path | None = setting(PassOptions.dump, accept.folder, none=True)
+    nvtx: bool = setting(PassOptions.nvtx, accept.ranges)
+    bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, accept.real, positive=True)
+    cuda_graphs: bool = setting(False, accept.boolean)
+    reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, accept.boolean)
 
     def options(self) -> dict[str, Any]:
         """Return what ``torch.compile(..., options=...)`` takes, without defaults.
@@ -82,7 +75,7 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
             warn_user(f"no effect here: options[{name!r}]")
             continue
         with mistakes.collected():
-            check_known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
+            accept.known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
             known[name] = value
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()

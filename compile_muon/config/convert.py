@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from compile_muon.config.accept import FILLED
 from compile_muon.config.checked import Checked
-from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
 from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from compile_muon.config.checks import check_boolean, check_known
+from compile_muon.config import accept
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.offload import check_offload, check_offload_param
 from compile_muon.config.settings import (
@@ -232,7 +232,7 @@ def _read_offload(user_settings: UserSettings, keys: dict[str, Any]) -> None:
             user_settings.hints.append(path)
     if momenta is not None and isinstance(value := keys.get(optimizer), Mapping):
         with user_settings.mistakes.collected():
-            keys[optimizer] = {**value, "momentum": not check_boolean(stay, momenta)}
+            keys[optimizer] = {**value, "momentum": not accept.boolean(stay, momenta)}
     elif momenta is not None:
         user_settings.hints.append(stay)
 
@@ -244,13 +244,13 @@ def _read_precision(user_settings: UserSettings, keys: Mapping[str, Any]) -> Non
         user_settings.hints.append("fp16.enabled")
         fp16 = False
     with user_settings.mistakes.collected():
-        if check_boolean("fp16.enabled", fp16):
+        if accept.boolean("fp16.enabled", fp16):
             problem = "scales the loss in DeepSpeed's engine, and here the loop does"
             scaler = 'torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
             raise config_error("fp16.enabled", True, problem, f'use "bf16": {{"enabled": true}}, or {scaler}')
     for path in ("bf16.enabled", "bfloat16.enabled"):
         with user_settings.mistakes.collected():
-            if check_boolean(path, keys.get(path, False)):
+            if accept.boolean(path, keys.get(path, False)):
                 user_settings.put("param_dtype", torch.bfloat16, path)
             elif path in keys and user_settings.values.get("param_dtype") is torch.bfloat16:
                 first = user_settings.names["param_dtype"]
@@ -273,7 +273,7 @@ def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algori
         with user_settings.mistakes.collected():
             known = parameters(kind)
             remedies = {key: f"remove it: there are {', '.join(known)}"}
-            check_known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
+            accept.known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
             if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
                 if len(value) != 1:
                     problem = "is a list, and AdamW trains everything here"

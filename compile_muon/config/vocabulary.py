@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from compile_muon.config.checks import check_mapping, key_name, nearest
+from compile_muon.config import accept
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, PARTS, UserSettings
 from compile_muon.errors import ConfigError, config_error
@@ -218,7 +218,7 @@ def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | No
     for key, entry in value.items():
         if not isinstance(key, str):
             continue
-        nearest_key = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)
+        nearest_key = None if key in heeded else accept.nearest(key.lower(), heeded, cutoff=0.75)
         if nearest_key is not None and nearest_key not in value and not (isinstance(entry, Mapping) or is_off(entry)):
             problem = "is not a known key, and counts as off"
             return config_error(f"{path}.{key}", entry, problem, f"did you mean {path}.{nearest_key}?")
@@ -261,7 +261,7 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
         with user_settings.mistakes.collected():
             old = section == "zero_optimization" and isinstance(value, bool)  # DeepSpeed takes true, which is stage 1
             example = f'{{"stage": {value:d}}}' if old else _EXAMPLES.get(section, "{...}")
-            check_mapping(section, value, example)
+            accept.mapping(section, value, example)
         return {}
     if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # keys of a foreign schedule are unknown here
         if value.get("type"):
@@ -270,10 +270,10 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
         return {}
     values, unknown = dict[str, Any](), []
     for key, entry in value.items():
-        path = full_name(section, key_name(key))
+        path = full_name(section, accept.key_name(key))
         if key in SECTIONS[section]:
             values |= read_keys(user_settings, entry, path) if path in SECTIONS else {path: entry}
-        elif key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
+        elif accept.key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
             user_settings.hints.append(path)
         elif path not in FOREIGN:
             unknown.append(key)
@@ -291,7 +291,7 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
 def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
     for number, key in enumerate(keys):
         remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
-        yield config_error(full_name(section, key_name(key)), value[key], "is not a known key", remedy)
+        yield config_error(full_name(section, accept.key_name(key)), value[key], "is not a known key", remedy)
 
 
 def _known_keys(section: str, key: object) -> str:
@@ -303,6 +303,6 @@ def _known_keys(section: str, key: object) -> str:
     names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     if key in names and key != "enabled":
         return f"did you mean {names[key]}?"
-    if near := nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
+    if near := accept.nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
         return f"did you mean {full_name(section, near)}?"
-    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else known_keys
+    return f"did you mean {names[near]}?" if (near := accept.nearest(key, names, cutoff=0.75)) else known_keys
