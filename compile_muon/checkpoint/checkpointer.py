@@ -175,12 +175,9 @@ class Checkpointer:
 
         ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` this rank's alone.
         """
-        folder, step, token = self._folder, manifest.step, ""
+        folder, step = self._folder, manifest.step
         place = folder.unfinished(step)
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                token = folder.begin(step)
-        token = ranks.first(token)
+        token = ranks.by_first(doing, lambda: folder.begin(step))
         with ranks.together(doing):
             if not (place / token).exists():
                 raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")

@@ -82,6 +82,10 @@ class Checked:
             mistakes.add(error)
         mistakes.raise_all()
 
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
     def contradiction(self, name: str, problem: str, remedy: str) -> ConfigError:
         """Return an error about a field."""
         return config_error(f"{type(self).__name__}.{name}", getattr(self, name), problem, remedy)

@@ -50,8 +50,8 @@ class CompileOptions(Checked):
         >>> CompileOptions(codegen="eager").options()
         {'codegen': 'eager'}
         """
-        option_fields = fields(CompileOptions)  # not the fields that CompileConfig adds
-        return {f.name: value for f in option_fields if (value := getattr(self, f.name)) != f.default}
+        names = CompileOptions.__dataclass_fields__  # not the fields that CompileConfig adds
+        return {name: value for name, value in self.changed().items() if name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -494,16 +494,7 @@ class UserSettings:
             try:
                 if mesh:
                     rest["mesh"] = self._build(MeshConfig)
-                return self._build(
-                    Config,
-                    muon=self._build(MuonConfig, ns=self._build(NSConfig)),
-                    adamw=self._build(AdamWConfig),
-                    zero=self._build(ZeroConfig),
-                    compile=self._build(CompileConfig),
-                    expert_parallel=self._build(ExpertParallelConfig),
-                    sequence_parallel=self._build(SequenceParallelConfig),
-                    **rest,
-                )
+                return self._build(Config, **rest)
             except ConfigError as error:
                 count_before = len(self.values)
                 for each in error.errors:
@@ -514,10 +505,9 @@ class UserSettings:
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
-        field_values = {
-            field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values
-        }
-        return kind(**field_values, **rest)
+        parts = {f.name: self._build(type(f.default)) for f in fields(kind) if isinstance(f.default, Checked)}
+        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
+        return kind(**parts, **own, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:

@@ -59,15 +59,11 @@ def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    other_paths = (
-        "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled fp16.enabled "
-    )
-    other_paths += "zero_optimization.save_muon_momentum_buffer_in_memory"
+    read_apart = "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled "
+    read_apart += "fp16.enabled zero_optimization.save_muon_momentum_buffer_in_memory"
     schedules = [f"scheduler.params.{key}" for kind in SCHEDULES.values() for key in parameters(kind)]
-    sections: dict[str, dict[str, None]] = {
-        "": dict.fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))
-    }
-    for path in (*KEYS, *other_paths.split(), *schedules):
+    sections = {"": dict[str, None].fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))}
+    for path in (*KEYS, *read_apart.split(), *schedules):
         section, _, key = path.rpartition(".")
         sections.setdefault(section, {})[key] = None
         sections[""][path.partition(".")[0]] = None
@@ -133,8 +129,7 @@ _SWITCHES = (
     *("enabled", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
     *("channel_pruning", "layer_reduction", "shared_parameters"),
 )
-_RESUMED = "a checkpoint brings back where the schedule was"
-_SPLIT = "shards are split over all ranks"
+_TENSOR_SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
 _OFFLOADED = "offload_optimizer and offload_param are what there is"
 _MASTERS = 'write "master_dtype": "bfloat16" in optimizer.params, which keeps masters, gradients and state in it'
 _CASTS = 'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params'
@@ -148,7 +143,7 @@ REFUSED: tuple[tuple[str, str, Foreign], ...] = (
     (
         "zero_optimization",
         "zero_hpz_partition_size mics_shard_size",
-        Foreign(_SPLIT, _UNSPLIT),
+        Foreign("shards are split over all ranks", _UNSPLIT),
     ),
     (
         "zero_optimization",
@@ -172,17 +167,13 @@ REFUSED: tuple[tuple[str, str, Foreign], ...] = (
     (
         "scheduler.params",
         "last_batch_iteration",
-        Foreign(_RESUMED, (None, -1)),
+        Foreign("a checkpoint brings back where the schedule was", (None, -1)),
     ),
     ("expert_parallel", "enabled", Foreign('say by "size" how many ranks share experts')),
     ("", "torch_autocast amp", Foreign(_CASTS, (*_OFF, "auto"), _SWITCHES)),  # "auto": a choice of the Trainer's
     ("", "data_types", Foreign(_MASTER_DTYPE, (*_OFF, "fp32", "float32", "torch.float32"))),
     ("", "gradient_allreduce_op", Foreign(_MEAN, (None, "mean"))),
-    (
-        "",
-        "tensor_parallel",
-        Foreign("all ranks are data-parallel", _UNSPLIT, ("autotp_size", "tp_size", "tp", "tensor_parallel")),
-    ),
+    ("", "tensor_parallel", Foreign("all ranks are data-parallel", _UNSPLIT, _TENSOR_SIZES)),
     ("", "elasticity", Foreign(_ELASTIC, heeded=_SWITCHES)),
     (
         "",

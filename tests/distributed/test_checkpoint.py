@@ -351,7 +351,7 @@ def test_what_fails_on_one_rank_is_one_error_on_all(
     for message, there, after in results:
         assert said in message and "rank 1" in message and "was not saved" in message
         assert there == [1]
-        assert after == "step-1 step-4"
+        assert after == ".writer step-1 step-4"
 
 
 def use_folders_of_their_own(folder: str) -> dict[str, str]:

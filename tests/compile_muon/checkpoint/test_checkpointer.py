@@ -22,6 +22,7 @@ import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
+from compile_muon.checkpoint.folder import LOCK
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 Saved = tuple[Path, States]
@@ -38,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int) -> None:
     finally:
         os.umask(before)
     modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(modes) == 7 and set(modes.values()) == {0o666 & ~mask}, modes
+    assert len(modes) == 8 and set(modes.values()) == {0o666 & ~mask}, modes
 
 
 # ------------------------------------------------------------------------------------------ the command line
