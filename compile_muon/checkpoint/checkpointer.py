@@ -15,12 +15,12 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import compile_muon
 from compile_muon.agreement.compare import by_rank, differing, ranks_named
 from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.contents import contents_of, empty_like, fit, fitting_groups, host_copies
@@ -122,13 +122,12 @@ class Checkpointer:
                 named |= {name: part.state_dict() for name, part in parts.items() if part is not None}
                 named |= {f"module.{name}": value for name, value in contents.module_state.items()}
                 named |= {f"group.{name}": group for name, group in contents.groups.items()}
-                named["members"] = contents.members
+                named |= {"members": contents.members, "random": random_state()}
                 for key in contents.buffers:  # of other ranks than the first perhaps of that rank's own batches
                     named[f"buffer.{key}"] = tensors[key] if ranks.rank == 0 else tensors.pop(key)
-                values, own = Values(), Values()
+                values = Values()
                 for name, value in named.items():
                     values.put(name, value)
-                own.put("random", random_state())
                 tensors = host_copies(tensors, contents.folders, ranks, self._copies)
                 configuration = json.loads(json.dumps(optimizer.config, default=_described))
                 manifest = Manifest(
@@ -136,7 +135,7 @@ class Checkpointer:
                     world=ranks.world,
                     stage=optimizer.config.zero.stage,
                     written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    versions={"compile_muon": _version(), "torch": torch.__version__},
+                    versions={"compile_muon": compile_muon.__version__, "torch": torch.__version__},
                     configuration=configuration,
                     fingerprint=hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
                     tensors=contents.facts(),
@@ -159,7 +158,7 @@ class Checkpointer:
                 # Rank 0's buffers are among the tensors, its other values stand for all ranks.
                 if name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest:
                     values.drop(name)
-            work = doing, ranks, tensors, values, own, manifest
+            work = doing, ranks, tensors, values, manifest
             if not self._asynchronous:
                 self._write(*work)
                 return
@@ -168,12 +167,10 @@ class Checkpointer:
             ranks.busy = self._job = threads.submit(self._write, *work)
             threads.shutdown(wait=False)  # a program that ends waits all the same, and so for what it saved last
 
-    def _write(
-        self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
-    ) -> None:
+    def _write(self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, manifest: Manifest) -> None:
         """Write this rank's share of ``tensors`` (on the CPU), and its values; ``manifest`` has all but the files.
 
-        ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` this rank's alone.
+        ``values`` are of rank 0 those that all ranks have, of another one those that differ.
         """
         folder, step = self._folder, manifest.step
         place = folder.unfinished(step)
@@ -184,7 +181,6 @@ class Checkpointer:
         with ranks.together(doing):
             files = write_tensors(place / TENSORS, tensors, ranks)
             files += values.write(place / STATE / f"rank-{ranks.rank:05}")
-            files += own.write(place / STATE / f"own-{ranks.rank:05}")
             facts = {path.relative_to(place).as_posix(): describe_file(path) for path in files}
         everything = ranks.gather(facts)
         with ranks.together(doing):
@@ -263,10 +259,12 @@ class Checkpointer:
             contents = contents_of(model, optimizer)
             fitting, problems = fit(contents, manifest)
             sources = {key: source for key, source in fitting.items() if key in contents.tensors}
-            # What all ranks have, and on top of it what this rank had, where there was such a rank.
-            values, mine = Values(), [f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}"]
-            for name in dict.fromkeys(["rank-00000", *(mine if ranks.rank < manifest.world else [])]):
-                values.update(Values.read(place, f"{STATE}/{name}", manifest.files))
+            # What all ranks have, and on top of it what this rank had, where there was such a rank. Earlier checkpoints
+            # have random numbers in a file of their own.
+            values, was_there = Values(), ranks.rank < manifest.world
+            for part in ("rank-00000", f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}")[: 3 if was_there else 1]:
+                if f"{STATE}/{part}.json" in manifest.files:
+                    values.update(Values.read(place, f"{STATE}/{part}", manifest.files))
             for name, part in parts.items():
                 if part is not None and name not in values:
                     problems.append(f"{name}: none was saved")
@@ -290,7 +288,7 @@ class Checkpointer:
             contents.check_writable(sources)
             optimizer.engine.step.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
             extra = values.under("extra.")
-            generators = values.get("random") if "random" in values else None
+            generators = values.get("random") if was_there and "random" in values else None
             if generators is not None:
                 check_random_state(generators)
         with ExitStack() as undo:
@@ -389,13 +387,6 @@ def _ranks_of(optimizer: MuonZero) -> Ranks:
         optimizer.engine.meeting = Ranks(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
     optimizer.engine.meeting.settle()
     return optimizer.engine.meeting
-
-
-def _version() -> str:
-    try:
-        return version("compile_muon")
-    except PackageNotFoundError:  # a source tree on the path
-        return "unknown"
 
 
 def _described(setting: Any) -> Any:
