@@ -19,6 +19,7 @@ from compile_muon.passes.ranges import nvtx_installed
 
 __all__ = [
     "FILLED",
+    "Patterns",
     "boolean",
     "choice",
     "dtype",
@@ -60,6 +61,7 @@ FILLED = (
     *(f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
 )
 
+Patterns = Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]
 C = TypeVar("C", bound=Callable[..., Any])
 _TAKEN: dict[Callable[..., Any], str | Callable[..., str]] = {}
 
@@ -187,9 +189,7 @@ def ranges(field: str, value: object) -> bool:
     enabled = boolean(field, value)
     if enabled and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
         problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
-        raise config_error(
-            field, value, problem, "pip install '.[profile]' in compile_muon's checkout, or run without the tool"
-        )
+        raise config_error(field, value, problem, "pip install '.[profile]' in the checkout, or run without the tool")
     return enabled
 
 
@@ -275,7 +275,7 @@ def dtype(field: str, value: object) -> torch.dtype:
 
 
 @takes("name patterns, or a predicate")
-def patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]:
+def patterns(field: str, value: object) -> Patterns:
     if callable(value):
         return value
     expected = "a predicate f(name, param) or a list of name patterns"

@@ -159,7 +159,6 @@ def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` in JSON's types."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, dict):

@@ -159,17 +159,12 @@ def _read_shared(user_settings: UserSettings, params: Mapping[str, Any], algorit
                 f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}; write "
                 'muon_lr, or adjust_lr = "match_rms_adamw", by which both have one rate'
             )
-    for key in _SHARED:
-        if key not in params:
-            continue
+    for key in (key for key in _SHARED if key in params):
         path = f"{_PARAMS}.{key}"
-        if not both_halves:
-            user_settings.put(f"adamw_{key}", params[key], path)
-            continue
         with user_settings.mistakes.collected():
             value = MuonConfig.checked(key, params[key], path)  # checked even if both halves override it
-            for setting in (key, f"adamw_{key}"):
-                if setting not in user_settings.values:
+            for setting in (key, f"adamw_{key}") if both_halves else (f"adamw_{key}",):
+                if not both_halves or setting not in user_settings.values:
                     user_settings.put(setting, value, path)
 
 

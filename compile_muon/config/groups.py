@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,7 +38,7 @@ class GroupConfig:
     """A group of parameters with a method or rates of its own."""
 
     name: str  # the pattern, where the user gives no name
-    params: Callable[[str, nn.Parameter], Any] | tuple[str, ...]  # a predicate, or name patterns
+    params: accept.Patterns  # a predicate, or name patterns
     method: str | None = None  # key of ``METHODS``; None keeps the method that the rules give each parameter
     rates: tuple[tuple[str, Any], ...] = ()  # (name, value) of rates that differ from the defaults
     complete: bool = False  # whether a parameter in no group is an error, as with lists of parameters

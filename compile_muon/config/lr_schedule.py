@@ -214,19 +214,15 @@ class OneCycle(ScheduleConfig):
     def rate(self, step: int, own: float, low: float) -> float:
         first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
-        if step - 1 < first + second:
-            return low + (own - low) * self._height(step % (first + second), first, second)
-        decay = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
-        return low / (1 + decay * (step - first - second))
-
-    def _height(self, place: int, first: int, second: int) -> float:
-        """Return the height in the cycle, from 0 to 1, `place` steps after its start."""
-        done, size, stairs = place, first, self.cycle_first_stair_count
-        if place > first:
-            done, size = first + second - place, second
+        if step - 1 >= first + second:
+            decay = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
+            return low / (1 + decay * (step - first - second))
+        done, size, stairs = step % (first + second), first, self.cycle_first_stair_count
+        if done > first:
+            done, size = first + second - done, second
             stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         # Multiply first: done / size is rounded, and could fall just under its stair.
-        return math.floor(done * stairs / size) / stairs if stairs else done / size
+        return low + (own - low) * (math.floor(done * stairs / size) / stairs if stairs else done / size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ _natural = partial(accept.integer, low=0)
 
 
 def known_machines() -> list[str]:
-    """Return the names of all machines in ``machines/``."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 

@@ -51,7 +51,6 @@ class OffloadConfig(Checked):
     adamw_on: str = setting("device", accept.choice, allowed=("device", "cpu"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if "nvme" has no folder."""
         if self.device == "nvme" and self.nvme_path is None:
             problem = "is a file, and nvme_path says of no folder"
             yield self.contradiction("device", problem, 'give "nvme_path", or use "cpu"')

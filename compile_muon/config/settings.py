@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -129,7 +129,6 @@ class NSConfig(Checked):
     memory_limit: int | str = setting("auto", accept.integer, also="auto", low=0)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if ``steps`` is not the length of a schedule of coefficients that must run as a whole."""
         if isinstance(self.coefficients, str):
             chosen = COEFFICIENTS[self.coefficients]
             length = len(chosen.steps) if chosen.fixed_length else None
@@ -251,7 +250,6 @@ class ZeroConfig(Checked):
         return self.gradient_accumulation_steps or 1
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about ``check_replicas`` and ``offload_param`` where there is nothing to compare or offload."""
         if self.check_replicas is not None and self.stage == 3:
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
             yield self.contradiction("check_replicas", problem, "leave it out, or use stage 2")
@@ -278,7 +276,6 @@ class MeshConfig(Checked):
     tensor: int = setting(1, accept.integer, also=-1, low=1)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if more than one axis is -1."""
         rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
         if len(rest) > 1:
             yield self.contradiction(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
@@ -333,7 +330,6 @@ class SequenceParallelConfig(Checked):
     inputs: str = setting("whole", accept.choice, allowed=("whole", "sharded"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about fields that ``size`` or ``inputs`` leaves without use."""
         if self.size == 1 and self.blocks is not None:
             yield self.contradiction("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
         if self.inputs == "sharded" and self.joined:
@@ -395,9 +391,7 @@ class Config(Checked):
     adamw: AdamWConfig = setting(AdamWConfig(), accept.instance, kind=AdamWConfig)
     zero: ZeroConfig = setting(ZeroConfig(), accept.instance, kind=ZeroConfig)
     compile: CompileConfig = setting(CompileConfig(), accept.instance, kind=CompileConfig)
-    muon_params: Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None = setting(
-        None, accept.patterns, none=True
-    )
+    muon_params: accept.Patterns | None = setting(None, accept.patterns, none=True)
     algorithm: str = setting("muon", accept.choice, allowed=ALGORITHMS)
     mesh: MeshConfig | None = setting(None, accept.instance, kind=MeshConfig, none=True)
     expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), accept.instance, kind=ExpertParallelConfig)
@@ -415,7 +409,6 @@ class Config(Checked):
     scheduler: ScheduleConfig | None = setting(None, accept.instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about settings that exclude each other, or that "adamw" never reads."""
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
             yield self.compile.contradiction("cuda_graphs", problem, "leave one of them out")
@@ -430,9 +423,8 @@ class Config(Checked):
             if getattr(self, name) != getattr(Config, name):
                 yield self.contradiction(name, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
-            yield self.zero.contradiction(
-                "update", f"{NO_MUON}, and AdamW updates in step()", 'use update="auto" or "step"'
-            )
+            problem = f"{NO_MUON}, and AdamW updates in step()"
+            yield self.zero.contradiction("update", problem, 'use update="auto" or "step"')
 
 
 # -------------------------------------------------------------------------- settings by name

@@ -8,7 +8,7 @@ an error unless its value is off. The names, deprecated ones too, come from Deep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -272,17 +272,13 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
             user_settings.mistakes.add(error)
         else:
             user_settings.hints.append(path)
-    for error in _unknown(section, unknown, value):
-        user_settings.mistakes.add(error)
+    for number, key in enumerate(unknown):
+        remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
+        path = full_name(section, accept.key_name(key))
+        user_settings.mistakes.add(config_error(path, value[key], "is not a known key", remedy))
     if section == "compile" and "compile.deepcompile" not in values:
         values.setdefault("compile.enabled", True)
     return values
-
-
-def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    for number, key in enumerate(keys):
-        remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
-        yield config_error(full_name(section, accept.key_name(key)), value[key], "is not a known key", remedy)
 
 
 def _known_keys(section: str, key: object) -> str:

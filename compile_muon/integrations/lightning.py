@@ -412,7 +412,6 @@ def _unseen(plan: SequencePlan) -> Refusal:
 
 
 def _ranks() -> Ranks:
-    """Return all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return Ranks(group, torch.device("cpu"), RankStatus(), apart=False)
 

@@ -323,9 +323,8 @@ class MuonTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        contents = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(
-            self.model, self.muon, scheduler=self.lr_scheduler
-        )
+        folder = os.path.join(checkpoint, _FOLDER)
+        contents = Checkpointer(folder).load(self.model, self.muon, scheduler=self.lr_scheduler)
         problem = "has no optimizer state of MuonZero in it"
         remedy = "resume from one saved with save_only_model=False, or begin anew from its weights with from_pretrained"
         refuse([(contents is None, "resume_from_checkpoint", checkpoint, problem, remedy)])

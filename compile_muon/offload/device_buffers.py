@@ -62,7 +62,6 @@ class DeviceBuffers:
         return bool(self._in_use)
 
     def in_file(self, bucket: Bucket) -> bool:
-        """Return whether a bucket is in a file."""
         return self._store_of[bucket].folder is not None
 
     def current(self, slot: Slot) -> Tensor:

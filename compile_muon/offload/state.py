@@ -108,7 +108,6 @@ class OffloadedStates(StateProvider, Extension):
         self.bytes_in_buffers = min(layout.together, len(sizes)) * max(sizes, default=0)
 
     def keep_master(self, name: str, master: Tensor) -> None:
-        """Store the initial master weight."""
         self._buffers.current(self.layout.kept[name][MASTER]).copy_(master)
 
     def attach(self, engine: Engine) -> None:
@@ -162,7 +161,6 @@ class OffloadedStates(StateProvider, Extension):
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Provide states by the bucket."""
         self._drop_broken_off()
         self.provided = [], []
         if resident := [sharded for sharded in sharded_params if sharded.name not in self.layout.kept]:
@@ -240,7 +238,6 @@ class OffloadedStates(StateProvider, Extension):
         return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """Return the flag of a state, None if it is not offloaded."""
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:

@@ -175,13 +175,19 @@ class FileStore(Store):
     ``buffers``: buckets that may be in memory. ``pin``: buffers are pinned, for asynchronous copies to a GPU.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False) -> None:
         self.folder = Path(folder)
         wholes = list(dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots))
         *starts, self.nbytes = accumulate((_up(slot.nbytes) for slot in wholes), initial=0)
-        self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
+        size = max(2 * self.nbytes, ALIGNED)
+        try:
+            self._file = unnamed_file(self.folder, size)
+        except OSError as error:
+            raise OffloadError(
+                f"offload.nvme_path = {str(folder)!r}: has no place for {size:,} bytes of optimizer state of this rank "
+                f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to "
+                "the cpu"
+            ) from error
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
         self._places: dict[Slot, tuple[int, int]] = {}  # offsets: in generation 0 of the file, and in the bucket
@@ -189,7 +195,10 @@ class FileStore(Store):
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         start_of = dict(zip(wholes, starts, strict=True))
         self._mapped = {
-            slot: tuple(_viewed(memory[g * self.nbytes + start :], slot) for g in range(2))
+            slot: tuple(
+                torch.from_numpy(memory[begin:][: slot.nbytes]).view(slot.dtype).view(slot.shape)
+                for begin in (start, self.nbytes + start)
+            )
             for slot, start in start_of.items()
         }
         # The current generation of each whole slot.
@@ -217,7 +226,6 @@ class FileStore(Store):
             return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Return a bucket's slots in a buffer, once they are read."""
         with self._lock:
             buffer = next((buffer for buffer in self._swap_buffers if buffer.bucket is bucket), None)
             if buffer is None:
@@ -242,7 +250,6 @@ class FileStore(Store):
             buffer.reading = self._requests(self._read, buffer, bucket, False, buffer.left)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """Let the bucket's buffer be reused."""
         with self._lock:
             for buffer in self._swap_buffers:
                 if buffer.bucket is bucket:
@@ -259,7 +266,6 @@ class FileStore(Store):
             buffer.bucket, buffer.wrote, buffer.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
-        """Wait for the writes."""
         with self._lock:
             for buffer in self._swap_buffers:
                 self._finish(buffer)
@@ -286,13 +292,11 @@ class FileStore(Store):
                     buffer.bucket, buffer.ahead = None, False
 
     def current(self, slot: Slot) -> Tensor:
-        """Return the slot as mapped from the file."""
         return self._mapped[slot][self._generation[slot]]
 
     # ------------------------------------------------------------------ buffers
 
     def _finish(self, buffer: _SwapBuffer) -> None:
-        """Wait until a buffer is written."""
         writing, buffer.writing = buffer.writing, []
         try:
             self.bytes_written += sum(request.result() for request in writing)
@@ -351,11 +355,6 @@ def _buffer(nbytes: int, *, pin: bool) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
-    """Return the slot at the start of ``memory``."""
-    return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
-
-
 def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, first: Future[Any] | None) -> int:
     """Repeat ``call`` until all bytes are read or written, since one call may transfer a part; return how many."""
     if first is not None:
@@ -367,18 +366,6 @@ def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, firs
             raise OSError(errno.EIO, "the file ends early")
         done += count
     return done
-
-
-def _unnamed(folder: Path, nbytes: int) -> int:
-    """Create a file of that size without a name, all of it allocated."""
-    try:
-        return unnamed_file(folder, nbytes)
-    except OSError as error:
-        raise OffloadError(
-            f"offload.nvme_path = {str(folder)!r}: has no place for {nbytes:,} bytes of optimizer state of this rank "
-            f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to the "
-            "cpu"
-        ) from error
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:
