@@ -1,20 +1,9 @@
 """DeepSpeed's vocabulary: JSON or a dict with DeepSpeed's keys, read into a :class:`Config`.
 
-Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
-
-* ``optimizer.type`` is "Muon" (the default), another method of matrices ("NorMuon"), or "AdamW" to train everything by
-  AdamW; case does not matter. ``optimizer.groups`` gives parameters by pattern a method and rates of their own.
-* ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
-  override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
-* ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
-* A config with a batch size is one of DeepSpeed: vectors decay like all parameters; otherwise they do not.
-* Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
-* Absent keys take the defaults of :mod:`compile_muon.config.settings`, not DeepSpeed's (stage 2, not 0).
-* ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
-* ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
-* Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
-  have different rates is an error.
-* :mod:`compile_muon.config.vocabulary` has all keys, DeepSpeed's others among them, which have no effect or are errors.
+The rules are those of docs/reference/configuration.md, after ``_muon_param_groups`` in DeepSpeed's
+``runtime/engine.py``: one rate and decay for both halves of the optimizer unless keys name a half, the most specific
+key last. Absent keys take the defaults of :mod:`compile_muon.config.settings`, not DeepSpeed's (stage 2, not 0).
+:mod:`compile_muon.config.vocabulary` has all keys, DeepSpeed's others among them, which have no effect or are errors.
 """
 
 from __future__ import annotations

@@ -62,21 +62,21 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
     if isinstance(value, OffloadConfig):
         return value
     section = accept.mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
-    known = [f.name for f in fields(OffloadConfig)]
-    _refuse_unknown(field, section, known)
+    section = _known(field, section, [f.name for f in fields(OffloadConfig)])
     if section.get("device", "none") in (None, "none"):
         return None
     mistakes = Mistakes()
-    known_fields = {key: entry for key, entry in section.items() if key in known}
-    offload = OffloadConfig.read(known_fields, mistakes, field)
+    offload = OffloadConfig.read(section, mistakes, field)
     mistakes.raise_all()
     return offload
 
 
-def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key, entry in section.items():
-        if key not in _NOT_READ:
-            accept.known(f"{field}.{accept.key_name(key)}", entry, key, known, "a known key")
+def _known(field: str, section: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return `section` without keys about buffers that do not exist here; refuse keys that are not among `names`."""
+    entries = {key: entry for key, entry in section.items() if key not in _NOT_READ}
+    for key, entry in entries.items():
+        accept.known(f"{field}.{accept.key_name(key)}", entry, key, names, "a known key")
+    return entries
 
 
 @accept.takes('"cpu"')
@@ -84,6 +84,5 @@ def check_offload_param(field: str, value: object) -> str | None:
     """Accept the device, alone or in DeepSpeed's section. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
         return accept.choice(field, value, allowed=("cpu",))
-    _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count"))
-    device = value.get("device", "none")
+    device = _known(field, value, ("device", "pin_memory", "nvme_path", "buffer_count")).get("device", "none")
     return None if device in (None, "none") else accept.choice(field, device, allowed=("cpu",))
