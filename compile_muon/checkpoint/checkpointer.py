@@ -15,12 +15,12 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import compile_muon
 from compile_muon.agreement.compare import by_rank, differing, ranks_named
 from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.contents import contents_of, empty_like, fit, fitting_groups, host_copies
@@ -135,7 +135,7 @@ class Checkpointer:
                     world=ranks.world,
                     stage=optimizer.config.zero.stage,
                     written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    versions={"compile_muon": compile_muon.__version__, "torch": torch.__version__},
+                    versions={"compile_muon": _version(), "torch": torch.__version__},
                     configuration=configuration,
                     fingerprint=hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
                     tensors=contents.facts(),
@@ -387,6 +387,13 @@ def _ranks_of(optimizer: MuonZero) -> Ranks:
         optimizer.engine.meeting = Ranks(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
     optimizer.engine.meeting.settle()
     return optimizer.engine.meeting
+
+
+def _version() -> str:
+    try:
+        return version("compile_muon")
+    except PackageNotFoundError:  # a source tree on the path
+        return "unknown"
 
 
 def _described(setting: Any) -> Any:

@@ -264,13 +264,12 @@ def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algori
                     raise config_error(prefix + key, value, problem, "write one number")
                 value = value[0]
             params[key] = value
-    if kind.rate_key in params or kind.rate_key not in source_params:
+    written = kind.rate_key in source_params
+    if kind.rate_key in params or not written:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with user_settings.mistakes.collected():
-                _put_rates(
-                    user_settings, rates, prefix + kind.rate_key, algorithm, written=kind.rate_key in source_params
-                )
+                _put_rates(user_settings, rates, prefix + kind.rate_key, algorithm, written=written)
     return kind.read(params, user_settings.mistakes, "scheduler.params")
 
 

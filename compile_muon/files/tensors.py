@@ -226,11 +226,8 @@ class Reader:
             with self._opened(name) as stored:
                 for box, piece, both in requests:
                     target = box.target[_within(both, _indices(box.offsets, box.target.shape))]
-                    target.copy_(converted(box.stored, self._part(stored, box.stored, piece, both), target.dtype))
-
-    @staticmethod
-    def _part(stored: Any, name: str, piece: _Piece, box: Indices) -> Tensor:
-        return stored.get_slice(name)[_within(box, piece.box)]
+                    part = stored.get_slice(box.stored)[_within(both, piece.box)]
+                    target.copy_(converted(box.stored, part, target.dtype))
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -301,7 +298,7 @@ class Reader:
             values = []
             for holder in (piece, other):
                 with self._opened(holder.file) as stored:
-                    part = self._part(stored, name, holder, both)
+                    part = stored.get_slice(name)[_within(both, holder.box)]
                     values.append(part.contiguous().reshape(-1).view(torch.uint8).clone())
             if not torch.equal(*values):
                 raise CheckpointError(

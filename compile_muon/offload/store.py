@@ -247,7 +247,7 @@ class FileStore(Store):
         buffer.drop_reads()
         buffer.bucket, buffer.ahead = bucket, True
         if read:
-            buffer.reading = self._requests(self._read, buffer, bucket, False, buffer.left)
+            buffer.reading = self._requests(buffer, bucket, buffer.left, write=False)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         with self._lock:
@@ -262,7 +262,7 @@ class FileStore(Store):
                 if other.wrote is bucket:  # two writes to the same place must not overtake each other
                     self._finish(other)
             buffer = next(buffer for buffer in self._swap_buffers if buffer.bucket is bucket)
-            buffer.writing = self._requests(self._write, buffer, bucket, True, ready)
+            buffer.writing = self._requests(buffer, bucket, ready, write=True)
             buffer.bucket, buffer.wrote, buffer.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
@@ -313,39 +313,39 @@ class FileStore(Store):
 
     # ------------------------------------------------------------------ the file
 
-    def _read(self, memory: Tensor, place: int) -> int:
-        """Read from offset ``place`` of the file into a buffer; return the bytes read, which may be fewer."""
-        return os.preadv(self._file, [memory.numpy().data], place)
-
-    def _write(self, memory: Tensor, place: int) -> int:
-        return os.pwritev(self._file, [memory.numpy().data], place)
-
     def _requests(
-        self,
-        call: Callable[[Tensor, int], int],
-        buffer: _SwapBuffer,
-        bucket: Bucket,
-        other: bool,
-        ready: Callable[[], object] | None,
+        self, buffer: _SwapBuffer, bucket: Bucket, ready: Callable[[], object] | None, *, write: bool
     ) -> list[Future[int]]:
-        """Submit reads or writes of a bucket in pieces, neighbours in the file together, once ``ready`` returns.
-        ``other``: of the generation that is not current."""
+        """Submit reads of a bucket's current generation, or writes of the other, in pieces, neighbours in the file
+        together, once ``ready`` returns."""
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot in bucket.slots:
-            (offset, begin), generation = self._places[slot], self._generation[slot.whole] ^ other
+            (offset, begin), generation = self._places[slot], self._generation[slot.whole] ^ write
             size, place = _up(slot.nbytes), generation * self.nbytes + offset
             if runs and runs[-1][2] + runs[-1][1] == place:
                 runs[-1][1] += size
             else:
                 runs.append([begin, size, place])
-        return [
-            self._threads.submit(
-                _all_of, call, buffer.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
-            )
+        pieces = [
+            (buffer.memory[begin + k : begin + min(k + _PIECE, size)], place + k)
             for begin, size, place in runs
             for k in range(0, size, _PIECE)
         ]
+        return [self._threads.submit(self._transfer, memory, place, first, write) for memory, place in pieces]
+
+    def _transfer(self, memory: Tensor, place: int, first: Future[Any] | None, write: bool) -> int:
+        """Read or write all of ``memory`` at offset ``place`` of the file, since one call may transfer a part; return
+        how many bytes."""
+        if first is not None:
+            first.result()
+        call, done = os.pwritev if write else os.preadv, 0
+        while done < len(memory):
+            count = call(self._file, [memory[done:].numpy().data], place + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            done += count
+        return done
 
 
 def _buffer(nbytes: int, *, pin: bool) -> Tensor:
@@ -353,19 +353,6 @@ def _buffer(nbytes: int, *, pin: bool) -> Tensor:
     if pin:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, first: Future[Any] | None) -> int:
-    """Repeat ``call`` until all bytes are read or written, since one call may transfer a part; return how many."""
-    if first is not None:
-        first.result()
-    done = 0
-    while done < len(memory):
-        count = call(memory[done:], place + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        done += count
-    return done
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:
