@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import GPT, PRESETS, read_corpus, sample_batch
@@ -42,12 +44,12 @@ class Slow:
 
     @classmethod
     def down(cls, call: Callable[..., int]) -> Callable[..., int]:
-        """Slow down a method of the store that reads or writes."""
+        """Slow down ``os.preadv`` or ``os.pwritev``, by which the store reads and writes."""
 
-        def slowed(store: disk.FileStore, memory: torch.Tensor, place: int) -> int:
+        def slowed(file: int, memories: Sequence[Any], place: int) -> int:
             with cls.lock:
                 start = time.perf_counter()
-                nbytes = call(store, memory, place)
+                nbytes = call(file, memories, place)
                 time.sleep(max(nbytes / cls.rate - (time.perf_counter() - start), 0))
             return nbytes
 
@@ -113,8 +115,8 @@ def main() -> None:
     parser.add_argument("--buffer-count", type=int, default=4)
     parser.add_argument("--json", type=Path, default=_RESULTS / "offload.json")
     args = parser.parse_args()
-    for name in ("_read", "_write"):
-        setattr(disk.FileStore, name, Slow.down(getattr(disk.FileStore, name)))
+    for name in ("preadv", "pwritev"):
+        setattr(os, name, Slow.down(getattr(os, name)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         runs = {
             "resident": Run(args, None),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from compile_muon import config
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, setting
-from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.passes.methods import METHODS
 
@@ -34,8 +34,8 @@ class Some(Checked):
         wide: none.
     """
 
-    size: int | None = setting(3, check_integer, low=1, none=True)
-    wide: bool = setting(False, check_boolean)
+    size: int | None = setting(3, accept.integer, low=1, none=True)
+    wide: bool = setting(False, accept.boolean)
 
 
 @pytest.mark.parametrize("page", ["docs/reference/configuration.md", "docs/how-to/offload.md"])

@@ -212,12 +212,10 @@ def a_pipe(place: Path, dice: random.Random) -> None:
 
 def strangers(place: Path, dice: random.Random) -> None:
     """Add files that the manifest does not list, under names that a reader would open."""
-    path = place / dice.choice(["state/own-00000.safetensors", "state/x.json", "tensors/x.safetensors", "link"])
+    path = place / dice.choice(["state/x.safetensors", "state/x.json", "tensors/x.safetensors", "link"])
     kind = dice.choice([os.mkfifo, Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/zero")])
-    if path.name == "link" or (
-        path.name.startswith("own") and path.exists()
-    ):  # other notes than the manifest's may exist
-        path, kind = place / "state" / "own-00001.json", os.mkfifo
+    if path.name == "link":  # other notes than the manifest's may exist
+        path, kind = place / "state" / "rank-00001.json", os.mkfifo
     kind(path)
 
 

@@ -74,7 +74,7 @@ def sample(step: int, folder: Path) -> Sample:
         "OS threads": len(os.listdir("/proc/self/task")),
         "open files": open_files(),
         "objects": len(gc.get_objects()),
-        "checkpoints": len(os.listdir(folder)),
+        "checkpoints": len([*folder.glob("step-*")]),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -78,9 +78,13 @@ class Ranks:
         """Return the entries that differ, see :func:`~compile_muon.agreement.compare.compare`."""
         return differing(self.gather(mine))
 
-    def first(self, value: T) -> T:
-        """Return rank 0's ``value`` on every rank; it may be large, as no rank holds copies of all."""
-        values = [value]
+    def by_first(self, doing: str, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on rank 0, on every rank; it may be large, as no rank holds copies of all. What
+        it raises there is raised on all ranks, see :meth:`agree`."""
+        values: list[Any] = [None]
+        with self.together(doing):
+            if self.rank == 0:
+                values = [make()]
         if self.group is not None:
             with self._answering():
                 dist.broadcast_object_list(values, group=self.group, group_src=0)

@@ -28,7 +28,7 @@ from compile_muon.checkpoint.dice import check_random_state, random_state, set_r
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.values import Values
-from compile_muon.config.checks import check_boolean, check_integer
+from compile_muon.config import accept
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import CheckpointError, DamagedError, shortened, warn_user
 from compile_muon.files.tensors import read_tensors, write_tensors
@@ -57,8 +57,8 @@ class Checkpointer:
 
     def __init__(self, folder: str | os.PathLike, keep_last: int = 3, asynchronous: bool = False) -> None:
         self._folder = Folder(folder)
-        self._keep_last = check_integer("keep_last", keep_last, low=1)
-        self._asynchronous = check_boolean("asynchronous", asynchronous)
+        self._keep_last = accept.integer("keep_last", keep_last, low=1)
+        self._asynchronous = accept.boolean("asynchronous", asynchronous)
         self._job: Future[None] | None = None
         self._copies: dict[str, Tensor] | None = {} if self._asynchronous else None
 
@@ -115,20 +115,19 @@ class Checkpointer:
         with optimizer.engine.status.at("Checkpointer.save"), underway(f"saving checkpoint {step}"):
             ranks = _ranks_of(optimizer)
             with ranks.together(doing):
-                step = check_integer("step", step, low=0)
+                step = accept.integer("step", step, low=0)
                 contents = contents_of(model, optimizer)
                 tensors, parts = dict(contents.tensors), {"scheduler": scheduler, "loader": loader}
                 named = {f"extra.{name}": value for name, value in extra.items()}
                 named |= {name: part.state_dict() for name, part in parts.items() if part is not None}
                 named |= {f"module.{name}": value for name, value in contents.module_state.items()}
                 named |= {f"group.{name}": group for name, group in contents.groups.items()}
-                named["members"] = contents.members
+                named |= {"members": contents.members, "random": random_state()}
                 for key in contents.buffers:  # of other ranks than the first perhaps of that rank's own batches
                     named[f"buffer.{key}"] = tensors[key] if ranks.rank == 0 else tensors.pop(key)
-                values, own = Values(), Values()
+                values = Values()
                 for name, value in named.items():
                     values.put(name, value)
-                own.put("random", random_state())
                 tensors = host_copies(tensors, contents.folders, ranks, self._copies)
                 configuration = json.loads(json.dumps(optimizer.config, default=_described))
                 manifest = Manifest(
@@ -159,7 +158,7 @@ class Checkpointer:
                 # Rank 0's buffers are among the tensors, its other values stand for all ranks.
                 if name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest:
                     values.drop(name)
-            work = doing, ranks, tensors, values, own, manifest
+            work = doing, ranks, tensors, values, manifest
             if not self._asynchronous:
                 self._write(*work)
                 return
@@ -168,26 +167,20 @@ class Checkpointer:
             ranks.busy = self._job = threads.submit(self._write, *work)
             threads.shutdown(wait=False)  # a program that ends waits all the same, and so for what it saved last
 
-    def _write(
-        self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
-    ) -> None:
+    def _write(self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, manifest: Manifest) -> None:
         """Write this rank's share of ``tensors`` (on the CPU), and its values; ``manifest`` has all but the files.
 
-        ``values`` are of rank 0 those that all ranks have, of another one those that differ; ``own`` this rank's alone.
+        ``values`` are of rank 0 those that all ranks have, of another one those that differ.
         """
-        folder, step, token = self._folder, manifest.step, ""
+        folder, step = self._folder, manifest.step
         place = folder.unfinished(step)
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                token = folder.begin(step)
-        token = ranks.first(token)
+        token = ranks.by_first(doing, lambda: folder.begin(step))
         with ranks.together(doing):
             if not (place / token).exists():
                 raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")
         with ranks.together(doing):
             files = write_tensors(place / TENSORS, tensors, ranks)
             files += values.write(place / STATE / f"rank-{ranks.rank:05}")
-            files += own.write(place / STATE / f"own-{ranks.rank:05}")
             facts = {path.relative_to(place).as_posix(): describe_file(path) for path in files}
         everything = ranks.gather(facts)
         with ranks.together(doing):
@@ -266,10 +259,12 @@ class Checkpointer:
             contents = contents_of(model, optimizer)
             fitting, problems = fit(contents, manifest)
             sources = {key: source for key, source in fitting.items() if key in contents.tensors}
-            # What all ranks have, and on top of it what this rank had, where there was such a rank.
-            values, mine = Values(), [f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}"]
-            for name in dict.fromkeys(["rank-00000", *(mine if ranks.rank < manifest.world else [])]):
-                values.update(Values.read(place, f"{STATE}/{name}", manifest.files))
+            # What all ranks have, and on top of it what this rank had, where there was such a rank. Earlier checkpoints
+            # have random numbers in a file of their own.
+            values, was_there = Values(), ranks.rank < manifest.world
+            for part in ("rank-00000", f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}")[: 3 if was_there else 1]:
+                if f"{STATE}/{part}.json" in manifest.files:
+                    values.update(Values.read(place, f"{STATE}/{part}", manifest.files))
             for name, part in parts.items():
                 if part is not None and name not in values:
                     problems.append(f"{name}: none was saved")
@@ -293,7 +288,7 @@ class Checkpointer:
             contents.check_writable(sources)
             optimizer.engine.step.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
             extra = values.under("extra.")
-            generators = values.get("random") if "random" in values else None
+            generators = values.get("random") if was_there and "random" in values else None
             if generators is not None:
                 check_random_state(generators)
         with ExitStack() as undo:

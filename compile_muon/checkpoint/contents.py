@@ -67,11 +67,10 @@ class Contents:
 def _cuts(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "whole"
-    cuts = [(axis, placement.dim) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    names = tensor.device_mesh.mesh_dim_names
-    if tensor.device_mesh.ndim == 1 or names is None:
-        return "shard(0)" if cuts else "whole"
-    return ", ".join(f"shard({dim}) over {names[axis]}" for axis, dim in cuts) or "whole"
+    axes = [f" over {name}" for name in tensor.device_mesh.mesh_dim_names or ()]
+    axes = axes if len(axes) > 1 else [""] * tensor.device_mesh.ndim
+    cuts = zip(tensor.placements, axes, strict=True)
+    return ", ".join(f"shard({cut.dim}){axis}" for cut, axis in cuts if isinstance(cut, Shard)) or "whole"
 
 
 def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:

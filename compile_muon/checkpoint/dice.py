@@ -38,9 +38,8 @@ def check_random_state(state: Any) -> None:
             elif name == "cuda" and torch.cuda.is_available():
                 torch.Generator("cuda").set_state(state[name])
             elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.RandomState(_bit_generator(numpy, state[name])).set_state(_arrays(numpy, state[name]))
-        except CheckpointError:
-            raise
+                generator, numpy_state = _of_numpy(numpy, state[name])
+                numpy.random.RandomState(generator).set_state(numpy_state)
         except Exception as error:  # of other people's setters
             raise CheckpointError(f"random.{name}: is no state of it ({type(error).__name__}: {error})") from error
 
@@ -50,41 +49,28 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        if numpy.random.get_state(legacy=False)["bit_generator"] != _name_of(state["numpy"]):
-            numpy.random.set_bit_generator(_bit_generator(numpy, state["numpy"]))
-        numpy.random.set_state(_arrays(numpy, state["numpy"]))
+        generator, numpy_state = _of_numpy(numpy, state["numpy"])
+        if type(generator) is not type(numpy.random.get_bit_generator()):
+            numpy.random.set_bit_generator(generator)
+        numpy.random.set_state(numpy_state)
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _name_of(state: Any) -> Any:
-    """Read the kind of bit generator; earlier checkpoints hold the state of "MT19937" as a tuple."""
-    return state["bit_generator"] if isinstance(state, Mapping) else state[0]
-
-
-def _bit_generator(numpy: Any, state: Any) -> Any:
-    """Make a bit generator of the kind that has this state, which is NumPy's, or that of its generator."""
-    name = _name_of(state)
-    kind = getattr(numpy.random, name, None) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and issubclass(kind, numpy.random.BitGenerator)):
-        current = numpy.random.get_state(legacy=False)["bit_generator"]
-        if current != name:
-            raise CheckpointError(
-                f"random.numpy = {name!r}: NumPy has no bit generator of that name; give the one that was saved to "
-                "numpy.random.set_bit_generator first"
-            )
-        kind = type(numpy.random.get_bit_generator())
-    return kind()
+def _of_numpy(numpy: Any, state: Any) -> tuple[Any, Any]:
+    """Make a bit generator of the kind that has this state, and reverse :func:`_plain` in the state."""
+    # Earlier checkpoints hold the state of "MT19937" as a tuple.
+    name = state["bit_generator"] if isinstance(state, Mapping) else state[0]
+    kinds = {kind.__name__: kind for kind in numpy.random.BitGenerator.__subclasses__()}
+    if name not in kinds:
+        raise ValueError(f"no bit generator is called {name!r}; import the module that has it")
+    arrays = json.loads(
+        json.dumps(state),
+        object_hook=lambda x: numpy.array(x["items"], dtype=x["dtype"]) if x.keys() == {"dtype", "items"} else x,
+    )
+    return kinds[name](), arrays
 
 
 def _plain(value: Any) -> Any:
     """Replace an array or a number of NumPy, which is no value of a checkpoint."""
     return {"dtype": value.dtype.name, "items": value.tolist()} if value.ndim else value.item()
-
-
-def _arrays(numpy: Any, state: Any) -> Any:
-    """Reverse :func:`_plain`."""
-    return json.loads(
-        json.dumps(state),
-        object_hook=lambda x: numpy.array(x["items"], dtype=x["dtype"]) if x.keys() == {"dtype", "items"} else x,
-    )

@@ -9,7 +9,7 @@ written, with a file that says so; everything else stays, and where it is in the
 
 One process writes into a folder at a time: of two runs in one, say a process that was taken for dead beside its
 restart, each would remove what the other one writes. The lock is the operating system's, so a process that ends loses
-it. The lock is of the folder, or of a file in it where a file system has none of folders (NFS).
+it. The lock is of a file in the folder, which stays there, because NFS has no locks of folders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 import weakref
 from pathlib import Path
 
-from compile_muon.errors import CheckpointError
+from compile_muon.errors import CheckpointError, printable
 from compile_muon.files.disk import open_plain, sync
 
 __all__ = ["FORMAT", "LOCK", "NAME", "STATE", "TENSORS", "Folder"]
@@ -36,7 +36,7 @@ __all__ = ["FORMAT", "LOCK", "NAME", "STATE", "TENSORS", "Folder"]
 TENSORS, STATE = "tensors", "state"
 #: of the manifest, and what it says it is of
 NAME, FORMAT = "manifest.json", "compile_muon checkpoint"
-#: beside the checkpoints of a folder that cannot be locked itself, as long as somebody writes there
+#: beside the checkpoints: says who writes there, and is locked as long as somebody does
 LOCK = ".writer"
 
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.replaced)?")
@@ -49,7 +49,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(os.path.abspath(path))
-        self._lock: tuple[int, Path] | None = None
+        self._lock: int | None = None
 
     def steps(self) -> list[int]:
         """List the steps of committed checkpoints, ascending; none where there is no such folder."""
@@ -129,30 +129,24 @@ class Folder:
 
     def _be_the_writer(self) -> None:
         """Lock the folder from the first save until this object goes; several objects of one process are one writer."""
-        if self._lock is not None and _is_at(*self._lock):
+        path = self.path / LOCK
+        if self._lock is not None and _is_at(self._lock, path):
             return
-        for path, how in ((self.path, os.O_RDONLY), (self.path / LOCK, os.O_RDWR | os.O_CREAT)):
-            file = os.open(path, how | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = _holder_of(file, path)
-                os.close(file)
-                if error.errno != errno.EAGAIN:
-                    continue  # no locks of such
-                if holder.get("process") == os.getpid():
-                    return
-                who = "another process writes there"
-                if holder.keys() >= {"process", "host", "since"}:
-                    who = f"process {holder['process']} on {holder['host']}, since {holder['since']}, writes there"
-                said = f"folder = {self.path}: {who}; end that run, or save into another folder"
-                raise CheckpointError(said) from None
-            if path.name == LOCK:
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps(_process(os.getpid(), time.time())).encode(), 0)
-            self._lock = file, path
-            weakref.finalize(self, _unlock, file, path, os.getpid())
-            return
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            writer = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+            os.close(file)
+            if error.errno != errno.EAGAIN or writer.startswith(f"process {os.getpid()} on {socket.gethostname()} "):
+                return  # a file system without locks, or another object of this process
+            said = f"folder = {self.path}: {printable(writer)} writes there; end that run, or save into another folder"
+            raise CheckpointError(said) from None
+        os.ftruncate(file, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} (since {since})".encode(), 0)
+        self._lock = file
+        weakref.finalize(self, os.close, file)
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -210,33 +204,8 @@ def _in_the_way(path: Path) -> CheckpointError:
     )
 
 
-def _process(number: int, since: float) -> dict[str, object]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    return {"process": number, "host": socket.gethostname(), "since": when}
-
-
-def _holder_of(file: int, path: Path) -> dict[str, object]:
-    """Describe the process that has the lock of an open file, as far as it is known."""
-    try:
-        if path.name == LOCK:
-            holder = json.loads(os.pread(file, 1000, 0))
-            return holder if isinstance(holder, dict) else {}
-        locks = Path("/proc/locks").read_text()
-        number = int(re.findall(rf"FLOCK .* (\d+) [0-9a-f:]+:{os.fstat(file).st_ino} ", locks)[0])
-        return _process(number, os.stat(f"/proc/{number}").st_mtime)
-    except (OSError, IndexError, ValueError):
-        return {}
-
-
 def _is_at(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except OSError:
         return False
-
-
-def _unlock(file: int, path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a process that was forked
-        if path.name == LOCK and _is_at(file, path):
-            path.unlink(missing_ok=True)
-        os.close(file)

@@ -78,20 +78,11 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
     doing = "optimizer state was not loaded"
     with optimizer.engine.status.at("load_full_optimizer_state"):
         ranks = Wire(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
-        trained: list[str] = []
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                trained = [name for group in _groups_in(saved) for name in group["params"]]
-        optimizer.unfreeze(ranks.first(trained))
+        optimizer.unfreeze(ranks.by_first(doing, lambda: [n for group in _groups_in(saved) for n in group["params"]]))
     with optimizer.engine.status.at("load_full_optimizer_state"):
         optimizer.engine.step.own_momenta()
         slots = dict(_slots(optimizer, ranks))
-        groups: dict[str, dict[str, Any]] = {}
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                groups = _checked(optimizer, slots, saved)
-                optimizer.engine.step.check_momentum([*groups.values()])
-        groups = ranks.first(groups)
+        groups = ranks.by_first(doing, lambda: _checked(optimizer, slots, saved))
         with ranks.together(doing):
             ranks.spread(slots, lambda key: cast(Any, saved)["state"][key[0]][key[1]])
         for group in optimizer.param_groups:
@@ -132,4 +123,5 @@ def _checked(optimizer: MuonZero, slots: Mapping[tuple[str, str], Entry], saved:
     fitting, wrong = fitting_groups(groups, members, by_name, {key: group["params"] for key, group in by_name.items()})
     if problems := problems + wrong:
         raise CheckpointError(listed(problems))
+    optimizer.engine.step.check_momentum([*fitting.values()])
     return fitting

@@ -1,6 +1,6 @@
 """Configuration: settings, the vocabularies that express them, and their errors.
 
-Modules import one another in this order only: ``checks`` and ``checked`` (single values, and dataclasses of
+Modules import one another in this order only: ``accept`` and ``checked`` (single values, and dataclasses of
 them), ``elsewhere``, ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``,
 ``sources``, ``vocabulary``, ``deepspeed``, ``convert``.
 """

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from compile_muon.config.checks import taken
+from compile_muon.config.accept import taken
 from compile_muon.errors import ConfigError, config_error, raise_all
 
 if TYPE_CHECKING:
@@ -81,6 +81,10 @@ class Checked:
         for error in self.contradictions():
             mistakes.add(error)
         mistakes.raise_all()
+
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def contradiction(self, name: str, problem: str, remedy: str) -> ConfigError:
         """Return an error about a field."""

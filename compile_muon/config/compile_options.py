@@ -7,15 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes, setting
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_folder,
-    check_known,
-    check_ranges,
-    check_real,
-)
 from compile_muon.errors import shown, warn_user
 from compile_muon.passes import PassOptions
 
@@ -47,13 +40,13 @@ class CompileOptions(Checked):
             (docs/how-to/memory.md). null: ``reshard_after_forward`` and PyTorch's defaults decide.
     """
 
-    codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
-    dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
-    nvtx: bool = setting(PassOptions.nvtx, check_ranges)
-    bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
-    cuda_graphs: bool = setting(False, check_boolean)
-    reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
-    memory: float | str | None = setting(None, check_real, none=True, also="auto", positive=True)
+    codegen: str = setting("inductor", accept.choice, allowed=("inductor", "eager"))
+    dump: Path | None = setting(PassOptions.dump, accept.folder, none=True)
+    nvtx: bool = setting(PassOptions.nvtx, accept.ranges)
+    bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, accept.real, positive=True)
+    cuda_graphs: bool = setting(False, accept.boolean)
+    reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, accept.boolean)
+    memory: float | str | None = setting(None, accept.real, none=True, also="auto", positive=True)
 
     def options(self) -> dict[str, Any]:
         """Return what ``torch.compile(..., options=...)`` takes, without defaults.
@@ -61,8 +54,8 @@ class CompileOptions(Checked):
         >>> CompileOptions(codegen="eager").options()
         {'codegen': 'eager'}
         """
-        option_fields = fields(CompileOptions)  # not the fields that CompileConfig adds
-        return {f.name: value for f in option_fields if (value := getattr(self, f.name)) != f.default}
+        names = CompileOptions.__dataclass_fields__  # not the fields that CompileConfig adds
+        return {name: value for name, value in self.changed().items() if name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
             warn_user(f"no effect here: options[{name!r}]")
             continue
         with mistakes.collected():
-            check_known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
+            accept.known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
             known[name] = value
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()

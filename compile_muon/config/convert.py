@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from compile_muon.config.accept import FILLED
 from compile_muon.config.checked import Checked
-from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
 from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig
@@ -114,11 +114,6 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _changed(record: Checked) -> dict[str, Any]:
-    """Return the fields of `record` that differ from their defaults."""
-    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
-
-
 def _group(group: GroupConfig) -> dict[str, Any]:
     method = {} if group.method is None else {"method": group.method}
     params = _patterns(f"groups[{group.name}].params", group.params)
@@ -153,7 +148,7 @@ def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     schedule = config.scheduler
     if schedule is None:
         return {}
-    params = _plain(_changed(schedule))
+    params = _plain(schedule.changed())
     if schedule.rate_default is not None:
         given.pop("lr", None)
         given.pop("adamw_lr", None)
@@ -164,7 +159,6 @@ def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` in JSON's types."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, dict):
@@ -176,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 #: Setting -> function from its value to the value of its key, where JSON writes it otherwise than Python.
 _AS_KEYS: dict[str, Callable[[Any], Any]] = {
-    "offload": lambda offload: {**_changed(offload), "device": offload.device},
+    "offload": lambda offload: {**offload.changed(), "device": offload.device},
     "offload_param": lambda device: {"device": device},
     "groups": lambda groups: [_group(group) for group in groups],
     "muon_views": lambda views: {pattern: _plain(dict(view)) for pattern, view in views},

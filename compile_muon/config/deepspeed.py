@@ -1,20 +1,9 @@
 """DeepSpeed's vocabulary: JSON or a dict with DeepSpeed's keys, read into a :class:`Config`.
 
-Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
-
-* ``optimizer.type`` is "Muon" (the default), another method of matrices ("NorMuon"), or "AdamW" to train everything by
-  AdamW; case does not matter. ``optimizer.groups`` gives parameters by pattern a method and rates of their own.
-* ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
-  override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
-* ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
-* A config with a batch size is one of DeepSpeed: vectors decay like all parameters; otherwise they do not.
-* Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
-* Absent keys take the defaults of :mod:`compile_muon.config.settings`, not DeepSpeed's (stage 2, not 0).
-* ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
-* ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
-* Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
-  have different rates is an error.
-* :mod:`compile_muon.config.vocabulary` has all keys, DeepSpeed's others among them, which have no effect or are errors.
+The rules are those of docs/reference/configuration.md, after ``_muon_param_groups`` in DeepSpeed's
+``runtime/engine.py``: one rate and decay for both halves of the optimizer unless keys name a half, the most specific
+key last. Absent keys take the defaults of :mod:`compile_muon.config.settings`, not DeepSpeed's (stage 2, not 0).
+:mod:`compile_muon.config.vocabulary` has all keys, DeepSpeed's others among them, which have no effect or are errors.
 """
 
 from __future__ import annotations
@@ -25,7 +14,7 @@ from typing import Any
 
 import torch
 
-from compile_muon.config.checks import check_boolean, check_known
+from compile_muon.config import accept
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.offload import check_offload, check_offload_param
 from compile_muon.config.settings import (
@@ -159,17 +148,12 @@ def _read_shared(user_settings: UserSettings, params: Mapping[str, Any], algorit
                 f"optimizer.params.lr = {AdamWConfig.lr} is Muon's rate too, whose default is {MuonConfig.lr}; write "
                 'muon_lr, or adjust_lr = "match_rms_adamw", by which both have one rate'
             )
-    for key in _SHARED:
-        if key not in params:
-            continue
+    for key in (key for key in _SHARED if key in params):
         path = f"{_PARAMS}.{key}"
-        if not both_halves:
-            user_settings.put(f"adamw_{key}", params[key], path)
-            continue
         with user_settings.mistakes.collected():
             value = MuonConfig.checked(key, params[key], path)  # checked even if both halves override it
-            for setting in (key, f"adamw_{key}"):
-                if setting not in user_settings.values:
+            for setting in (key, f"adamw_{key}") if both_halves else (f"adamw_{key}",):
+                if not both_halves or setting not in user_settings.values:
                     user_settings.put(setting, value, path)
 
 
@@ -232,7 +216,7 @@ def _read_offload(user_settings: UserSettings, keys: dict[str, Any]) -> None:
             user_settings.hints.append(path)
     if momenta is not None and isinstance(value := keys.get(optimizer), Mapping):
         with user_settings.mistakes.collected():
-            keys[optimizer] = {**value, "momentum": not check_boolean(stay, momenta)}
+            keys[optimizer] = {**value, "momentum": not accept.boolean(stay, momenta)}
     elif momenta is not None:
         user_settings.hints.append(stay)
 
@@ -244,13 +228,13 @@ def _read_precision(user_settings: UserSettings, keys: Mapping[str, Any]) -> Non
         user_settings.hints.append("fp16.enabled")
         fp16 = False
     with user_settings.mistakes.collected():
-        if check_boolean("fp16.enabled", fp16):
+        if accept.boolean("fp16.enabled", fp16):
             problem = "scales the loss in DeepSpeed's engine, and here the loop does"
             scaler = 'torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
             raise config_error("fp16.enabled", True, problem, f'use "bf16": {{"enabled": true}}, or {scaler}')
     for path in ("bf16.enabled", "bfloat16.enabled"):
         with user_settings.mistakes.collected():
-            if check_boolean(path, keys.get(path, False)):
+            if accept.boolean(path, keys.get(path, False)):
                 user_settings.put("param_dtype", torch.bfloat16, path)
             elif path in keys and user_settings.values.get("param_dtype") is torch.bfloat16:
                 first = user_settings.names["param_dtype"]
@@ -273,20 +257,19 @@ def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algori
         with user_settings.mistakes.collected():
             known = parameters(kind)
             remedies = {key: f"remove it: there are {', '.join(known)}"}
-            check_known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
+            accept.known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
             if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
                 if len(value) != 1:
                     problem = "is a list, and AdamW trains everything here"
                     raise config_error(prefix + key, value, problem, "write one number")
                 value = value[0]
             params[key] = value
-    if kind.rate_key in params or kind.rate_key not in source_params:
+    written = kind.rate_key in source_params
+    if kind.rate_key in params or not written:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with user_settings.mistakes.collected():
-                _put_rates(
-                    user_settings, rates, prefix + kind.rate_key, algorithm, written=kind.rate_key in source_params
-                )
+                _put_rates(user_settings, rates, prefix + kind.rate_key, algorithm, written=written)
     return kind.read(params, user_settings.mistakes, "scheduler.params")
 
 

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Mistakes, setting
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_integer,
-    check_known,
-    check_mapping,
-    check_pair,
-    check_pairs,
-    check_patterns,
-    check_rate,
-    check_real,
-    check_type,
-    key_name,
-    taken,
-    takes,
-)
 from compile_muon.config.elsewhere import OF_GROUPS
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import Method, Rate, method_names, method_of, rates_of_methods
@@ -53,7 +38,7 @@ class GroupConfig:
     """A group of parameters with a method or rates of its own."""
 
     name: str  # the pattern, where the user gives no name
-    params: Callable[[str, nn.Parameter], Any] | tuple[str, ...]  # a predicate, or name patterns
+    params: accept.Patterns  # a predicate, or name patterns
     method: str | None = None  # key of ``METHODS``; None keeps the method that the rules give each parameter
     rates: tuple[tuple[str, Any], ...] = ()  # (name, value) of rates that differ from the defaults
     complete: bool = False  # whether a parameter in no group is an error, as with lists of parameters
@@ -72,28 +57,28 @@ class GroupConfig:
         return "a function" if callable(self.params) else ", ".join(self.params[:3])
 
 
-@takes(lambda kind=Method: taken(check_choice, allowed=method_names(kind)))
+@accept.takes(lambda kind=Method: accept.taken(accept.choice, allowed=method_names(kind)))
 def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
     """Accept the name of a method of one kind."""
-    return check_choice(field, value, method_names(kind))
+    return accept.choice(field, value, method_names(kind))
 
 
 def setting_of(rate: Rate) -> Mapping[str, Any]:
     """Return the metadata of :func:`setting` for a rate: "check"(path, value), and "values"(), the range in words."""
     if rate.whole:
-        return setting(rate.default, check_integer, low=int(rate.positive)).metadata
-    check = {"lr": check_rate, "betas": check_pair}.get(rate.name)
+        return setting(rate.default, accept.integer, low=int(rate.positive)).metadata
+    check = {"lr": accept.rate, "betas": accept.pair}.get(rate.name)
     if isinstance(rate.default, bool):
-        check = check_boolean
+        check = accept.boolean
     if check is not None:
         return setting(rate.default, check).metadata
-    return setting(rate.default, check_real, positive=rate.positive, below=rate.below, most=rate.most).metadata
+    return setting(rate.default, accept.real, positive=rate.positive, below=rate.below, most=rate.most).metadata
 
 
-@takes("rates by name")
+@accept.takes("rates by name")
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Accept rates of methods that have no field in the configuration."""
-    value = check_pairs(field, value, '{"beta2": 0.95}', "a mapping")
+    value = accept.pairs(field, value, '{"beta2": 0.95}', "a mapping")
     for name in ("lr", "momentum", "weight_decay"):
         if name in value:
             problem, remedy = "is an argument of its own", f"write {name}=..., or adamw_{name} of AdamW's half"
@@ -106,24 +91,24 @@ def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]
     mistakes, rates = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
-            path = f"{field}.{key_name(name)}"
-            check_known(path, value, name, known_rates, "a rate of any method", remedies=OF_GROUPS)
+            path = f"{field}.{accept.key_name(name)}"
+            accept.known(path, value, name, known_rates, "a rate of any method", remedies=OF_GROUPS)
             rates.append((name, setting_of(known_rates[name])["check"](path, value)))
     mistakes.raise_all()
     return tuple(rates)
 
 
-@takes("a mapping of patterns, or a list of mappings")
+@accept.takes("a mapping of patterns, or a list of mappings")
 def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
     """Accept a mapping of patterns to settings, or a list of mappings with ``params``."""
     if isinstance(value, Mapping):
+        by_pattern = ((pattern, f"{field}.{accept.key_name(pattern)}", group) for pattern, group in value.items())
         value = [
-            {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{key_name(pattern)}", settings, _GROUP)}
-            for pattern, settings in value.items()
+            {"params": [name], "name": name, **accept.mapping(at, group, _GROUP)} for name, at, group in by_pattern
         ]
     expected, remedy = "a mapping of patterns or a list", 'write {"*.qkv.weight": {"lr": 0.01}}'
     mistakes, groups = Mistakes(), list[GroupConfig]()
-    for number, group in enumerate(check_type(field, value, Sequence, expected, remedy)):
+    for number, group in enumerate(accept.of_type(field, value, Sequence, expected, remedy)):
         with mistakes.collected():
             groups.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
     names = set[str]()
@@ -138,11 +123,11 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
 def _group(field: str, number: int, group: object) -> GroupConfig:
     if not isinstance(group, Mapping) or "params" not in group:
         raise config_error(f"{field}[{number}]", group, "is not a group", 'write {"params": ["pattern"], "lr": 0.01}')
-    name = key_name(group.get("name", str(number)))
+    name = accept.key_name(group.get("name", str(number)))
     path, params, method = f"{field}[{name}]", group["params"], group.get("method")
     mistakes = Mistakes()
     with mistakes.collected():
-        params = check_patterns(f"{path}.params", [params] if isinstance(params, str) else params)
+        params = accept.patterns(f"{path}.params", [params] if isinstance(params, str) else params)
     if method is not None:
         with mistakes.collected():
             method = check_method(f"{path}.method", method)
@@ -153,23 +138,23 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
         method_rates = [rate.name for rate in method_of(method).rates]
         for rate, value in rates:
             with mistakes.collected():
-                check_known(f"{path}.{rate}", value, rate, method_rates, f"a rate of {method}")
+                accept.known(f"{path}.{rate}", value, rate, method_rates, f"a rate of {method}")
     mistakes.raise_all()
     return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
 
 
-@takes("a mapping of patterns")
+@accept.takes("a mapping of patterns")
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
     """Accept a mapping of patterns to views; sizes are checked against the model later."""
     example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'
     views = []
-    for pattern, view in check_pairs(field, value, example, "a mapping of patterns").items():
+    for pattern, view in accept.pairs(field, value, example, "a mapping of patterns").items():
         try:
             entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
         except (TypeError, ValueError):  # a tuple that is not of pairs
             entries = None
         if not isinstance(pattern, str) or not entries:
-            raise config_error(f"{field}.{key_name(pattern)}", view, "is no view", OF_A_VIEW)
+            raise config_error(f"{field}.{accept.key_name(pattern)}", view, "is no view", OF_A_VIEW)
         plain = ((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in entries.items())
         views.append((pattern, tuple(plain)))
     return tuple(views)

@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, setting
-from compile_muon.config.checks import check_boolean, check_choice, check_integer, check_real, integers, takes
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import MatrixMethod, method_names
 
@@ -38,28 +38,28 @@ __all__ = [
 Rates = float | tuple[float, float]
 
 
-@takes("a number from 0, or a list [muon, adamw] of them")
+@accept.takes("a number from 0, or a list [muon, adamw] of them")
 def check_rates(field: str, value: object) -> Rates:
     """Accept one rate for both halves, or a pair (Muon, AdamW)."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != 2:
             problem = f"holds {len(value)} rates"
             raise config_error(field, value, problem, "write one number, or the two of Muon and AdamW")
-        return check_real(field, value[0]), check_real(field, value[1])
-    return check_real(field, value)
+        return accept.real(field, value[0]), accept.real(field, value[1])
+    return accept.real(field, value)
 
 
-@takes(integers)
+@accept.takes(accept.integers)
 def _check_count(field: str, value: object, low: int) -> int:
     """Accept an integer, or an integral float: JSON writes large integers as 1e4, too."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return check_integer(field, value, low)
+    return accept.integer(field, value, low)
 
 
-@takes("False")
+@accept.takes("False")
 def _check_momentum(field: str, value: object) -> bool:
-    if check_boolean(field, value):
+    if accept.boolean(field, value):
         problem = "moves AdamW's first beta too, as DeepSpeed does by default, which is not done here"
         raise config_error(field, value, problem, 'write "cycle_momentum": false')
     return False
@@ -127,7 +127,7 @@ class WarmupLR(ScheduleConfig):
 
     warmup_min_lr: Rates = setting(0.0, check_rates)
     warmup_num_steps: int = setting(1000, _check_count, low=1)
-    warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
+    warmup_type: str = setting("log", accept.choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
         return low + (own - low) * self._height(step - 1, max(2, self.warmup_num_steps))
@@ -167,10 +167,10 @@ class WarmupCosineLR(ScheduleConfig):
     """
 
     total_num_steps: int = setting(None, _check_count, low=1)
-    warmup_min_ratio: float = setting(0.0, check_real)
+    warmup_min_ratio: float = setting(0.0, accept.real)
     warmup_num_steps: int = setting(1000, _check_count, low=1)
-    cos_min_ratio: float = setting(0.0001, check_real)
-    warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
+    cos_min_ratio: float = setting(0.0001, accept.real)
+    warmup_type: str = setting("log", accept.choice, allowed=("log", "linear"))
 
     def rate(self, step: int, own: float, low: float) -> float:
         iteration, steps = step - 1, max(2, self.warmup_num_steps)
@@ -207,26 +207,22 @@ class OneCycle(ScheduleConfig):
     cycle_second_step_size: int | None = setting(None, _check_count, none=True, low=0)
     cycle_first_stair_count: int = setting(0, _check_count, low=0)
     cycle_second_stair_count: int | None = setting(None, _check_count, none=True, low=0)
-    decay_lr_rate: float = setting(0.0, check_real)
+    decay_lr_rate: float = setting(0.0, accept.real)
     decay_step_size: int = setting(0, _check_count, low=0)
     cycle_momentum: bool = setting(True, _check_momentum)
 
     def rate(self, step: int, own: float, low: float) -> float:
         first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
-        if step - 1 < first + second:
-            return low + (own - low) * self._height(step % (first + second), first, second)
-        decay = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
-        return low / (1 + decay * (step - first - second))
-
-    def _height(self, place: int, first: int, second: int) -> float:
-        """Return the height in the cycle, from 0 to 1, `place` steps after its start."""
-        done, size, stairs = place, first, self.cycle_first_stair_count
-        if place > first:
-            done, size = first + second - place, second
+        if step - 1 >= first + second:
+            decay = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
+            return low / (1 + decay * (step - first - second))
+        done, size, stairs = step % (first + second), first, self.cycle_first_stair_count
+        if done > first:
+            done, size = first + second - done, second
             stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         # Multiply first: done / size is rounded, and could fall just under its stair.
-        return math.floor(done * stairs / size) / stairs if stairs else done / size
+        return low + (own - low) * (math.floor(done * stairs / size) / stairs if stairs else done / size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +239,8 @@ class LRRangeTest(ScheduleConfig):
     rate_default: ClassVar[float | None] = 0.001
 
     lr_range_test_step_size: int = setting(2000, _check_count, low=1)
-    lr_range_test_step_rate: float = setting(1.0, check_real)
-    lr_range_test_staircase: bool = setting(False, check_boolean)
+    lr_range_test_step_rate: float = setting(1.0, accept.real)
+    lr_range_test_staircase: bool = setting(False, accept.boolean)
 
     def rate(self, step: int, own: float, low: float) -> float:
         intervals = step / self.lr_range_test_step_size

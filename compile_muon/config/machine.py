@@ -12,18 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_folder,
-    check_integer,
-    check_known,
-    check_mapping,
-    check_real,
-    check_type,
-    taken,
-    takes,
-)
+from compile_muon.config import accept
 from compile_muon.errors import config_error
 from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
@@ -37,14 +26,13 @@ _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 Reader = Callable[[str, object], Any]
 C = TypeVar("C", bound=Costs)
 
-_positive = partial(check_real, positive=True)
-_share = partial(check_real, positive=True, most=1.0)
-_count = partial(check_integer, low=1)
-_natural = partial(check_integer, low=0)
+_positive = partial(accept.real, positive=True)
+_share = partial(accept.real, positive=True, most=1.0)
+_count = partial(accept.integer, low=1)
+_natural = partial(accept.integer, low=0)
 
 
 def known_machines() -> list[str]:
-    """Return the names of all machines in ``machines/``."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
@@ -79,10 +67,10 @@ def costs_for(name_or_path: str | None, device: str) -> Costs:
     return load_costs(name_or_path or ("cpu" if device == "cpu" else "h100"))
 
 
-@takes(lambda: f"{taken(check_choice, allowed=known_machines())}, or a file")
+@accept.takes(lambda: f"{accept.taken(accept.choice, allowed=known_machines())}, or a file")
 def check_machine(field: str, value: object) -> str:
     """Accept the name or path of a machine whose file can be read."""
-    path = os.fspath(check_folder(field, value))
+    path = os.fspath(accept.folder(field, value))
     load_costs(path, field)
     return path
 
@@ -111,9 +99,9 @@ def _fields(
     prefix: str, record: object, readers: Mapping[str, Reader | None], required: Collection[str] = ()
 ) -> dict[str, Any]:
     """Read the fields of `record`; a field whose reader is None is skipped."""
-    entries = check_mapping(prefix.rstrip(":. "), record)
+    entries = accept.mapping(prefix.rstrip(":. "), record)
     for name, value in entries.items():
-        check_known(f"{prefix}{name}", value, name, readers, "a field")
+        accept.known(f"{prefix}{name}", value, name, readers, "a field")
     for name in required:
         if name not in entries:
             raise config_error(f"{prefix}{name}", None, "is missing", "write it")
@@ -133,7 +121,7 @@ def _or_none(reader: Reader, path: str, value: object) -> Any:
 
 
 def _list(entry: Reader, path: str, value: object) -> tuple[Any, ...]:
-    rows = check_type(path, value, Sequence, "a list", "write [...]")
+    rows = accept.of_type(path, value, Sequence, "a list", "write [...]")
     return tuple(entry(f"{path}[{row}]", each) for row, each in enumerate(rows))
 
 
@@ -160,7 +148,7 @@ def _filled(reader: Reader, path: str, value: object) -> Any:
 
 
 def _by_dtype(entry: Reader, path: str, value: object) -> dict[str, Any]:
-    for name in (entries := check_mapping(path, value)):
+    for name in (entries := accept.mapping(path, value)):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise config_error(f"{path}.{name}", name, "is not a dtype of torch", 'use names like "bfloat16"')
     return {name: entry(f"{path}.{name}", each) for name, each in entries.items()}
@@ -178,28 +166,28 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
 
 
 def _text(path: str, value: object) -> str:
-    return cast(str, check_type(path, value or None, str, "a text", 'write "..."'))
+    return cast(str, accept.of_type(path, value or None, str, "a text", 'write "..."'))
 
 
 _tables = partial(_by_dtype, partial(_filled, _table))
 _LINK: dict[str, Reader] = {
     "within": partial(_or_none, _count),
     "bandwidth": _positive,
-    "latency": check_real,
+    "latency": accept.real,
     "fraction": _share,
     "bandwidths": _table,
 }
 _PROTOCOL: dict[str, Reader] = {
     "name": _text,
-    "start_seconds": check_real,
-    "latencies": partial(_list, check_real),
+    "start_seconds": accept.real,
+    "latencies": partial(_list, accept.real),
     "fraction": _share,
-    "tree": check_boolean,
+    "tree": accept.boolean,
 }
-_KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, check_real, check_real))
+_KINDS: dict[str, Reader] = dict.fromkeys(COLLECTIVES, partial(_pair, accept.real, accept.real))
 #: seconds of the host's work in a step, by kind of work
 _HOST: dict[str, Reader] = dict.fromkeys(
-    ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz"), check_real
+    ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz"), accept.real
 )
 
 
@@ -210,8 +198,8 @@ def _each(reader: Reader, names: str) -> dict[str, Reader]:
 #: field -> reader, of the planner's machines and of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
-    "device": partial(check_choice, allowed=("cuda", "cpu")),
-    "architecture": lambda path, value: check_choice(path, value, ("", *load_tables())),
+    "device": partial(accept.choice, allowed=("cuda", "cpu")),
+    "architecture": lambda path, value: accept.choice(path, value, ("", *load_tables())),
     "memory_bytes": _count,
     "memory_fraction": _share,
     "attention_fraction": partial(_or_none, _share),
@@ -225,12 +213,12 @@ READERS: dict[str, Reader] = {
     "collectives": lambda path, value: _fields(f"{path}.", value, _KINDS),
     "host_seconds": lambda path, value: _fields(f"{path}.", value, _HOST),
     "sources": lambda path, value: {
-        name: _text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()
+        name: _text(f"{path}.{name}", said) for name, said in accept.mapping(path, value).items()
     },
     **_each(_positive, "memory_bandwidth kernel_seconds"),
     **_each(_natural, "processors collective_processors cores fill_entries"),
     **_each(
-        check_real,
+        accept.real,
         "function_seconds late_seconds start_seconds host_bandwidth host_memory_bandwidth disk_bandwidth",
     ),
 }

@@ -7,18 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes, setting
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_folder,
-    check_integer,
-    check_known,
-    check_mapping,
-    check_real,
-    key_name,
-    takes,
-)
 from compile_muon.errors import ConfigError
 
 __all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
@@ -27,9 +17,9 @@ __all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
 
 
-@takes("a path")
+@accept.takes("a path")
 def _check_path(field: str, value: object) -> str:
-    return os.fspath(check_folder(field, value))
+    return os.fspath(accept.folder(field, value))
 
 
 @dataclass(frozen=True)
@@ -50,51 +40,49 @@ class OffloadConfig(Checked):
             (docs/how-to/offload.md#adamw-on-the-host).
     """
 
-    device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))
+    device: str = setting("cpu", accept.choice, allowed=("cpu", "nvme"))
     nvme_path: str | None = setting(None, _check_path, none=True)
-    pin_memory: bool = setting(True, check_boolean)
-    buffer_count: int = setting(4, check_integer, low=2)
-    buffer_bytes: int = setting(64 << 20, check_integer, low=1)
-    ratio: float = setting(1.0, check_real, positive=True, most=1.0)
-    momentum: bool = setting(True, check_boolean)
-    masters: bool = setting(False, check_boolean)
-    adamw_on: str = setting("device", check_choice, allowed=("device", "cpu"))
+    pin_memory: bool = setting(True, accept.boolean)
+    buffer_count: int = setting(4, accept.integer, low=2)
+    buffer_bytes: int = setting(64 << 20, accept.integer, low=1)
+    ratio: float = setting(1.0, accept.real, positive=True, most=1.0)
+    momentum: bool = setting(True, accept.boolean)
+    masters: bool = setting(False, accept.boolean)
+    adamw_on: str = setting("device", accept.choice, allowed=("device", "cpu"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if "nvme" has no folder."""
         if self.device == "nvme" and self.nvme_path is None:
             problem = "is a file, and nvme_path says of no folder"
             yield self.contradiction("device", problem, 'give "nvme_path", or use "cpu"')
 
 
-@takes('"cpu", or fields of OffloadConfig')
+@accept.takes('"cpu", or fields of OffloadConfig')
 def check_offload(field: str, value: object) -> OffloadConfig | None:
     """Accept an :class:`OffloadConfig`, a mapping of its fields, or its device."""
     if isinstance(value, OffloadConfig):
         return value
-    section = check_mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
-    known = [f.name for f in fields(OffloadConfig)]
-    _refuse_unknown(field, section, known)
+    section = accept.mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
+    section = _known(field, section, [f.name for f in fields(OffloadConfig)])
     if section.get("device", "none") in (None, "none"):
         return None
     mistakes = Mistakes()
-    known_fields = {key: entry for key, entry in section.items() if key in known}
-    offload = OffloadConfig.read(known_fields, mistakes, field)
+    offload = OffloadConfig.read(section, mistakes, field)
     mistakes.raise_all()
     return offload
 
 
-def _refuse_unknown(field: str, section: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key, entry in section.items():
-        if key not in _NOT_READ:
-            check_known(f"{field}.{key_name(key)}", entry, key, known, "a known key")
+def _known(field: str, section: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return `section` without keys about buffers that do not exist here; refuse keys that are not among `names`."""
+    entries = {key: entry for key, entry in section.items() if key not in _NOT_READ}
+    for key, entry in entries.items():
+        accept.known(f"{field}.{accept.key_name(key)}", entry, key, names, "a known key")
+    return entries
 
 
-@takes('"cpu"')
+@accept.takes('"cpu"')
 def check_offload_param(field: str, value: object) -> str | None:
     """Accept the device, alone or in DeepSpeed's section. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
-        return check_choice(field, value, allowed=("cpu",))
-    _refuse_unknown(field, value, ("device", "pin_memory", "nvme_path", "buffer_count"))
-    device = value.get("device", "none")
-    return None if device in (None, "none") else check_choice(field, device, allowed=("cpu",))
+        return accept.choice(field, value, allowed=("cpu",))
+    device = _known(field, value, ("device", "pin_memory", "nvme_path", "buffer_count")).get("device", "none")
+    return None if device in (None, "none") else accept.choice(field, device, allowed=("cpu",))

@@ -14,29 +14,14 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes, setting
-from compile_muon.config.checks import (
-    check_boolean,
-    check_choice,
-    check_dtype,
-    check_dtype_name,
-    check_instance,
-    check_integer,
-    check_known,
-    check_pair,
-    check_patterns,
-    check_rate,
-    check_real,
-    check_type,
-    taken,
-    takes,
-)
 from compile_muon.config.compile_options import CompileOptions
 from compile_muon.config.elsewhere import OF_OPTIMIZERS
 from compile_muon.config.groups import GroupConfig, check_groups, check_method, check_own_rates, check_views
@@ -78,13 +63,13 @@ SCALES = ("original", "match_rms_adamw", "spectral")
 _FLOATS: Any = sys.float_info.max  # float() overflows on larger integers
 
 
-@takes(lambda: f"{taken(check_choice, allowed=COEFFICIENTS)}, a triple, or a triple per step")
+@accept.takes(lambda: f"{accept.taken(accept.choice, allowed=COEFFICIENTS)}, a triple, or a triple per step")
 def _check_coefficients(field: str, value: Any) -> str | tuple:
     """Accept a known name, one triple (a, b, c) for every step, or one triple per step."""
     if isinstance(value, str):
-        return check_choice(field, value, COEFFICIENTS)
+        return accept.choice(field, value, COEFFICIENTS)
     remedy = "use a known name, one triple (a, b, c), or one triple per step"
-    check_type(field, value, Sequence, "a name or triples", remedy)
+    accept.of_type(field, value, Sequence, "a name or triples", remedy)
     if len(value) > MAX_STEPS:
         raise config_error(field, value, f"has {len(value)} triples", f"give at most {MAX_STEPS}, one per step")
     is_single = any(isinstance(x, numbers.Real) for x in value)
@@ -105,11 +90,11 @@ def matches_adamw(adjust_lr: object) -> bool:
     return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
 
 
-@takes('"original", "match_rms_adamw", "spectral", or a number above 0')
+@accept.takes('"original", "match_rms_adamw", "spectral", or a number above 0')
 def _check_scale(field: str, value: object) -> str | float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return check_real(field, value, positive=True)
-    return check_choice(field, value, SCALES)
+        return accept.real(field, value, positive=True)
+    return accept.choice(field, value, SCALES)
 
 
 @dataclass(frozen=True)
@@ -135,16 +120,15 @@ class NSConfig(Checked):
             split, down to one. "auto" is what backward has freed, at least 1 GiB.
     """
 
-    steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
+    steps: int | None = setting(None, accept.integer, none=True, low=1, high=MAX_STEPS)
     coefficients: str | tuple = setting("jordan", _check_coefficients)
-    method: str = setting("auto", check_choice, allowed=FORMS)
-    dtype: str = setting("auto", check_dtype_name, extra=("auto",))
-    eps: float = setting(1e-7, check_real)
-    backend: str = setting("auto", check_choice, allowed=BACKENDS)
-    memory_limit: int | str = setting("auto", check_integer, also="auto", low=0)
+    method: str = setting("auto", accept.choice, allowed=FORMS)
+    dtype: str = setting("auto", accept.dtype_name, extra=("auto",))
+    eps: float = setting(1e-7, accept.real)
+    backend: str = setting("auto", accept.choice, allowed=BACKENDS)
+    memory_limit: int | str = setting("auto", accept.integer, also="auto", low=0)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if ``steps`` is not the length of a schedule of coefficients that must run as a whole."""
         if isinstance(self.coefficients, str):
             chosen = COEFFICIENTS[self.coefficients]
             length = len(chosen.steps) if chosen.fixed_length else None
@@ -175,15 +159,15 @@ class MuonConfig(Checked):
         ns: how the direction is orthogonalized.
     """
 
-    lr: float | torch.Tensor = setting(0.02, check_rate)
-    momentum: float = setting(0.95, check_real, below=1.0)
-    nesterov: bool = setting(True, check_boolean)
-    weight_decay: float = setting(0.1, check_real)
+    lr: float | torch.Tensor = setting(0.02, accept.rate)
+    momentum: float = setting(0.95, accept.real, below=1.0)
+    nesterov: bool = setting(True, accept.boolean)
+    weight_decay: float = setting(0.1, accept.real)
     adjust_lr: str | float | None = setting(None, _check_scale, none=True)
-    momentum_dtype: str | None = setting(None, check_choice, none=True, allowed=("bfloat16", "8bit"))
-    qk_clip: float | None = setting(None, check_real, none=True, positive=True)
-    qk_clip_alpha: float = setting(0.5, check_real, below=1.0)
-    ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
+    momentum_dtype: str | None = setting(None, accept.choice, none=True, allowed=("bfloat16", "8bit"))
+    qk_clip: float | None = setting(None, accept.real, none=True, positive=True)
+    qk_clip_alpha: float = setting(0.5, accept.real, below=1.0)
+    ns: NSConfig = setting(NSConfig(), accept.instance, kind=NSConfig)
 
 
 @dataclass(frozen=True)
@@ -199,11 +183,11 @@ class AdamWConfig(Checked):
             ``param._no_weight_decay = True`` never do.
     """
 
-    lr: float | torch.Tensor = setting(3e-4, check_rate)
-    betas: tuple[float, float] = setting((0.9, 0.95), check_pair)
-    eps: float = setting(1e-8, check_real)
-    weight_decay: float = setting(0.1, check_real)
-    decay_vectors: bool = setting(False, check_boolean)
+    lr: float | torch.Tensor = setting(3e-4, accept.rate)
+    betas: tuple[float, float] = setting((0.9, 0.95), accept.pair)
+    eps: float = setting(1e-8, accept.real)
+    weight_decay: float = setting(0.1, accept.real)
+    decay_vectors: bool = setting(False, accept.boolean)
 
 
 @dataclass(frozen=True)
@@ -239,19 +223,19 @@ class ZeroConfig(Checked):
             None: on the device.
     """
 
-    stage: int = setting(2, check_integer, low=0, high=3)
-    update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
-    gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)
-    gradient_clipping: float | None = setting(None, check_real, none=True, positive=True)
-    nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
-    max_skipped_steps: int = setting(100, check_integer, low=1)
-    checks: str | None = setting(None, check_choice, none=True, allowed=("in_step", "next_step"))
-    check_replicas: int | None = setting(None, check_integer, none=True, low=1)
-    param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
-    reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
-    master_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
-    shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
-    communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
+    stage: int = setting(2, accept.integer, low=0, high=3)
+    update: str = setting("auto", accept.choice, allowed=("auto", "backward", "step"))
+    gradient_accumulation_steps: int | None = setting(1, accept.integer, none=True, low=1)
+    gradient_clipping: float | None = setting(None, accept.real, none=True, positive=True)
+    nonfinite: str = setting("error", accept.choice, allowed=("error", "skip"))
+    max_skipped_steps: int = setting(100, accept.integer, low=1)
+    checks: str | None = setting(None, accept.choice, none=True, allowed=("in_step", "next_step"))
+    check_replicas: int | None = setting(None, accept.integer, none=True, low=1)
+    param_dtype: torch.dtype | None = setting(None, accept.dtype, none=True)
+    reduce_dtype: torch.dtype | None = setting(None, accept.dtype, none=True)
+    master_dtype: torch.dtype | None = setting(None, accept.dtype, none=True)
+    shard_state_over: str = setting("shard", accept.choice, allowed=("shard", "all"))
+    communicators: str = setting("auto", accept.choice, allowed=("auto", "shared", "separate"))
     offload: OffloadConfig | None = setting(None, check_offload, none=True)
     offload_param: str | None = setting(None, check_offload_param, none=True)
 
@@ -266,7 +250,6 @@ class ZeroConfig(Checked):
         return self.gradient_accumulation_steps or 1
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about ``check_replicas`` and ``offload_param`` where there is nothing to compare or offload."""
         if self.check_replicas is not None and self.stage == 3:
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
             yield self.contradiction("check_replicas", problem, "leave it out, or use stage 2")
@@ -288,12 +271,11 @@ class MeshConfig(Checked):
         tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cut them, and the same batch.
     """
 
-    replicate: int = setting(1, check_integer, also=-1, low=1)
-    shard: int = setting(-1, check_integer, also=-1, low=1)
-    tensor: int = setting(1, check_integer, also=-1, low=1)
+    replicate: int = setting(1, accept.integer, also=-1, low=1)
+    shard: int = setting(-1, accept.integer, also=-1, low=1)
+    tensor: int = setting(1, accept.integer, also=-1, low=1)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error if more than one axis is -1."""
         rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
         if len(rest) > 1:
             yield self.contradiction(rest[0], f"and {rest[1]} are both the rest", "give the size of one")
@@ -310,11 +292,11 @@ class ExpertParallelConfig(Checked):
             computes every token.
     """
 
-    size: int = setting(1, check_integer, low=1)
-    capacity_factor: float | None = setting(None, check_real, none=True, positive=True)
+    size: int = setting(1, accept.integer, low=1)
+    capacity_factor: float | None = setting(None, accept.real, none=True, positive=True)
 
 
-@takes("a path, or a list of them")
+@accept.takes("a path, or a list of them")
 def _check_stacks(field: str, value: object) -> tuple[str, ...]:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
@@ -340,15 +322,14 @@ class SequenceParallelConfig(Checked):
             (docs/how-to/sequence.md#loaders-that-cut) sequences themselves.
     """
 
-    size: int = setting(1, check_integer, low=1)
+    size: int = setting(1, accept.integer, low=1)
     blocks: tuple[str, ...] | None = setting(None, _check_stacks, none=True)
-    joined: bool | None = setting(None, check_boolean, none=True)
-    check: bool = setting(True, check_boolean)
-    attention: str = setting("heads", check_choice, allowed=("heads", "ring", "both"))
-    inputs: str = setting("whole", check_choice, allowed=("whole", "sharded"))
+    joined: bool | None = setting(None, accept.boolean, none=True)
+    check: bool = setting(True, accept.boolean)
+    attention: str = setting("heads", accept.choice, allowed=("heads", "ring", "both"))
+    inputs: str = setting("whole", accept.choice, allowed=("whole", "sharded"))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about fields that ``size`` or ``inputs`` leaves without use."""
         if self.size == 1 and self.blocks is not None:
             yield self.contradiction("blocks", "says what to cut, and size is 1", "give a size, or leave it out")
         if self.inputs == "sharded" and self.joined:
@@ -369,9 +350,9 @@ class CompileConfig(CompileOptions):
         dynamic: passed on to torch.compile.
     """
 
-    enabled: bool = setting(False, check_boolean)
-    fullgraph: bool = setting(False, check_boolean)
-    dynamic: bool | None = setting(None, check_boolean, none=True)
+    enabled: bool = setting(False, accept.boolean)
+    fullgraph: bool = setting(False, accept.boolean)
+    dynamic: bool | None = setting(None, accept.boolean, none=True)
 
 
 @dataclass(frozen=True)
@@ -406,18 +387,16 @@ class Config(Checked):
         scheduler: how the rates of both halves change from step to step, or None.
     """
 
-    muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
-    adamw: AdamWConfig = setting(AdamWConfig(), check_instance, kind=AdamWConfig)
-    zero: ZeroConfig = setting(ZeroConfig(), check_instance, kind=ZeroConfig)
-    compile: CompileConfig = setting(CompileConfig(), check_instance, kind=CompileConfig)
-    muon_params: Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None = setting(
-        None, check_patterns, none=True
-    )
-    algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
-    mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
-    expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
+    muon: MuonConfig = setting(MuonConfig(), accept.instance, kind=MuonConfig)
+    adamw: AdamWConfig = setting(AdamWConfig(), accept.instance, kind=AdamWConfig)
+    zero: ZeroConfig = setting(ZeroConfig(), accept.instance, kind=ZeroConfig)
+    compile: CompileConfig = setting(CompileConfig(), accept.instance, kind=CompileConfig)
+    muon_params: accept.Patterns | None = setting(None, accept.patterns, none=True)
+    algorithm: str = setting("muon", accept.choice, allowed=ALGORITHMS)
+    mesh: MeshConfig | None = setting(None, accept.instance, kind=MeshConfig, none=True)
+    expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), accept.instance, kind=ExpertParallelConfig)
     sequence_parallel: SequenceParallelConfig = setting(
-        SequenceParallelConfig(), check_instance, kind=SequenceParallelConfig
+        SequenceParallelConfig(), accept.instance, kind=SequenceParallelConfig
     )
     machine: str | None = setting(None, check_machine, none=True)
     method: str = setting("muon", check_method, kind=MatrixMethod)
@@ -425,12 +404,11 @@ class Config(Checked):
     rates: tuple[tuple[str, Any], ...] = setting((), check_own_rates)
     groups: tuple[GroupConfig, ...] = setting((), check_groups)
     muon_views: tuple[tuple[str, Any], ...] = setting((), check_views)
-    per_head_muon: bool = setting(False, check_boolean)
-    split_fused: bool = setting(False, check_boolean)
-    scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
+    per_head_muon: bool = setting(False, accept.boolean)
+    split_fused: bool = setting(False, accept.boolean)
+    scheduler: ScheduleConfig | None = setting(None, accept.instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Yield errors about settings that exclude each other, or that "adamw" never reads."""
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
             yield self.compile.contradiction("cuda_graphs", problem, "leave one of them out")
@@ -445,9 +423,8 @@ class Config(Checked):
             if getattr(self, name) != getattr(Config, name):
                 yield self.contradiction(name, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
-            yield self.zero.contradiction(
-                "update", f"{NO_MUON}, and AdamW updates in step()", 'use update="auto" or "step"'
-            )
+            problem = f"{NO_MUON}, and AdamW updates in step()"
+            yield self.zero.contradiction("update", problem, 'use update="auto" or "step"')
 
 
 # -------------------------------------------------------------------------- settings by name
@@ -509,16 +486,7 @@ class UserSettings:
             try:
                 if mesh:
                     rest["mesh"] = self._build(MeshConfig)
-                return self._build(
-                    Config,
-                    muon=self._build(MuonConfig, ns=self._build(NSConfig)),
-                    adamw=self._build(AdamWConfig),
-                    zero=self._build(ZeroConfig),
-                    compile=self._build(CompileConfig),
-                    expert_parallel=self._build(ExpertParallelConfig),
-                    sequence_parallel=self._build(SequenceParallelConfig),
-                    **rest,
-                )
+                return self._build(Config, **rest)
             except ConfigError as error:
                 count_before = len(self.values)
                 for each in error.errors:
@@ -529,10 +497,9 @@ class UserSettings:
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
-        field_values = {
-            field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values
-        }
-        return kind(**field_values, **rest)
+        parts = {f.name: self._build(type(f.default)) for f in fields(kind) if isinstance(f.default, Checked)}
+        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
+        return kind(**parts, **own, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:
@@ -546,7 +513,7 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     user_settings = UserSettings()
     for name, value in kwargs.items():
         with user_settings.mistakes.collected():
-            check_known(name, value, name, ARGUMENTS, "an argument of MuonZero", _OBJECTS, OF_OPTIMIZERS)
+            accept.known(name, value, name, ARGUMENTS, "an argument of MuonZero", _OBJECTS, OF_OPTIMIZERS)
             user_settings.put(name, value, name)
     config = user_settings.best()
     user_settings.mistakes.raise_all()

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes
-from compile_muon.config.checks import check_type, key_name
 from compile_muon.config.settings import Config
 from compile_muon.errors import config_error
 
@@ -40,7 +40,7 @@ def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
         whole = _read_file(source, mistakes)
     else:
         whole = _values_of(source)
-    return _plain(check_type("config", whole, Mapping, "an object", _remedy(whole)), "", {})
+    return _plain(accept.of_type("config", whole, Mapping, "an object", _remedy(whole)), "", {})
 
 
 def _remedy(value: object) -> str:
@@ -89,7 +89,7 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
         if isinstance(value, Mapping):
             converted = {}
             for key in value:
-                name = f"{path}.{key_name(key)}" if path else key_name(key)
+                name = f"{path}.{accept.key_name(key)}" if path else accept.key_name(key)
                 converted[key] = _plain(_entry(value, key, name), name, known, depth + 1)
         else:
             converted = [_plain(entry, path, known, depth + 1) for entry in value]

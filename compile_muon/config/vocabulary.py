@@ -8,11 +8,11 @@ an error unless its value is off. The names, deprecated ones too, come from Deep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from compile_muon.config.checks import check_mapping, key_name, nearest
+from compile_muon.config import accept
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, PARTS, UserSettings
 from compile_muon.errors import ConfigError, config_error
@@ -59,15 +59,11 @@ def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    other_paths = (
-        "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled fp16.enabled "
-    )
-    other_paths += "zero_optimization.save_muon_momentum_buffer_in_memory"
+    read_apart = "optimizer.type optimizer.params scheduler.type scheduler.params bf16.enabled bfloat16.enabled "
+    read_apart += "fp16.enabled zero_optimization.save_muon_momentum_buffer_in_memory"
     schedules = [f"scheduler.params.{key}" for kind in SCHEDULES.values() for key in parameters(kind)]
-    sections: dict[str, dict[str, None]] = {
-        "": dict.fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))
-    }
-    for path in (*KEYS, *other_paths.split(), *schedules):
+    sections = {"": dict[str, None].fromkeys(("compile", "optimizer", "scheduler", "zero_optimization"))}
+    for path in (*KEYS, *read_apart.split(), *schedules):
         section, _, key = path.rpartition(".")
         sections.setdefault(section, {})[key] = None
         sections[""][path.partition(".")[0]] = None
@@ -133,8 +129,7 @@ _SWITCHES = (
     *("enabled", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning"),
     *("channel_pruning", "layer_reduction", "shared_parameters"),
 )
-_RESUMED = "a checkpoint brings back where the schedule was"
-_SPLIT = "shards are split over all ranks"
+_TENSOR_SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
 _OFFLOADED = "offload_optimizer and offload_param are what there is"
 _MASTERS = 'write "master_dtype": "bfloat16" in optimizer.params, which keeps masters, gradients and state in it'
 _CASTS = 'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params'
@@ -148,7 +143,7 @@ REFUSED: tuple[tuple[str, str, Foreign], ...] = (
     (
         "zero_optimization",
         "zero_hpz_partition_size mics_shard_size",
-        Foreign(_SPLIT, _UNSPLIT),
+        Foreign("shards are split over all ranks", _UNSPLIT),
     ),
     (
         "zero_optimization",
@@ -172,17 +167,13 @@ REFUSED: tuple[tuple[str, str, Foreign], ...] = (
     (
         "scheduler.params",
         "last_batch_iteration",
-        Foreign(_RESUMED, (None, -1)),
+        Foreign("a checkpoint brings back where the schedule was", (None, -1)),
     ),
     ("expert_parallel", "enabled", Foreign('say by "size" how many ranks share experts')),
     ("", "torch_autocast amp", Foreign(_CASTS, (*_OFF, "auto"), _SWITCHES)),  # "auto": a choice of the Trainer's
     ("", "data_types", Foreign(_MASTER_DTYPE, (*_OFF, "fp32", "float32", "torch.float32"))),
     ("", "gradient_allreduce_op", Foreign(_MEAN, (None, "mean"))),
-    (
-        "",
-        "tensor_parallel",
-        Foreign("all ranks are data-parallel", _UNSPLIT, ("autotp_size", "tp_size", "tp", "tensor_parallel")),
-    ),
+    ("", "tensor_parallel", Foreign("all ranks are data-parallel", _UNSPLIT, _TENSOR_SIZES)),
     ("", "elasticity", Foreign(_ELASTIC, heeded=_SWITCHES)),
     (
         "",
@@ -218,7 +209,7 @@ def _slip(value: object, heeded: tuple[str, ...], path: str) -> ConfigError | No
     for key, entry in value.items():
         if not isinstance(key, str):
             continue
-        nearest_key = None if key in heeded else nearest(key.lower(), heeded, cutoff=0.75)
+        nearest_key = None if key in heeded else accept.nearest(key.lower(), heeded, cutoff=0.75)
         if nearest_key is not None and nearest_key not in value and not (isinstance(entry, Mapping) or is_off(entry)):
             problem = "is not a known key, and counts as off"
             return config_error(f"{path}.{key}", entry, problem, f"did you mean {path}.{nearest_key}?")
@@ -261,7 +252,7 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
         with user_settings.mistakes.collected():
             old = section == "zero_optimization" and isinstance(value, bool)  # DeepSpeed takes true, which is stage 1
             example = f'{{"stage": {value:d}}}' if old else _EXAMPLES.get(section, "{...}")
-            check_mapping(section, value, example)
+            accept.mapping(section, value, example)
         return {}
     if section == "scheduler" and value.get("type") not in [*SCHEDULES]:  # keys of a foreign schedule are unknown here
         if value.get("type"):
@@ -270,10 +261,10 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
         return {}
     values, unknown = dict[str, Any](), []
     for key, entry in value.items():
-        path = full_name(section, key_name(key))
+        path = full_name(section, accept.key_name(key))
         if key in SECTIONS[section]:
             values |= read_keys(user_settings, entry, path) if path in SECTIONS else {path: entry}
-        elif key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
+        elif accept.key_name(key).startswith("_"):  # a comment in JSON, which DeepSpeed ignores
             user_settings.hints.append(path)
         elif path not in FOREIGN:
             unknown.append(key)
@@ -281,17 +272,13 @@ def read_keys(user_settings: UserSettings, value: object, section: str = "") -> 
             user_settings.mistakes.add(error)
         else:
             user_settings.hints.append(path)
-    for error in _unknown(section, unknown, value):
-        user_settings.mistakes.add(error)
+    for number, key in enumerate(unknown):
+        remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
+        path = full_name(section, accept.key_name(key))
+        user_settings.mistakes.add(config_error(path, value[key], "is not a known key", remedy))
     if section == "compile" and "compile.deepcompile" not in values:
         values.setdefault("compile.enabled", True)
     return values
-
-
-def _unknown(section: str, keys: list[Any], value: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    for number, key in enumerate(keys):
-        remedy = _known_keys(section, key if number < _MOST_COMPARED else None)
-        yield config_error(full_name(section, key_name(key)), value[key], "is not a known key", remedy)
 
 
 def _known_keys(section: str, key: object) -> str:
@@ -303,6 +290,6 @@ def _known_keys(section: str, key: object) -> str:
     names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     if key in names and key != "enabled":
         return f"did you mean {names[key]}?"
-    if near := nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
+    if near := accept.nearest(key, [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]):
         return f"did you mean {full_name(section, near)}?"
-    return f"did you mean {names[near]}?" if (near := nearest(key, names, cutoff=0.75)) else known_keys
+    return f"did you mean {names[near]}?" if (near := accept.nearest(key, names, cutoff=0.75)) else known_keys

@@ -71,20 +71,16 @@ class TensorFacts:
 
 
 @functools.cache
-def _code(dtype: str) -> str:
-    """Look up safetensors' word for a dtype in a file of the library's."""
-    from safetensors.torch import save  # importing compile_muon stays lean
+def _words() -> dict[torch.dtype, str]:
+    """Return safetensors' words for the dtypes that it reads; complex128, say, is not among them."""
+    from safetensors.torch import _TYPES  # importing compile_muon stays lean
 
-    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype), device="cpu")})
-    return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
+    return {dtype: word for word, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}
 
 
 def is_storable(tensor: Tensor) -> bool:
     """Tell whether the tensor is dense, and of a dtype for which safetensors has a word."""
-    try:
-        return tensor.layout is torch.strided and _code(encode_dtype(tensor.dtype)) != ""
-    except KeyError:  # e.g. complex128
-        return False
+    return tensor.layout is torch.strided and tensor.dtype in _words()
 
 
 def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:
@@ -104,7 +100,7 @@ def new_tensor_file(
     end = 0
     for name, fact in facts.items():
         start, end = end, end + fact.nbytes
-        entries[name] = {"dtype": _code(fact.dtype), "shape": fact.shape, "data_offsets": (start, end)}
+        entries[name] = {"dtype": _words()[decode_dtype(fact.dtype)], "shape": fact.shape, "data_offsets": (start, end)}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     with new_file(path, replace=replace) as file:
@@ -230,11 +226,8 @@ class Reader:
             with self._opened(name) as stored:
                 for box, piece, both in requests:
                     target = box.target[_within(both, _indices(box.offsets, box.target.shape))]
-                    target.copy_(converted(box.stored, self._part(stored, box.stored, piece, both), target.dtype))
-
-    @staticmethod
-    def _part(stored: Any, name: str, piece: _Piece, box: Indices) -> Tensor:
-        return stored.get_slice(name)[_within(box, piece.box)]
+                    part = stored.get_slice(box.stored)[_within(both, piece.box)]
+                    target.copy_(converted(box.stored, part, target.dtype))
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
@@ -305,7 +298,7 @@ class Reader:
             values = []
             for holder in (piece, other):
                 with self._opened(holder.file) as stored:
-                    part = self._part(stored, name, holder, both)
+                    part = stored.get_slice(name)[_within(both, holder.box)]
                     values.append(part.contiguous().reshape(-1).view(torch.uint8).clone())
             if not torch.equal(*values):
                 raise CheckpointError(

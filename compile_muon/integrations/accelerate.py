@@ -152,7 +152,6 @@ def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Return whether `optimizer` has a parameter of `model`."""
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return any(id(param) in trained for param in model.parameters())
 
@@ -298,7 +297,12 @@ class _Sharded:
             step = optimizer.engine.status.step - 1  # status counts the running step
             with ranks.together(f"{folder}: was not saved"):
                 if ranks.rank == 0:
-                    _write_record(folder, step, {"step": self._accelerator.step, "files": _digests(state)})
+                    # A state saved over another has files of both: the record says which belong to this step.
+                    record = {"step": self._accelerator.step, "files": _digests(state)}
+                    folder.mkdir(parents=True, exist_ok=True)
+                    staged = folder / f"{_record(folder, step).name}.tmp"
+                    write_bytes(staged, json.dumps(record, indent=2).encode(), replace=True)
+                    os.replace(staged, _record(folder, step))
             save_pretrained(wrapped.model, folder)
             Checkpointer(folder, keep_last=1).save(step, wrapped.model, optimizer)
             if ranks.rank == 0:
@@ -346,14 +350,6 @@ def _digests(state: Path) -> dict[str, str]:
     """Return file name -> SHA-256 of Accelerate's files in `state`."""
     files = sorted(path for path in state.iterdir() if path.is_file() and _STATE_FILE.fullmatch(path.name))
     return {path.name: describe_file(path).sha256 for path in files}
-
-
-def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
-    """Record the files that belong to the checkpoint of `step`: a state saved over another has files of both."""
-    folder.mkdir(parents=True, exist_ok=True)
-    staged = folder / f"accelerate-{step}.json.tmp"
-    write_bytes(staged, json.dumps(record, indent=2).encode(), replace=True)
-    os.replace(staged, _record(folder, step))
 
 
 def _record(folder: Path, step: int) -> Path:

@@ -54,8 +54,12 @@ WHY = {
 Refusal = tuple[Any, str, Any, str, str]
 
 
-def contradicting(so: Any, field: str, value: object, setting: str, said: object) -> Refusal:
-    """Return a refusal, if `so`, of `value` at `field` of the config: the trainer's own `setting` is `said`."""
+def contradicting(field: str, value: object, setting: str, said: object, same: bool | None = None) -> Refusal:
+    """Return a refusal of `value` at `field` of the config where the trainer's own `setting`, `said`, contradicts it.
+
+    `same`: whether they agree, where the two need not be equal.
+    """
+    so = None not in (value, said) and value != said if same is None else not same
     return so, field, value, f"contradicts {setting} = {said!r}", 'leave it out of the config, or write "auto"'
 
 
@@ -64,11 +68,11 @@ def refuse(rows: Iterable[Refusal]) -> None:
     raise_all(config_error(*row) for so, *row in rows if so)
 
 
-def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:
+def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[tuple[str, ...], Any]) -> Any:
     """Return `source` as a new mapping, with ``"auto"`` replaced.
 
-    `automatic`: path of keys -> value; `defaults`: values of absent top-level keys. A :class:`Config` is returned as it
-    is, and so is an unreadable source, for ``load_config`` to report.
+    `automatic`: path of keys -> value; `defaults`: the same of absent keys. A :class:`Config` is returned as it is, and
+    so is an unreadable source, for ``load_config`` to report.
     """
     if isinstance(source, Config):
         return source
@@ -77,9 +81,14 @@ def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults
         values = as_mapping(source, mistakes)
     if mistakes.found:
         return source
-    values = {**values, **{key: value for key, value in defaults.items() if key not in values}}
-    for path, value in automatic.items():
+    for path, value in defaults.items():
         section: Any = values
+        for key in path[:-1]:
+            section = section.setdefault(key, {}) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.setdefault(path[-1], value)
+    for path, value in automatic.items():
+        section = values
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.get(path[-1]) == "auto":

@@ -166,22 +166,16 @@ class MuonZeroStrategy(DDPStrategy):
             ("gradient_clipping",): clips or 0.0,
             ("bf16", "enabled"): str(self.precision_plugin.precision).startswith("bf16"),
         }
-        config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
-        steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        is_default = isinstance(self.config, Config) and steps == 1  # a Config cannot tell 1 from absent
-        count, value = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        tensor = config.mesh and config.mesh.tensor
+        config = load_config(filled(self.config, automatic, defaults={("gradient_accumulation_steps",): None}))
+        steps, tensor = config.zero.gradient_accumulation_steps, config.mesh and config.mesh.tensor
+        if isinstance(self.config, Config) and steps == 1:  # a Config cannot tell 1 from absent
+            steps = None
+        count, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         rows = [
             (tensor not in (None, 1), "mesh.tensor", tensor, *WHY["tensor"]),
-            contradicting(
-                steps not in (None, count) and not is_default,
-                "gradient_accumulation_steps", steps, "Trainer.accumulate_grad_batches", count,
-            ),
-            contradicting(
-                limit is not None and value not in (None, limit),
-                "gradient_clipping", limit, "Trainer.gradient_clip_val", value,
-            ),
-        ]  # fmt: skip
+            contradicting("gradient_accumulation_steps", steps, "Trainer.accumulate_grad_batches", count),
+            contradicting("gradient_clipping", config.zero.gradient_clipping, "Trainer.gradient_clip_val", limit),
+        ]
         if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
             rows.append(_unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel)))
         refuse(rows)
@@ -418,7 +412,6 @@ def _unseen(plan: SequencePlan) -> Refusal:
 
 
 def _ranks() -> Ranks:
-    """Return all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return Ranks(group, torch.device("cpu"), RankStatus(), apart=False)
 

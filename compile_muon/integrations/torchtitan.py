@@ -124,21 +124,19 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
     bf16_enabled: Any = None
     if not isinstance(source, Config):
         automatic: dict[tuple[str, ...], Any] = {("gradient_accumulation_steps",): steps, ("gradient_clipping",): 0}
-        values = filled(source, automatic, defaults={"gradient_accumulation_steps": steps})
+        values = filled(source, automatic, defaults={("gradient_accumulation_steps",): steps})
         precision = values.get("bf16") if isinstance(values, dict) else None
         if isinstance(precision, dict) and "enabled" in precision:
             bf16_enabled, precision["enabled"] = precision["enabled"], low
         source = load_config(values)
     zero, sequence = source.zero, source.sequence_parallel.size
-    precision, value = ("param_dtype", zero.param_dtype) if bf16_enabled is None else ("bf16.enabled", bf16_enabled)
-    differs = bf16_enabled not in (None, "auto", low) or zero.param_dtype not in (None, dtype)
+    name, value = ("param_dtype", zero.param_dtype) if bf16_enabled is None else ("bf16.enabled", bf16_enabled)
+    same = bf16_enabled in (None, "auto", low) and zero.param_dtype in (None, dtype)
     count, clip = zero.gradient_accumulation_steps, zero.gradient_clipping
+    size, fits = training.global_batch_size, steps is None or count in (None, steps)
     refuse([
-        contradicting(differs, precision, value, "training.mixed_precision_param", training.mixed_precision_param),
-        contradicting(
-            steps is not None and count not in (None, steps), "gradient_accumulation_steps", count,
-            "training.global_batch_size", training.global_batch_size,
-        ),
+        contradicting(name, value, "training.mixed_precision_param", training.mixed_precision_param, same),
+        contradicting("gradient_accumulation_steps", count, "training.global_batch_size", size, fits),
         (sequence > 1, "sequence_parallel.size", sequence, "is for batches that nobody cuts",
          "leave it out, and set parallelism.context_parallel_degree"),
         (clip is not None, "gradient_clipping", clip,

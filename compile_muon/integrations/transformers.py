@@ -66,24 +66,17 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
     automatic = {path: value(args) for path, value in _AUTO.items()}
     automatic["scheduler", "params", "total_num_steps"] = steps
     automatic["scheduler", "params", "warmup_num_steps"] = max(1, args.get_warmup_steps(steps))
-    defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
-    values = filled(source, automatic, defaults=defaults)
-    if isinstance(values, dict) and isinstance(params := values.get("optimizer", {}), dict):
-        # Vectors do not decay by default, even in a config of DeepSpeed: the Trainer's groups exempt them too.
-        if isinstance(params := params.get("params", {}), dict):
-            params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
-            values["optimizer"] = {**values.get("optimizer", {}), "params": params}
-    config = load_config(values)
-    zero, count = config.zero, args.gradient_accumulation_steps
+    count = args.gradient_accumulation_steps
+    # Vectors do not decay by default, even in a config of DeepSpeed: the Trainer's groups exempt them too.
+    decay_vectors = "optimizer", "params", "adamw_decay_vectors"
+    defaults = {("gradient_accumulation_steps",): count, decay_vectors: AdamWConfig.decay_vectors}
+    config = load_config(filled(source, automatic, defaults=defaults))
+    zero, name = config.zero, "gradient_accumulation_steps"
     limit = args.max_grad_norm if 0 < (args.max_grad_norm or 0) < math.inf else None
-    rows = [
-        ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", count),
-        ("gradient_clipping", zero.gradient_clipping, "max_grad_norm", limit),
-    ]
-    refuse(
-        contradicting(None not in (ours, theirs) and ours != theirs, key, ours, f"TrainingArguments.{name}", theirs)
-        for key, ours, name, theirs in rows
-    )
+    refuse([
+        contradicting(name, zero.gradient_accumulation_steps, f"TrainingArguments.{name}", count),
+        contradicting("gradient_clipping", zero.gradient_clipping, "TrainingArguments.max_grad_norm", limit),
+    ])  # fmt: skip
     # The Trainer enters accelerator.no_sync for every micro-batch but the last; an epoch's last step may have fewer.
     zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=zero.gradient_clipping or limit)
     return dataclasses.replace(config, zero=zero)
@@ -330,9 +323,8 @@ class MuonTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        contents = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(
-            self.model, self.muon, scheduler=self.lr_scheduler
-        )
+        folder = os.path.join(checkpoint, _FOLDER)
+        contents = Checkpointer(folder).load(self.model, self.muon, scheduler=self.lr_scheduler)
         problem = "has no optimizer state of MuonZero in it"
         remedy = "resume from one saved with save_only_model=False, or begin anew from its weights with from_pretrained"
         refuse([(contents is None, "resume_from_checkpoint", checkpoint, problem, remedy)])

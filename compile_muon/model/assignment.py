@@ -33,7 +33,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from compile_muon.config.checks import check_boolean
+from compile_muon.config import accept
 from compile_muon.config.settings import SCALES
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
@@ -215,7 +215,7 @@ def _use_muon(name: str, param: nn.Parameter) -> bool | None:
     override = getattr(param, "use_muon", None)
     if override is None:
         return None
-    if check_boolean(f"{name}.use_muon", override) and (param.ndim < 2 or not param.numel()):
+    if accept.boolean(f"{name}.use_muon", override) and (param.ndim < 2 or not param.numel()):
         shape = list(param.shape)
         raise config_error(f"{name}.use_muon", override, f"shape {shape} is not a matrix", "leave it to AdamW")
     return bool(override)

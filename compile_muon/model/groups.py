@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_muon.config import AdamWConfig, Config
+from compile_muon.config import AdamWConfig, Config, accept
 from compile_muon.config.checked import Mistakes
-from compile_muon.config.checks import check_known
 from compile_muon.config.groups import GroupConfig, setting_of
 from compile_muon.config.settings import matches_adamw
 from compile_muon.errors import config_error, listed, warn_user
@@ -137,14 +136,14 @@ def _check_rates(config: Config, groups: Collection[Group]) -> None:
         known_rates = list(dict.fromkeys(rate.name for method in methods.values() for rate in method.rates))
         for name, value in entry.rates:
             with mistakes.collected():
-                check_known(f"groups[{entry.name}].{name}", value, name, known_rates or [name], _rate_of(methods))
+                accept.known(f"groups[{entry.name}].{name}", value, name, known_rates or [name], _rate_of(methods))
     used_methods = [config.method, config.auxiliary] if config.algorithm == "muon" else [config.auxiliary]
     methods = {name: method_of(name) for name in used_methods} | {group.method.name: group.method for group in groups}
     # A rate that is an argument of MuonZero itself, as lr, has no default here and is not read from `rates`.
     known_rates = [rate.name for method in methods.values() for rate in method.rates if rate.default is not None]
     for name, value in config.rates:
         with mistakes.collected():
-            check_known(f"rates.{name}", value, name, known_rates, _rate_of(methods))
+            accept.known(f"rates.{name}", value, name, known_rates, _rate_of(methods))
     rates_of_group = {entry.name: dict(entry.rates) for entry in config.groups}
     for group in groups:  # methods may bound a rate of one name, as `eps`, differently
         group_rates = rates_of_group.get(group.configured or "", {})

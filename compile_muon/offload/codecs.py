@@ -117,7 +117,6 @@ def dynamic_map() -> Tensor:
 
 
 def _columns(codes: Tensor, scale: Tensor) -> int:
-    """Return the elements of a row."""
     return math.prod(codes.shape[scale.ndim - 1 :])
 
 

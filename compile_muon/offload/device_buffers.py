@@ -11,8 +11,10 @@ from torch import Tensor
 
 from compile_muon.offload.store import Bucket, Slot, Store
 
-__all__ = ["DeviceBuffers", "ReadAhead"]
+__all__ = ["DeviceBuffers", "Placed", "ReadAhead"]
 
+#: a store, its buckets, and the device that computes with them
+Placed = tuple[Store, Sequence[Bucket], torch.device]
 #: a bucket, and how often the step has opened it; (None, 0) is the beginning of a step
 _Visit = tuple[Bucket | None, int]
 
@@ -31,14 +33,11 @@ class _Buffer:
 class DeviceBuffers:
     """The pool of buffers on the device, for ``count`` buckets of all stores.
 
-    ``placed``: each store, its buckets, and the device that computes with them. Nothing is copied of a store in that
-    device's own memory; where this memory is a buffer of a file, the disk waits for the work queued on it. ``real`` is
-    False for fake tensors, which have no streams.
+    Nothing is copied of a store in the own memory of the device that computes; where this memory is a buffer of a file,
+    the disk waits for the work queued on it. ``real`` is False for fake tensors, which have no streams.
     """
 
-    def __init__(
-        self, placed: Sequence[tuple[Store, Sequence[Bucket], torch.device]], *, count: int, real: bool
-    ) -> None:
+    def __init__(self, placed: Sequence[Placed], *, count: int, real: bool) -> None:
         self.stores = [store for store, *_ in placed]
         self._store_of = {bucket: store for store, buckets, _ in placed for bucket in buckets}
         self.on_disk = any(store.folder is not None for store in self.stores)
@@ -53,16 +52,10 @@ class DeviceBuffers:
             self._in, self._out = torch.Stream(device), torch.Stream(device)
         self._copied = frozenset(copied)
         self._written: dict[Bucket, torch.Event] = {}
-        self._in_use: dict[Bucket, dict[Slot, Tensor]] = {}
+        self.in_use: dict[Bucket, dict[Slot, Tensor]] = {}  # open, by work that goes on or that broke off
         self._clock = 0
 
-    @property
-    def in_use(self) -> bool:
-        """Return whether a bucket is open, by work that goes on or that broke off."""
-        return bool(self._in_use)
-
     def in_file(self, bucket: Bucket) -> bool:
-        """Return whether a bucket is in a file."""
         return self._store_of[bucket].folder is not None
 
     def current(self, slot: Slot) -> Tensor:
@@ -73,7 +66,7 @@ class DeviceBuffers:
         """Begin to read a bucket that will be opened soon; return whether there is room for it."""
         if self.in_file(bucket) or not self._has(bucket):
             return self._store_of[bucket].start(bucket)
-        if all(buffer.bucket in self._in_use for buffer in self._buffers):
+        if all(buffer.bucket in self.in_use for buffer in self._buffers):
             return False
         self._lift(bucket)
         return True
@@ -81,7 +74,7 @@ class DeviceBuffers:
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Return a bucket's slots on the device, by their whole slots, until :meth:`leave` or :meth:`close`."""
         store = self._store_of[bucket]
-        self._in_use[bucket] = found = dict[Slot, Tensor]()
+        self.in_use[bucket] = found = dict[Slot, Tensor]()
         if bucket not in self._copied:
             found |= store.open(bucket)
         elif self._has(bucket):
@@ -98,11 +91,11 @@ class DeviceBuffers:
         self._store_of[bucket].leave(bucket, self._worked(bucket))
         if self._has(bucket):
             self._buffer_of(bucket).free = torch.accelerator.current_stream().record_event()
-        self._in_use.pop(bucket, None)
+        self.in_use.pop(bucket, None)
 
     def close(self, bucket: Bucket) -> None:
         """End the work on a bucket that was written to, and copy it back to its store."""
-        store, found = self._store_of[bucket], self._in_use[bucket]
+        store, found = self._store_of[bucket], self.in_use[bucket]
         if bucket not in self._copied:
             store.close(bucket, self._worked(bucket))
         elif not self._has(bucket):
@@ -119,7 +112,7 @@ class DeviceBuffers:
             buffer.free = self._written[bucket] = written
             buffer.bucket = None  # read again from the store: a file's new generation is current only after the commit
             store.close(bucket, written.synchronize)
-        del self._in_use[bucket]
+        del self.in_use[bucket]
 
     def commit(self, buckets: Collection[Bucket]) -> None:
         """Make the contents with which these buckets were closed current."""
@@ -136,7 +129,7 @@ class DeviceBuffers:
         drops all buckets, those in use too: their contents were replaced, or a step is given up."""
         self.settle()
         if bucket is None:
-            self._in_use.clear()
+            self.in_use.clear()
         for store in self.stores:
             store.forget(bucket)
         for buffer in self._buffers:
@@ -170,7 +163,7 @@ class DeviceBuffers:
             if buffer.bucket is bucket:
                 buffer.used = self._clock
                 return buffer
-        buffer = min((each for each in self._buffers if each.bucket not in self._in_use), key=lambda each: each.used)
+        buffer = min((each for each in self._buffers if each.bucket not in self.in_use), key=lambda each: each.used)
         store = self._store_of[bucket]
         host = store.open(bucket)
         if buffer.free is not None:  # the device may still work on the bucket that is evicted

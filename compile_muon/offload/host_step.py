@@ -15,11 +15,13 @@ from compile_muon.passes.language.spec import decode_dtype
 
 __all__ = ["HostStep"]
 
+_Rows = dict[ShardedParam, dict[str, Tensor]]
+
 
 class _Coming(NamedTuple):
     """The tensors of one bucket on their way to the host."""
 
-    rows: dict[ShardedParam, dict[str, Tensor]]  # by name: the gradient, and the weight unless the host has a master
+    rows: _Rows  # by name: the gradient, and the weight unless the host has a master
     found_inf: Tensor | None = None  # [], not 0 if the step writes nothing; None if the host knows that it writes
     arrived: torch.Event | None = None  # once all of it is on the host; None if nothing is copied
 
@@ -33,7 +35,7 @@ class HostStep:
 
     #: Rows of the next bucket, by parameter, while the copy of the one behind it is under way; ends in a skipped step.
     #: Each item waits for its copy; the first waits for the device, which is then done with the gradients.
-    arrivals: Iterator[dict[ShardedParam, dict[str, Tensor]]]
+    arrivals: Iterator[_Rows]
 
     def __init__(self, device: torch.device, *, real: bool) -> None:
         self._streams = device.type != "cpu" and real
@@ -48,9 +50,7 @@ class HostStep:
         self.follow()
         self.arrivals = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
 
-    def _arrivals(
-        self, buckets: Sequence[Sequence[ShardedParam]], coming: _Coming
-    ) -> Iterator[dict[ShardedParam, dict[str, Tensor]]]:
+    def _arrivals(self, buckets: Sequence[Sequence[ShardedParam]], coming: _Coming) -> Iterator[_Rows]:
         for number in range(len(buckets)):
             here, coming = coming, self._depart(buckets[number + 1] if number + 1 < len(buckets) else ())
             if here.arrived is not None:
@@ -108,5 +108,4 @@ def _pinned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a host tensor in this dtype."""
     return tensor if tensor.dtype == dtype else _pinned(tensor, dtype)

@@ -24,7 +24,7 @@ from compile_muon.engine.written import round_masters
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
 from compile_muon.offload.codecs import CODECS, MOMENTUM
-from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
+from compile_muon.offload.device_buffers import DeviceBuffers, Placed, ReadAhead
 from compile_muon.offload.host_step import HostStep
 from compile_muon.offload.layout import Chunk, OffloadLayout, check_master, offloaded_names
 from compile_muon.offload.not_finite import NotFinite
@@ -83,7 +83,7 @@ class OffloadedStates(StateProvider, Extension):
         with self._fake:
             self._codec = CODECS[config.muon.momentum_dtype](device)
             layout = OffloadLayout(self._groups, specs, self.offloaded_names, owners, config.zero.offload, self._codec)
-            placed: list[tuple[Store, Sequence[Bucket], torch.device]] = []
+            placed: list[Placed] = []
             if layout.here:
                 placed.append((Store(layout.here, device), layout.here, device))
             for user, on_host in ((device, False), (_HOST, True)):
@@ -91,9 +91,8 @@ class OffloadedStates(StateProvider, Extension):
                 pin = offload.pin_memory and user.type != "cpu" and self._real
                 if used and self._real and offload.nvme_path is not None and offload.device == "nvme":
                     with self._step.agreeing("has no place for optimizer state: nothing was sharded"):
-                        placed.append(
-                            (FileStore(offload.nvme_path, used, buffers=layout.together, pin=pin), used, user)
-                        )
+                        file_store = FileStore(offload.nvme_path, used, buffers=layout.together, pin=pin)
+                    placed.append((file_store, used, user))
                 elif used:
                     placed.append((Store(used, _HOST, pin=pin), used, user))
             self._buffers = DeviceBuffers(placed, count=layout.together, real=self._real)
@@ -108,7 +107,6 @@ class OffloadedStates(StateProvider, Extension):
         self.bytes_in_buffers = min(layout.together, len(sizes)) * max(sizes, default=0)
 
     def keep_master(self, name: str, master: Tensor) -> None:
-        """Store the initial master weight."""
         self._buffers.current(self.layout.kept[name][MASTER]).copy_(master)
 
     def attach(self, engine: Engine) -> None:
@@ -162,7 +160,6 @@ class OffloadedStates(StateProvider, Extension):
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """Provide states by the bucket."""
         self._drop_broken_off()
         self.provided = [], []
         if resident := [sharded for sharded in sharded_params if sharded.name not in self.layout.kept]:
@@ -240,7 +237,6 @@ class OffloadedStates(StateProvider, Extension):
         return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
-        """Return the flag of a state, None if it is not offloaded."""
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:

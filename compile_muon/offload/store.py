@@ -175,13 +175,19 @@ class FileStore(Store):
     ``buffers``: buckets that may be in memory. ``pin``: buffers are pinned, for asynchronous copies to a GPU.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False) -> None:
         self.folder = Path(folder)
         wholes = list(dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots))
         *starts, self.nbytes = accumulate((_up(slot.nbytes) for slot in wholes), initial=0)
-        self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
+        size = max(2 * self.nbytes, ALIGNED)
+        try:
+            self._file = unnamed_file(self.folder, size)
+        except OSError as error:
+            raise OffloadError(
+                f"offload.nvme_path = {str(folder)!r}: has no place for {size:,} bytes of optimizer state of this rank "
+                f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to "
+                "the cpu"
+            ) from error
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
         self._places: dict[Slot, tuple[int, int]] = {}  # offsets: in generation 0 of the file, and in the bucket
@@ -189,7 +195,10 @@ class FileStore(Store):
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         start_of = dict(zip(wholes, starts, strict=True))
         self._mapped = {
-            slot: tuple(_viewed(memory[g * self.nbytes + start :], slot) for g in range(2))
+            slot: tuple(
+                torch.from_numpy(memory[begin:][: slot.nbytes]).view(slot.dtype).view(slot.shape)
+                for begin in (start, self.nbytes + start)
+            )
             for slot, start in start_of.items()
         }
         # The current generation of each whole slot.
@@ -217,7 +226,6 @@ class FileStore(Store):
             return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
-        """Return a bucket's slots in a buffer, once they are read."""
         with self._lock:
             buffer = next((buffer for buffer in self._swap_buffers if buffer.bucket is bucket), None)
             if buffer is None:
@@ -239,10 +247,9 @@ class FileStore(Store):
         buffer.drop_reads()
         buffer.bucket, buffer.ahead = bucket, True
         if read:
-            buffer.reading = self._requests(self._read, buffer, bucket, False, buffer.left)
+            buffer.reading = self._requests(buffer, bucket, buffer.left, write=False)
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """Let the bucket's buffer be reused."""
         with self._lock:
             for buffer in self._swap_buffers:
                 if buffer.bucket is bucket:
@@ -255,11 +262,10 @@ class FileStore(Store):
                 if other.wrote is bucket:  # two writes to the same place must not overtake each other
                     self._finish(other)
             buffer = next(buffer for buffer in self._swap_buffers if buffer.bucket is bucket)
-            buffer.writing = self._requests(self._write, buffer, bucket, True, ready)
+            buffer.writing = self._requests(buffer, bucket, ready, write=True)
             buffer.bucket, buffer.wrote, buffer.opened = None, bucket, False  # has the next generation, not the current
 
     def finish(self) -> None:
-        """Wait for the writes."""
         with self._lock:
             for buffer in self._swap_buffers:
                 self._finish(buffer)
@@ -286,13 +292,11 @@ class FileStore(Store):
                     buffer.bucket, buffer.ahead = None, False
 
     def current(self, slot: Slot) -> Tensor:
-        """Return the slot as mapped from the file."""
         return self._mapped[slot][self._generation[slot]]
 
     # ------------------------------------------------------------------ buffers
 
     def _finish(self, buffer: _SwapBuffer) -> None:
-        """Wait until a buffer is written."""
         writing, buffer.writing = buffer.writing, []
         try:
             self.bytes_written += sum(request.result() for request in writing)
@@ -309,39 +313,39 @@ class FileStore(Store):
 
     # ------------------------------------------------------------------ the file
 
-    def _read(self, memory: Tensor, place: int) -> int:
-        """Read from offset ``place`` of the file into a buffer; return the bytes read, which may be fewer."""
-        return os.preadv(self._file, [memory.numpy().data], place)
-
-    def _write(self, memory: Tensor, place: int) -> int:
-        return os.pwritev(self._file, [memory.numpy().data], place)
-
     def _requests(
-        self,
-        call: Callable[[Tensor, int], int],
-        buffer: _SwapBuffer,
-        bucket: Bucket,
-        other: bool,
-        ready: Callable[[], object] | None,
+        self, buffer: _SwapBuffer, bucket: Bucket, ready: Callable[[], object] | None, *, write: bool
     ) -> list[Future[int]]:
-        """Submit reads or writes of a bucket in pieces, neighbours in the file together, once ``ready`` returns.
-        ``other``: of the generation that is not current."""
+        """Submit reads of a bucket's current generation, or writes of the other, in pieces, neighbours in the file
+        together, once ``ready`` returns."""
         first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot in bucket.slots:
-            (offset, begin), generation = self._places[slot], self._generation[slot.whole] ^ other
+            (offset, begin), generation = self._places[slot], self._generation[slot.whole] ^ write
             size, place = _up(slot.nbytes), generation * self.nbytes + offset
             if runs and runs[-1][2] + runs[-1][1] == place:
                 runs[-1][1] += size
             else:
                 runs.append([begin, size, place])
-        return [
-            self._threads.submit(
-                _all_of, call, buffer.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
-            )
+        pieces = [
+            (buffer.memory[begin + k : begin + min(k + _PIECE, size)], place + k)
             for begin, size, place in runs
             for k in range(0, size, _PIECE)
         ]
+        return [self._threads.submit(self._transfer, memory, place, first, write) for memory, place in pieces]
+
+    def _transfer(self, memory: Tensor, place: int, first: Future[Any] | None, write: bool) -> int:
+        """Read or write all of ``memory`` at offset ``place`` of the file, since one call may transfer a part; return
+        how many bytes."""
+        if first is not None:
+            first.result()
+        call, done = os.pwritev if write else os.preadv, 0
+        while done < len(memory):
+            count = call(self._file, [memory[done:].numpy().data], place + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            done += count
+        return done
 
 
 def _buffer(nbytes: int, *, pin: bool) -> Tensor:
@@ -349,36 +353,6 @@ def _buffer(nbytes: int, *, pin: bool) -> Tensor:
     if pin:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
-    """Return the slot at the start of ``memory``."""
-    return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
-
-
-def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, first: Future[Any] | None) -> int:
-    """Repeat ``call`` until all bytes are read or written, since one call may transfer a part; return how many."""
-    if first is not None:
-        first.result()
-    done = 0
-    while done < len(memory):
-        count = call(memory[done:], place + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        done += count
-    return done
-
-
-def _unnamed(folder: Path, nbytes: int) -> int:
-    """Create a file of that size without a name, all of it allocated."""
-    try:
-        return unnamed_file(folder, nbytes)
-    except OSError as error:
-        raise OffloadError(
-            f"offload.nvme_path = {str(folder)!r}: has no place for {nbytes:,} bytes of optimizer state of this rank "
-            f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to the "
-            "cpu"
-        ) from error
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:

@@ -17,8 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from compile_muon.config import load_config, read_options
-from compile_muon.config.checks import check_integer
+from compile_muon.config import accept, load_config, read_options
 from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Price, percent, planned_for
 from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
@@ -122,7 +121,7 @@ def run(chosen: Namespace) -> int:
 def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
     """Check the command line and return its question."""
     for world in chosen.world:
-        check_integer("--world", world, low=1)
+        accept.integer("--world", world, low=1)
     batch = Batch(chosen.tokens, chosen.tokens if chosen.sequence is None else chosen.sequence)
     machine = load_machine(chosen.machine, "--machine")
     config = planned_for(load_config(chosen.config), machine, chosen.machine)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from compile_muon.config.checks import check_integer
+from compile_muon.config import accept
 from compile_muon.errors import MuonZeroError, config_error
 
 __all__ = ["Batch", "Subject", "load_subject", "naming_model", "plan_module"]
@@ -42,7 +42,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         for field, value in (("--tokens", self.tokens), ("--sequence", self.sequence)):
-            check_integer(field, value, low=1)
+            accept.integer(field, value, low=1)
         if self.tokens % self.sequence:
             problem = f"is no whole number of sequences of {self.sequence} tokens"
             nearest = max(1, round(self.tokens / self.sequence)) * self.sequence

@@ -86,12 +86,9 @@ def _names(weights: Weights, adapter: str) -> dict[str, str | None]:
 def save_adapters(weights: Weights, folder: Path, ranks: Wire, doing: str) -> None:
     """Let rank 0 run ``PeftModel.save_pretrained`` with whole tensors; collective."""
     module: Any = weights.module
-    wanted: set[Any] = set()
-    with ranks.together(doing):
-        if ranks.rank == 0:
-            wanted = {name for adapter in module.peft_config for name in _names(weights, adapter).values()}
-    wanted = ranks.first(wanted)
-    state = gather(weights, ranks, doing, None if None in wanted else wanted)
+    adapters = list(module.peft_config)
+    wanted = ranks.by_first(doing, lambda: {name for each in adapters for name in _names(weights, each).values()})
+    state = gather(weights, ranks, doing, None if None in wanted else cast("set[str]", wanted))
     with ranks.together(doing), ExitStack() as stack:
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

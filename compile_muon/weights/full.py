@@ -65,13 +65,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
     with weights.status.at("load_full_state_dict"):
         ranks = weights.meet("load_full_state_dict", strict)
         mapping = {} if mapping is None or ranks.rank != 0 else mapping
-        sources: dict[str, str] = {}
-        with ranks.together("nothing was loaded"):
-            check_live(weights.module, {name: entry.tensor for name, entry in weights.entries.items()})
-            if ranks.rank == 0:
-                sources = _sources(weights, mapping, strict)
-        stored = set(mapping)  # `in` of a Mapping may read a tensor
-        sources, others = ranks.first((sources, {n: mapping[n] for n in weights.others if n in stored}))
+        sources, others = ranks.by_first("nothing was loaded", lambda: _sources(weights, mapping, strict))
         entries = {name: entry for name, entry in weights.entries.items() if name in sources}
         try:
             with ranks.together("loading stopped halfway, and the model holds old and new weights: load again"):
@@ -96,8 +90,9 @@ def _checked(entry: Entry, name: str, value: Any) -> Tensor:
     return converted(name, value.detach(), entry.tensor.dtype)
 
 
-def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:
-    """Find the name in ``mapping`` of each entry; one error lists all that does not fit."""
+def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Find the name in ``mapping`` of each entry, and what is no tensor; one error lists all that does not fit."""
+    check_live(weights.module, {name: entry.tensor for name, entry in weights.entries.items()})
     sources, problems = dict[str, str](), list[str]()
     stored = set(mapping)  # `in` of a Mapping may read a tensor
     for name, entry in weights.entries.items():
@@ -114,4 +109,4 @@ def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict
         problems += [f"{name}: is not in the model" for name in mapping if name not in known]
     if problems:
         raise CheckpointError(listed(problems))
-    return sources
+    return sources, {name: mapping[name] for name in weights.others if name in stored}

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.engine.resident import start_refresh_by_owner
@@ -170,9 +169,7 @@ def _run(
         # In the same order on every rank, which ids have not.
         others = [sharded for key, sharded in sharded_params.items() if key in wanted - own]
         gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.model_parallel])
-        gathered |= {
-            id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel
-        }
+        gathered |= {id(a): cast(Any, a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel}
         unsharded: dict[int, Any] = {}
         for key, sharded in sharded_params.items():
             shape, dtype = sharded.spec.layout.unsharded_shape, dtypes.get(sharded.name, sharded.param.dtype)

@@ -45,7 +45,6 @@ class Entry:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part."""
         return local_tensor(self.tensor).detach()
 
     @property

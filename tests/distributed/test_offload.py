@@ -202,9 +202,9 @@ def a_step_reads_a_state_once(folder: str) -> None:
     found: Counter[store.Bucket] = Counter()
     requests = store.FileStore._requests
 
-    def counted(self: store.FileStore, call: Any, held: Any, bucket: store.Bucket, *more: Any) -> Any:
-        found[bucket] += call == self._read
-        return requests(self, call, held, bucket, *more)
+    def counted(self: store.FileStore, held: Any, bucket: store.Bucket, ready: Any, *, write: bool) -> Any:
+        found[bucket] += not write
+        return requests(self, held, bucket, ready, write=write)
 
     with mock.patch.object(store.FileStore, "_requests", counted):
         run(called, optimizer, range(2, 4))
@@ -359,17 +359,14 @@ def through_a_fault(
     run(model, optimizer, range(1))
     before = everything(model, optimizer)
     loss(model, data(1, 0, world_and_rank()[1])).backward()
-    kept: Any = optimizer.engine.state_provider
-    stores = kept._buffers.stores
-    disk = next(type(x) for x in stores if isinstance(x, store.FileStore))
-    call, reason = getattr(disk, what), os.strerror(number)
+    call, reason = getattr(os, what), os.strerror(number)
     if world_and_rank()[1] == rank:
         call = failing(call, after, OSError(number, reason))
     error = ""
     commit = engine_step.commit
 
     def failing_commit(*args: Any) -> Any:  # a read ahead of that fails amid an exchange, which others wait in
-        with mock.patch.object(disk, what, call):
+        with mock.patch.object(os, what, call):
             return commit(*args)
 
     with mock.patch.object(engine_step, "commit", failing_commit):
@@ -389,11 +386,11 @@ def through_a_fault(
 @pytest.mark.parametrize(
     ("what", "calls", "given"),
     [
-        ("_read", (5,), {}),
-        ("_write", (7,), HOST),
-        pytest.param("_read", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
-        pytest.param("_write", range(0, 20, 3), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
-        pytest.param("_write", range(1, 12, 2), {**MASTERS, **HOST}, marks=pytest.mark.full),
+        ("preadv", (5,), {}),
+        ("pwritev", (7,), HOST),
+        pytest.param("preadv", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
+        pytest.param("pwritev", range(0, 20, 3), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
+        pytest.param("pwritev", range(1, 12, 2), {**MASTERS, **HOST}, marks=pytest.mark.full),
     ],
 )
 def test_a_disk_that_fails_changes_nothing(

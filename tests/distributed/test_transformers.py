@@ -314,7 +314,7 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
 
 
 def test_what_the_trainer_fills_in_is_what_a_configuration_says_of_it() -> None:
-    from compile_muon.config.checks import FILLED
+    from compile_muon.config.accept import FILLED
     from compile_muon.integrations.transformers import _AUTO
 
     ours = {f"scheduler.params.{name}_num_steps" for name in ("warmup", "total")}

@@ -15,13 +15,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from reliability.damage import KINDS, OLDER, REFUSED, Run, States, attempt, empty, flip, resign, save_two
+from reliability.damage import KINDS, OLDER, REFUSED, Run, States, attempt, empty, facts_of, flip, resign, save_two
 from torch import nn
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
+from compile_muon.checkpoint.folder import LOCK
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 Saved = tuple[Path, States]
@@ -38,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_all_is_on_the_disk_before_the_rename(tmp_path: Path, monkeypatch: pytes
     place = tmp_path / "step-1"
     commit = events.index(("rename", os.stat(place).st_ino))
     within = {os.stat(path).st_ino for path in (place, *place.rglob("*"))}
-    assert len(within) >= 8  # a manifest, three folders, and tensors and values in four files
+    assert len(within) == 7  # a manifest, three folders, and tensors and values in three files
     assert within <= {node for what, node in events[:commit] if what == "sync"}
     assert ("sync", os.stat(tmp_path).st_ino) in events[commit:]
     written = [node for what, node in events[:commit] if what == "sync" and node in within]
@@ -246,10 +247,10 @@ VALUES: dict[str, tuple[str, Any]] = {
     "one group more": ("rank-00000", lambda body: body.update({"group.more": {}})),
     "other members": ("rank-00000", lambda body: body["members"].update(muon=[], adamw_no_decay=["0.weight"])),
     "a word nobody knows": ("rank-00000", lambda body: body.update({"extra.note": {"!": "pickle", "items": 1}})),
-    "Python's generator": ("own-00000", lambda body: body["random"].update(python=[3])),
-    "NumPy's generator": ("own-00000", lambda body: body["random"].update(numpy=["PCG65", [1], 2, 0, 0.0])),
-    "torch's generator": ("own-00000", lambda body: body["random"].update(torch=1)),
-    "no generators": ("own-00000", lambda body: body.update(random=[])),
+    "Python's generator": ("rank-00000", lambda body: body["random"].update(python=[3])),
+    "NumPy's generator": ("rank-00000", lambda body: body["random"].update(numpy=["PCG65", [1], 2, 0, 0.0])),
+    "torch's generator": ("rank-00000", lambda body: body["random"].update(torch=1)),
+    "no generators": ("rank-00000", lambda body: body.update(random=[])),
 }
 
 
@@ -292,6 +293,23 @@ def test_a_state_of_numpy_in_the_words_of_earlier_checkpoints_is_taken() -> None
     check_random_state(state)
     set_random_state(state)
     assert numpy.random.rand() == expected
+
+
+def test_random_numbers_in_a_file_of_their_own_are_those_of_earlier_checkpoints(saved: Saved, tmp_path: Path) -> None:
+    def drawn(folder: Path) -> tuple[float, list[float]]:
+        run = Run()
+        Checkpointer(folder).load(run.model, run.optimizer)
+        return random.random(), torch.rand(3).tolist()
+
+    shutil.copytree(saved[0], folder := tmp_path / "earlier")
+    state = folder / "step-2" / "state"
+    body = json.loads((state / "rank-00000.json").read_text())
+    (state / "own-00000.json").write_text(json.dumps({"random": body.pop("random")}))
+    (state / "rank-00000.json").write_text(json.dumps(body))
+    shutil.copy(state / "rank-00000.safetensors", state / "own-00000.safetensors")
+    own = {f"state/{path.name}": facts_of(path) for path in state.glob("own-*")}
+    resign(folder / "step-2", lambda body: body["files"].update(own))
+    assert drawn(folder) == drawn(saved[0])
 
 
 def test_groups_that_differ_are_one_error_and_no_rate_is_left_behind(tmp_path: Path) -> None:
@@ -355,7 +373,7 @@ def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int) -> None:
     finally:
         os.umask(before)
     modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(modes) == 7 and set(modes.values()) == {0o666 & ~mask}, modes
+    assert len(modes) == 6 and set(modes.values()) == {0o666 & ~mask}, modes
 
 
 # ------------------------------------------------------------------------------------------ the command line
@@ -414,7 +432,7 @@ def test_commands(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         code = main(["checkpoint", *arguments])
         return code, capsys.readouterr().out
 
-    assert said("verify", str(folder)) == (0, "step 1: whole, 5 files\nstep 2: whole, 5 files\n")
+    assert said("verify", str(folder)) == (0, "step 1: whole, 3 files\nstep 2: whole, 3 files\n")
     flip(folder / "step-2", random.Random(0))
     code, text = said("verify", str(folder))
     assert code == 1 and text.startswith("step 1: whole") and f"step 2: damaged: {folder}" in text

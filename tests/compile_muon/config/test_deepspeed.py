@@ -29,7 +29,7 @@ from compile_muon.config import (
     convert,
     load_config,
 )
-from compile_muon.config.checks import FILLED
+from compile_muon.config.accept import FILLED
 from compile_muon.config.deepspeed import read_all
 from compile_muon.config.vocabulary import FOREIGN, SECTIONS, refusal
 from compile_muon.errors import ConfigError

@@ -19,22 +19,23 @@ from compile_muon.passes.ranges import nvtx_installed
 
 __all__ = [
     "FILLED",
-    "check_boolean",
-    "check_choice",
-    "check_dtype",
-    "check_dtype_name",
-    "check_folder",
-    "check_instance",
-    "check_integer",
-    "check_known",
-    "check_mapping",
-    "check_pair",
-    "check_pairs",
-    "check_patterns",
-    "check_ranges",
-    "check_rate",
-    "check_real",
-    "check_type",
+    "Patterns",
+    "boolean",
+    "choice",
+    "dtype",
+    "dtype_name",
+    "folder",
+    "instance",
+    "integer",
+    "known",
+    "mapping",
+    "pair",
+    "pairs",
+    "patterns",
+    "ranges",
+    "rate",
+    "real",
+    "of_type",
     "integers",
     "key_name",
     "nearest",
@@ -60,6 +61,7 @@ FILLED = (
     *(f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
 )
 
+Patterns = Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]
 C = TypeVar("C", bound=Callable[..., Any])
 _TAKEN: dict[Callable[..., Any], str | Callable[..., str]] = {}
 
@@ -77,7 +79,7 @@ def takes(values: str | Callable[..., str]) -> Callable[[C], C]:
 def taken(check: Callable[..., Any], **limits: Any) -> str:
     """Return in words which values a check accepts.
 
-    >>> taken(check_integer, low=0, high=3)
+    >>> taken(integer, low=0, high=3)
     'an integer from 0 to 3'
     """
     values = _TAKEN[check]
@@ -95,7 +97,7 @@ def _numbers(positive: bool = False, below: float = math.inf, most: float = math
 
 
 def integers(low: int, high: int | None = None) -> str:
-    """Return in words the values of :func:`check_integer`."""
+    """Return in words the values of :func:`integer`."""
     return f"an integer from {low}" if high is None else f"an integer from {low} to {high}"
 
 
@@ -111,7 +113,7 @@ def _refuse_auto(field: str, value: object, remedy: str) -> None:
         raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
 
 
-def check_type(field: str, value: Any, kind: type, expected: str, remedy: str) -> Any:
+def of_type(field: str, value: Any, kind: type, expected: str, remedy: str) -> Any:
     """Accept an instance of `kind`; a boolean counts as no number, and a string as no sequence."""
     alien: Any = str if kind is Sequence else () if kind is bool else bool
     if not isinstance(value, kind) or isinstance(value, alien):
@@ -120,14 +122,13 @@ def check_type(field: str, value: Any, kind: type, expected: str, remedy: str) -
 
 
 @takes(_numbers)
-def check_real(
+def real(
     field: str, value: object, *, positive: bool = False, below: float = math.inf, most: float = math.inf
 ) -> float:
     """Accept a finite float from 0, or above 0 if `positive`, below `below` and at most `most`."""
     _refuse_auto(field, value, "write the number")
-    real = check_type(field, value, numbers.Real, "a number", "write a plain number")
     try:
-        number = float(real)
+        number = float(of_type(field, value, numbers.Real, "a number", "write a plain number"))
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
@@ -139,59 +140,56 @@ def check_real(
 
 
 @takes("a number from 0, or a tensor of one")
-def check_rate(field: str, value: object) -> float | Tensor:
-    """Accept a float as :func:`check_real` does, or a tensor of one element.
+def rate(field: str, value: object) -> float | Tensor:
+    """Accept a float as :func:`real` does, or a tensor of one element.
 
     The tensor itself is kept, as in torch.optim, so that in-place writes change the rate.
     """
     if not isinstance(value, Tensor):
-        return check_real(field, value)
+        return real(field, value)
     if value.dim() or value.dtype.is_complex or value.dtype == torch.bool or value.is_meta:
         kind = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
         raise config_error(field, kind, "is no number", "give a tensor of no dimension, or a plain number")
-    check_real(field, value.item())
+    real(field, value.item())
     return value
 
 
 @takes("two numbers in [0, 1)")
-def check_pair(field: str, value: object) -> tuple[float, float]:
+def pair(field: str, value: object) -> tuple[float, float]:
     """Accept two floats in [0, 1)."""
     _refuse_auto(field, value, "write the two numbers")
-    pair = check_type(field, value, Sequence, "a pair", "use two numbers in [0, 1)")
-    if len(pair) != 2:
+    if len(of_type(field, value, Sequence, "a pair", "use two numbers in [0, 1)")) != 2:
         raise config_error(field, value, "is not a pair", "use two numbers in [0, 1)")
     try:
-        first, second = (check_real(field, number, below=1.0) for number in pair)
+        first, second = (real(field, number, below=1.0) for number in cast(Sequence[object], value))
     except ConfigError as error:
         raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
     return first, second
 
 
 @takes(integers)
-def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
+def integer(field: str, value: object, low: int, high: int | None = None) -> int:
     _refuse_auto(field, value, "write the number")
     span = integers(low, high)
-    number = int(check_type(field, value, numbers.Integral, "an integer", f"use {span}"))
+    number = int(of_type(field, value, numbers.Integral, "an integer", f"use {span}"))
     if not low <= number <= (_LARGEST if high is None else high):
         raise config_error(field, value, "is out of range", f"use {span}")
     return number
 
 
 @takes("a boolean")
-def check_boolean(field: str, value: object) -> bool:
+def boolean(field: str, value: object) -> bool:
     _refuse_auto(field, value, "write true or false")
-    return bool(check_type(field, value, bool, "true or false", "use a boolean"))
+    return bool(of_type(field, value, bool, "true or false", "use a boolean"))
 
 
 @takes("a boolean")
-def check_ranges(field: str, value: object) -> bool:
+def ranges(field: str, value: object) -> bool:
     """Accept whether to make ranges; True is an error if a tool listens for NVTX and the package nvtx is missing."""
-    enabled = check_boolean(field, value)
+    enabled = boolean(field, value)
     if enabled and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
         problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
-        raise config_error(
-            field, value, problem, "pip install '.[profile]' in compile_muon's checkout, or run without the tool"
-        )
+        raise config_error(field, value, problem, "pip install '.[profile]' in the checkout, or run without the tool")
     return enabled
 
 
@@ -200,24 +198,24 @@ def key_name(key: object) -> str:
     return key if isinstance(key, str) else shown(key)
 
 
-def check_known(
+def known(
     field: str,
     value: object,
     name: object,
-    known: Collection[str],
+    names: Collection[str],
     kind: str,
     also: Collection[str] = (),
     remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise about `value` at `field` unless `name` is known; `kind` says of what: "a known key".
+    """Raise about `value` at `field` unless `name` is one of `names`; `kind` says of what: "a known key".
 
     The remedy is that of `remedies`, the nearest name, or a list of all. `also` are further names that may be the
     nearest, but are not listed.
     """
-    if isinstance(name, str) and name in known:
+    if isinstance(name, str) and name in names:
         return
-    near = nearest(name, (*known, *also))
-    remedy = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
+    near = nearest(name, (*names, *also))
+    remedy = f"did you mean {near!r}?" if near else f"use one of {', '.join(names)}"
     remedy = remedies.get(name, remedy) if isinstance(name, str) else remedy
     raise config_error(field, value, f"is not {kind}", remedy)
 
@@ -230,14 +228,14 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 
 
 @takes(_choices)
-def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
+def choice(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise config_error(field, value, "is not a known choice", f"use one of {', '.join(map(repr, allowed))}")
     return value
 
 
 @takes("a path")
-def check_folder(field: str, value: object) -> Path:
+def folder(field: str, value: object) -> Path:
     """Accept a path, which need not exist yet."""
     path = os.fsdecode(value) if isinstance(value, (str, os.PathLike)) else ""
     if not path or "\0" in path:
@@ -246,46 +244,46 @@ def check_folder(field: str, value: object) -> Path:
 
 
 @takes(lambda kind: f"fields of {kind.__name__}")
-def check_instance(field: str, value: object, kind: type) -> Any:
-    return check_type(field, value, kind, f"a {kind.__name__}", f"build it with {kind.__name__}(...)")
+def instance(field: str, value: object, kind: type) -> Any:
+    return of_type(field, value, kind, f"a {kind.__name__}", f"build it with {kind.__name__}(...)")
 
 
-def check_pairs(field: str, value: object, example: str, expected: str) -> Mapping[Any, Any]:
+def pairs(field: str, value: object, example: str, expected: str) -> Mapping[Any, Any]:
     """Accept a mapping, or the tuple of its items, which is how frozen dataclasses keep a mapping."""
     if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
         value = {key: entry for key, entry in value if isinstance(key, Hashable)}
-    return check_mapping(field, value, example, expected)
+    return mapping(field, value, example, expected)
 
 
-def check_mapping(field: str, value: object, example: str = "{...}", expected: str = "an object") -> Mapping[Any, Any]:
-    return cast(Mapping[Any, Any], check_type(field, value, Mapping, expected, f"write {example}"))
+def mapping(field: str, value: object, example: str = "{...}", expected: str = "an object") -> Mapping[Any, Any]:
+    return cast(Mapping[Any, Any], of_type(field, value, Mapping, expected, f"write {example}"))
 
 
 @takes(lambda extra=(): _choices([*extra, *_DTYPES]))
-def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
+def dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
     """Return the canonical name ("bfloat16") of a torch.dtype or of a usual name of it."""
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if isinstance(name, str):
         name = _SHORT_DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
     allowed = (*extra, *_DTYPES)
-    return name if name in allowed else check_choice(field, value, allowed)
+    return name if name in allowed else choice(field, value, allowed)
 
 
 @takes(_choices(_DTYPES))
-def check_dtype(field: str, value: object) -> torch.dtype:
-    return _DTYPES[check_dtype_name(field, value)]
+def dtype(field: str, value: object) -> torch.dtype:
+    return _DTYPES[dtype_name(field, value)]
 
 
 @takes("name patterns, or a predicate")
-def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]:
+def patterns(field: str, value: object) -> Patterns:
     if callable(value):
         return value
     expected = "a predicate f(name, param) or a list of name patterns"
-    patterns = tuple(check_type(field, value, Sequence, expected, 'write ["pattern", ...]'))
-    if not patterns:
+    listed = tuple(of_type(field, value, Sequence, expected, 'write ["pattern", ...]'))
+    if not listed:
         raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
-    for pattern in patterns:
+    for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             problem = f"holds {shown(pattern)}, which is not a name pattern"
             raise config_error(field, value, problem, "use non-empty strings")
-    return patterns
+    return listed
