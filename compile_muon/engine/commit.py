@@ -146,7 +146,17 @@ def commit(
         method, params = trained.method(group), trained.with_gradient(group)
         group_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            matrices.append(_matrices(trained, directions, method, params, group_rates))
+            if method.has(STEP.name) and params:
+                step = params[0].graph_scalars[2 + method.graph_rates.index(STEP.name)]
+                group_rates = {**group_rates, STEP.name: step}
+            if params and params[0].now.muon_settings.phase in method.idle:
+                group_rates = {**group_rates, "weight_decay": 0.0}
+            adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
+            scale = (lambda rows, cols: 1.0) if adjust_lr is None else partial(trained.scale, adjust_lr)
+            tensors = {sharded: directions.tensors.pop(sharded.name) for sharded in params}
+            new_states = {a: directions.states.pop(a.name) for a in params if a.name in directions.states}
+            projected = {a: directions.projected.pop(a.name) for a in params if a.name in directions.projected}
+            matrices.append(Matrices(method, group_rates, tensors, scale, new_states, projected))
         elif isinstance(method, ElementMethod):
             rest.append((method, group_rates, params))
     provider, ledger = trained.state_provider, trained.ledger
@@ -170,29 +180,6 @@ def commit(
             commit_weights(prepared, trained.summed, trained.group, found_inf)
     for write in ledger.hooks.after_commit:
         write(found_inf)
-
-
-def _matrices(
-    trained: OptimizerState,
-    directions: Directions,
-    method: MatrixMethod,
-    params: Sequence[ShardedParam],
-    rates: Mapping[str, Any],
-) -> Matrices:
-    """Take the matrices of one group out of ``directions``."""
-    if method.has(STEP.name) and params:
-        rates = {**rates, STEP.name: params[0].graph_scalars[2 + method.graph_rates.index(STEP.name)]}
-    if params and params[0].now.muon_settings.phase in method.idle:
-        rates = {**rates, "weight_decay": 0.0}
-    adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
-    return Matrices(
-        method,
-        rates,
-        {sharded: directions.tensors.pop(sharded.name) for sharded in params},
-        (lambda rows, cols: 1.0) if adjust_lr is None else partial(trained.scale, adjust_lr),
-        {sharded: directions.states.pop(sharded.name) for sharded in params if sharded.name in directions.states},
-        {sharded: directions.projected.pop(sharded.name) for sharded in params if sharded.name in directions.projected},
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- states

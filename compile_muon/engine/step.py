@@ -175,9 +175,7 @@ class Step(OptimizerState):
         checks = begun.checks
         norm = checks.measure(None if inputs is None else inputs.facts)
         directions = make(self, checks, begun.used(decision), decision, norm)
-        checks.reduce()
-        if inputs is None:
-            checks.send()
+        checks.reduce() if inputs is not None else checks.send()
         found_inf = checks.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if inputs is None else inputs.rates

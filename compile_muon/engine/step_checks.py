@@ -357,17 +357,13 @@ class StepChecks:
 
     def total(self, what: str) -> Tensor:
         """Return the sum of the reduced numbers of a kind, 0-dim fp64 on the device."""
-        # In fp32, squares that are finite each may sum to inf.
-        sums = []
-        for labels, vector in self._reduced:
-            start = 0
-            for kind, names in labels:
-                if kind == what:
-                    sums.append(vector[start : start + len(names)].sum(dtype=torch.float64))
-                start += len(names)
-        if not sums:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return functools.reduce(torch.add, sums)
+        sums = [
+            numbers.sum(dtype=torch.float64)  # in fp32, squares that are finite each may sum to inf
+            for labels, vector in self._reduced
+            for (kind, _), numbers in zip(labels, vector.split([len(names) for _, names in labels]), strict=True)
+            if kind == what
+        ]
+        return functools.reduce(torch.add, sums) if sums else torch.zeros((), dtype=torch.float64, device=self.device)
 
     def found_inf(self) -> Tensor:
         """Return 1.0 if any reduced number stops the step, else 0.0: 0-dim fp32 on the device, equal on all ranks."""
