@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 
 from compile_muon.passes.torch_private import inductor_cache
 
-__all__ = ["compiling", "is_first_rank", "underway"]
+__all__ = ["Compilation", "Work", "compiling", "is_first_rank", "underway"]
 
 _log = logging.getLogger("compile_muon")
 _PAUSES = (5.0, 15.0, 30.0, 60.0)  # seconds ahead of each line; the last repeats
@@ -27,111 +27,97 @@ def is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-@contextmanager
-def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
-    """Log progress of the work inside the block, on rank 0; quick work logs nothing.
+class Work:
+    """Pieces of work, each inside a block, of which rank 0 tells as one: from the first until none has come for
+    ``quiet`` seconds. Quick work has no line.
 
-    Lines are ``INFO`` of the logger "compile_muon", and go to stderr where no logging is set up. ``what``: for example
-    "saving checkpoint 400"; ``pauses``: seconds before each line.
-    """
-    if not is_first_rank():
-        yield
-        return
-    done, began = threading.Event(), time.monotonic()
-    watcher = threading.Thread(target=_watch, args=(what, began, done, pauses), daemon=True, name="muon_zero progress")
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _watch(what: str, began: float, done: threading.Event, pauses: tuple[float, ...]) -> None:
-    lines = 0
-    while not done.wait(pauses[min(lines, len(pauses) - 1)]):
-        lines += 1
-        _say(f"{what}: {time.monotonic() - began:.0f} s so far")
-    if lines:
-        _say(f"{what}: done after {time.monotonic() - began:.0f} s")
-
-
-class _Compiling:
-    """Graphs that are compiled one behind another, or one for another, from the first until none has come for a while.
-
-    Attributes:
-        first, pause, quiet: seconds until the first line; between lines; without a graph until the last line.
+    Lines are ``INFO`` of the logger "compile_muon", and go to stderr where no logging is set up. ``pauses``: seconds
+    before each line.
     """
 
-    first, pause, quiet = 5.0, 30.0, 5.0
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen = self._done = 0
-        self._what = ""
+    def __init__(self, pauses: tuple[float, ...], quiet: float = 0.0) -> None:
+        self._pauses, self._quiet = pauses, quiet
+        self._changed = threading.Condition()
+        self._pieces = self._done = 0
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Around the compilation of a graph.
-
-        Args:
-            what: "a frame (blocks.4)".
-        """
+        """Enclose a piece, such as "a frame (blocks.4)"."""
         if not is_first_rank():
             yield
             return
-        with self._lock:
-            begins, self._seen, self._what = not self._seen, self._seen + 1, what
-        if begins:
-            self._began = time.monotonic()
-            threading.Thread(target=self._tell, args=(what,), daemon=True, name="muon_zero compiling").start()
+        teller = None
+        with self._changed:
+            if not self._pieces:
+                self._began, self._first = time.monotonic(), what
+                teller = threading.Thread(target=self._tell, daemon=True, name="muon_zero progress")
+            self._what, self._pieces = what, self._pieces + 1
+        if teller is not None:
+            teller.start()
         try:
             yield
         finally:
-            with self._lock:
-                self._done += 1
-                self._ended = time.monotonic()
+            with self._changed:
+                self._done, self._ended = self._done + 1, time.monotonic()
+                self._changed.notify()
+            if teller is not None and not self._quiet:
+                teller.join()
 
-    def _tell(self, what: str) -> None:
-        told, before = 0, _Before(what)
-        while True:
-            time.sleep(min(self.quiet, self.first, self.pause) / 5)
-            with self._lock:
-                now, done, seen, idle = time.monotonic(), self._done, self._seen, self._done == self._seen
-                if idle and now - self._ended > self.quiet:
-                    self._seen = self._done = 0
+    def _tell(self) -> None:
+        lines, due = 0, self._began + self._pauses[0]
+        with self._changed:
+            while True:
+                now, idle = time.monotonic(), self._done == self._pieces
+                if idle and now >= self._ended + self._quiet:
                     break
-            if not idle and now - self._began > self.first + told * self.pause:
-                last = f"; it took {before.seconds:.0f} s here last time" if not told and before.seconds else ""
-                told += 1
-                _say(f"compiling {self._what}: {done} of {seen} graphs done, {now - self._began:.0f} s so far{last}")
-        if told:
-            before.note(self._ended - self._began)
-            _say(f"compiling: {done} graphs done after {self._ended - self._began:.0f} s")
+                if not idle and now >= due:
+                    _say(self.so_far(now - self._began, again=lines > 0))
+                    lines += 1
+                    due = now + self._pauses[min(lines, len(self._pauses) - 1)]
+                self._changed.wait((self._ended + self._quiet if idle else due) - now)
+            if lines:
+                _say(self.at_end(self._ended - self._began))
+            self._pieces = self._done = 0
+
+    def so_far(self, seconds: float, *, again: bool) -> str:
+        """Return a line about running work; ``again``: it has had one."""
+        return f"{self._what}: {seconds:.0f} s so far"
+
+    def at_end(self, seconds: float) -> str:
+        """Return the line about work that is done."""
+        return f"{self._what}: done after {seconds:.0f} s"
 
 
-compiling = _Compiling()
+def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> AbstractContextManager[None]:
+    """Return a context that tells of the work inside, for example "saving checkpoint 400"; see :class:`Work`."""
+    return Work(pauses)(what)
 
 
-class _Before:
-    """How long a program compiled when it last did, in a file beside Inductor's cache.
+class Compilation(Work):
+    """Graphs that are compiled one behind another, or one for another."""
 
-    Args:
-        what: its first graph.
-    """
+    def so_far(self, seconds: float, *, again: bool) -> str:
+        before = 0.0
+        if not again:
+            with contextlib.suppress(OSError, ValueError), open(self._seconds_file(), encoding="ascii") as file:
+                before = float(file.read())
+        last = f"; it took {before:.0f} s here last time" if before else ""
+        return f"compiling {self._what}: {self._done} of {self._pieces} graphs done, {seconds:.0f} s so far{last}"
 
-    def __init__(self, what: str) -> None:
-        key = hashlib.sha256(f"{os.path.abspath(sys.argv[0])} {what}".encode()).hexdigest()[:16]
-        self._path, self.seconds = os.path.join(inductor_cache(), "muon_zero_seconds", key), 0.0
-        with contextlib.suppress(OSError, ValueError), open(self._path, encoding="ascii") as file:
-            self.seconds = float(file.read())
-
-    def note(self, seconds: float) -> None:
-        """It took as long now."""
+    def at_end(self, seconds: float) -> str:
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            with open(self._path, "w", encoding="ascii") as file:
+            os.makedirs(os.path.dirname(self._seconds_file()), exist_ok=True)
+            with open(self._seconds_file(), "w", encoding="ascii") as file:
                 file.write(f"{seconds:.1f}")
+        return f"compiling: {self._done} graphs done after {seconds:.0f} s"
+
+    def _seconds_file(self) -> str:
+        """Return the file beside Inductor's cache that has the seconds of the latest compilation that began so."""
+        key = hashlib.sha256(f"{os.path.abspath(sys.argv[0])} {self._first}".encode()).hexdigest()[:16]
+        return os.path.join(inductor_cache(), "muon_zero_seconds", key)
+
+
+compiling = Compilation((5.0, 30.0), quiet=5.0)
 
 
 def _say(line: str) -> None:

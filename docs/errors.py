@@ -2,8 +2,8 @@
 
 A message is what a call to an exception's class, to `config_error`, to `warn_user` or to a logger's `warning` is given,
 and what is given to a function that makes an error and is raised; in a file that calls `refuse`, each tuple of five,
-and each `Why`. What is inserted at run time is "…", one word of several too. Names are followed to what the function
-assigns to them on the way there, so that of a message in two forms both are listed.
+and each `Why`; and each `Rule` of a step. What is inserted at run time is "…", one word of several too. Names are
+followed to what the function assigns to them on the way there, so that of a message in two forms both are listed.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def _kind(call: ast.Call) -> str:
     name = _name(call.func)
     if name in ("config_error", "contradiction", "Why"):
         return "ConfigError"
+    if name == "Rule":
+        return "LedgerError"
     if name in ("warn_user", "warn", "warning"):
         return WARNING
     return name if re.fullmatch(r"_?[A-Z]\w*(Error|Warning|Attention)", name) else ""
@@ -165,6 +167,9 @@ class _Reader:
             return self._about(call.args[0], call.args[1:])
         if _name(call.func) == "Why":
             return [f"{GAP} = {GAP}: {text}" for text in self.joined(call.args, "; ")]
+        if _name(call.func) == "Rule":  # a row of the step's table
+            texts = self.joined(call.args[2:4], f": nothing was updated in step {GAP}; ")
+            return [_tidy(re.sub(r"{\w+}", GAP, text)) for text in texts]
         if _name(call.func) != "config_error":
             texts = (self.texts(arg) for arg in call.args)  # an OSError begins with a number
             return next((found for found in texts if any(map(_words, found))), [])

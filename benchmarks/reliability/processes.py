@@ -208,5 +208,5 @@ def _end_threads() -> None:
         tqdm.tqdm.monitor.exit()
         tqdm.tqdm.monitor = None
     for thread in threading.enumerate():
-        if thread.name == "muon_zero compiling":  # ends some seconds after the last graph
+        if thread.name == "muon_zero progress":  # ends some seconds after the last graph
             thread.join()

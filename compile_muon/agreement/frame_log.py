@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["FrameLog", "Visit", "frame_label"]
+from compile_muon.agreement.compare import by_rank, differing
+
+__all__ = ["FrameLog", "Visit", "first_difference", "frame_label"]
 
 #: latest visits kept by name; the digest covers all
 _REMEMBERED = 4096
@@ -64,3 +66,35 @@ class FrameLog:
         self.count = 0
         self._last.clear()
         self._hash = hashlib.blake2b()
+
+
+def first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
+    """Describe the first visit at which the ranks' frame logs differ."""
+    start = max(min(log, default=0) for log in everyone)
+    known = [{i: visit._replace(frame="") for i, visit in log.items() if i >= start} for log in everyone]
+    differences = differing(known)
+    if not differences:
+        return f"a visit more than {max(map(len, known))} visits ago"
+    number = min(differences)
+    return f"visit {number + 1} of a frame: {by_rank(_described([log.get(number) for log in everyone]))}"
+
+
+def _described(visits: Sequence[Visit | None]) -> list[str]:
+    """Describe each rank's visit, with the first parameter or detail in which they differ."""
+    present = [visit for visit in visits if visit is not None]
+    place = next(iter(differing([dict(enumerate(visit.names)) for visit in present])), None)
+    detail = next(iter(differing([dict(enumerate(visit.details)) for visit in present])), None)
+    texts = []
+    for visit in visits:
+        if visit is None:
+            texts.append("none any more")
+            continue
+        frame = frame_label(visit.frame) or "eager code"
+        if place is not None:
+            what = f" at {visit.names[place]}" if place < len(visit.names) else f", without a parameter {place + 1}"
+        elif detail is not None:
+            what = f" at {visit.names[min(detail, len(visit.names) - 1)]} ({' '.join(visit.details[detail:][:1])})"
+        else:
+            what = f" of {visit.names[0]}"
+        texts.append(f"{visit.half} of {frame}{what}")
+    return texts

@@ -2,10 +2,10 @@
 
 a parameter      sharded_param: visits, sums, speculation; dtensor_parameter, dtensors, local
 a frame          frame, which asks the ledger; forwards, inside which weights are whole
-a step           step: facts -> decision -> directions -> commit, or refusal; and as a CUDA graph, recorded
-    facts        step_checks, finite, step_agreement, pinned
+a step           step: step_checks -> decision -> directions -> commit; and as a CUDA graph, recorded
+    step_checks  finite, pinned
     directions   step_graph, projected, owner_states
-    commit       pieces, elements, written, states; writes_ahead
+    commit       states, writes_ahead
 weights          resident, other_holders
 features         extension, hooks, peers, state_provider
 all together     trained, engine

@@ -4,30 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 
-__all__ = ["Decision", "Facts", "Mode", "decide", "mode_of", "over"]
-
-
-class Mode(Enum):
-    """The source of a step's directions, and when the host reads the device's checks."""
-
-    IN_STEP = "read, take the directions of backward that hold, and make the others"
-    TOGETHER = "the same by the norm of several optimizers, which is known once they have met"
-    AT_ONCE = "make all, since backward makes none, and read"
-    LATER = "take all from backward, let the device decide whether to write, and read in the next step"
-    AT_ONCE_LATER = "make all, let the device decide whether to write, and read in the next step"
-
-    @property
-    def at_once(self) -> bool:
-        """Whether all directions are made in the step, before the host reads anything from the device."""
-        return self in (Mode.AT_ONCE, Mode.AT_ONCE_LATER)
-
-    @property
-    def later(self) -> bool:
-        """Whether the host reads the checks in the next step."""
-        return self in (Mode.LATER, Mode.AT_ONCE_LATER)
+__all__ = ["Decision", "Facts", "decide", "over", "planned"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +18,8 @@ class Facts:
     # Matrices whose direction every rank has from backward, made from the gradient that it has.
     speculated: frozenset[str] = frozenset()
     anywhere: frozenset[str] = frozenset()  # matrices of which some rank may have a gradient
+    remake: bool = False  # the step makes all directions, before the host knows the norm
+    wait: bool = True  # the host waits for the norm, and all other checks, before the step writes
     # Squared norm of each gradient; empty, as all below, until the checks are read.
     gradients: Mapping[str, float] = field(default_factory=dict)
     # Names of momenta, states and rates that are not finite, by kind.
@@ -82,21 +63,20 @@ def over(limit: float | None, norm: float) -> bool:
     return limit is not None and limit / (norm + 1e-6) < 1
 
 
-def mode_of(facts: Facts, *, speculating: bool, later: bool, together: bool) -> Mode:
-    """Return the mode of a step with these facts of the host. ``speculating``: backwards may make directions.
-    ``later``: checks are read in the next step; never with ``together``, other optimizers that decide with this one."""
-    if together:
-        return Mode.TOGETHER
-    if not speculating:
-        return Mode.AT_ONCE_LATER if later else Mode.AT_ONCE
-    # A limit, or a direction to be made, needs the checks before the step goes on.
-    return Mode.LATER if later and facts.limit is None and facts.wanted <= facts.speculated else Mode.IN_STEP
+def planned(facts: Facts, *, speculating: bool, later: bool, together: bool) -> Facts:
+    """Return these facts of the host with ``remake`` and ``wait``. ``speculating``: backwards may make directions.
+    ``later``: checks may be read in the next step; never with ``together``, other optimizers that decide with this
+    one."""
+    remake = not (speculating or together)
+    # A limit, or a direction to be made beside those of backward, needs the norm before the step goes on.
+    blind = remake or (facts.limit is None and facts.wanted <= facts.speculated)
+    return replace(facts, remake=remake, wait=not (later and blind))
 
 
-def decide(facts: Facts, mode: Mode) -> Decision:
-    """Return the decision: by facts of the host in modes that read nothing before it, else by facts of all ranks."""
-    if mode.at_once:
-        return Decision(facts.limit is not None, frozenset(), facts.anywhere, not mode.later, facts.wrong(()))
+def decide(facts: Facts) -> Decision:
+    """Return the decision: by facts of the host where it remakes or does not wait, else by facts of all ranks."""
+    if facts.remake:
+        return Decision(facts.limit is not None, frozenset(), facts.anywhere, facts.wait, facts.wrong(()))
     # Newton-Schulz ignores scale up to its eps, but momentum mixes gradients: once the gradient is clipped, the
     # direction made of the unscaled one is wrong.
     use = frozenset[str]() if facts.clipped else facts.speculated & facts.wanted

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from compile_muon.engine.decision import Decision
-from compile_muon.engine.facts import StepContext
 from compile_muon.engine.finite import directions_not_finite
 from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, project
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.speculation import Speculation
+from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.collectives import Traffic
 
-__all__ = ["Directions", "fetches_of", "make", "note"]
+__all__ = ["Directions", "make", "note"]
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,18 @@ class Directions:
     traffic: Traffic = field(default_factory=Traffic)  # sent for the directions made here
 
 
-def make(trained: OptimizerState, begun: StepContext, decision: Decision, norm: Tensor) -> Directions:
-    """Make the directions that the decision asks for, all in one step graph, without waiting. Their finiteness joins
-    the checks.
+def make(
+    trained: OptimizerState, checks: StepChecks, used: Mapping[str, Speculation], decision: Decision, norm: Tensor
+) -> Directions:
+    """Make the directions that the decision asks for, all in one step graph, without waiting, beside those ``used`` of
+    backward. Their finiteness joins the checks.
 
     Gradients are first scaled in place where ``norm``, of all gradients, 0-dim fp32, is over the limit (as
     ``clip_grad_norm_`` does).
     """
     if decision.clip:
         _clip(trained, norm)
-    directions = {name: speculation.direction for name, speculation in begun.used(decision).items()}
+    directions = {name: speculation.direction for name, speculation in used.items()}
     sharded_params = [sharded for sharded in trained.muon if sharded.name in decision.make]
     if not sharded_params:
         return Directions(directions)
@@ -60,7 +63,7 @@ def make(trained: OptimizerState, begun: StepContext, decision: Decision, norm: 
             sharded_params, grads, owner_states, trained.ledger.options
         )
     flags = directions_not_finite([sharded.now for sharded in sharded_params], results)
-    begun.checks.add("direction", [sharded.name for sharded in sharded_params], flags)
+    checks.add("direction", [sharded.name for sharded in sharded_params], flags)
     with_gradient = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
     directions |= {sharded_params[place].name: results[place] for place in with_gradient}
     new_states: dict[str, Sequence[Tensor]] = {
@@ -74,23 +77,15 @@ def _states(trained: OptimizerState, sharded: ShardedParam) -> list[Tensor]:
     return states_at_owner(sharded, trained.optimizer.state[sharded.param])
 
 
-def fetches_of(trained: OptimizerState, begun: StepContext, decision: Decision) -> Mapping[ShardedParam, int]:
-    """Return for each direction the number of the momentum's fetch that it was made of: the latest, if made here."""
-    if trained.state_provider.all_resident:
-        return {}
-    used = begun.used(decision)
-    return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}
-
-
-def note(trained: OptimizerState, begun: StepContext, decision: Decision, *, clipped: bool) -> None:
-    """Record which directions of backward were used or discarded. ``clipped``: the norm is known to be over the
-    limit."""
-    for sharded in begun.candidates:
+def note(trained: OptimizerState, candidates: Collection[ShardedParam], decision: Decision, *, clipped: bool) -> None:
+    """Record which directions of backward (``candidates``) were used or discarded. ``clipped``: the norm is known to be
+    over the limit."""
+    for sharded in candidates:
         if sharded.name in decision.use:
             sharded.speculations.used()
     trained.ledger.count(used=len(decision.use))
     reason = "clipped" if clipped else "edited"
-    trained.ledger.discarded([sharded for sharded in begun.candidates if sharded.name not in decision.use], reason)
+    trained.ledger.discarded([sharded for sharded in candidates if sharded.name not in decision.use], reason)
     for sharded in trained.muon:
         sharded.speculations.note_norm(under_limit=not clipped)
 

@@ -14,7 +14,6 @@ from compile_muon.passes import GraphPass
 
 if TYPE_CHECKING:
     from compile_muon.engine.sharded_param import ShardedParam
-    from compile_muon.engine.step_checks import StepChecks
 
 __all__ = ["Hooks"]
 
@@ -29,7 +28,7 @@ class Hooks:
     dropped: tuple[Callable[[ShardedParam], None], ...] = ()
     before_step: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
-    facts: tuple[Callable[[StepChecks], None], ...] = ()
+    facts: tuple[Callable[..., None], ...] = ()
     why_not_finite: tuple[Callable[[], tuple[str, str] | None], ...] = ()
     after_commit: tuple[Callable[[Tensor | None], None], ...] = ()
     state: tuple[Callable[[ShardedParam], Mapping[str, Tensor]], ...] = ()

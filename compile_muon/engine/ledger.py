@@ -9,7 +9,7 @@ The life of a gradient, from backward to commit:
 3. Autograd adds the gradient to ``.grad``. Hooks of :meth:`.ShardedParam.watch` then add a kept gradient to the sum
    (:class:`.UnreducedSums`), or drop a sum that was reduced, and discard a direction of another gradient.
 4. The loop may clip, edit or drop ``.grad``.
-5. ``step()`` reduces a sum that is left over (:mod:`.facts`), compares gradients with directions, checks that all is
+5. ``step()`` reduces a sum that is left over (:mod:`.step`), compares gradients with directions, checks that all is
    finite (:mod:`.step_checks`), decides (:mod:`.decision`), and makes missing directions (:mod:`.directions`).
 6. :mod:`.commit` moves the momentum toward ``.grad`` and the weight along the direction; :meth:`Ledger.close` drops
    what is left of the backward, and ``zero_grad()`` the gradient.

@@ -237,7 +237,7 @@ class StepGraphCache:
             sharded.note_refreshed()
         results = recording.launched
         # The next replay overwrites the norm, which users keep.
-        return StepResult(results.checks.again(checks.step, checks.refusal), results.norm.clone(), results.traffic)
+        return StepResult(results.checks.again(checks), results.norm.clone(), results.traffic)
 
     def _kind(self, step: OptimizerState, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
         """Return the key on which two steps must agree to share a graph."""
@@ -253,8 +253,9 @@ class StepGraphCache:
                 local_grad = local_tensor(grad)
                 kind += (address(local_grad), local_grad.dtype, local_grad.stride())
             kind += (sharded.text, sharded.entered, *[address(local_tensor(tensor)) for tensor in tensors])
-            if (taken := used.get(sharded.name)) is not None:
-                kind += (address(taken.direction), taken.direction.stride(), address(taken.fingerprint))
+            if (speculation := used.get(sharded.name)) is not None:
+                direction = speculation.direction
+                kind += (address(direction), direction.stride(), address(speculation.fingerprint))
             if sharded.resident is not None:
                 kind.append(address(sharded.resident))
         return tuple(kind)

@@ -1,15 +1,15 @@
 """The sequence of ``optimizer.step()``: gather facts, decide, make directions, commit.
 
-:mod:`~compile_muon.engine.facts` gathers, :mod:`~compile_muon.engine.decision` decides as a function of the facts,
-:mod:`~compile_muon.engine.directions` makes directions, :mod:`~compile_muon.engine.refusal` raises or skips, and
-:mod:`~compile_muon.engine.commit` writes.
+:mod:`~compile_muon.engine.step_checks` asks host and device for the facts, :mod:`~compile_muon.engine.decision` decides
+as a function of them, :mod:`~compile_muon.engine.directions` makes directions, and :mod:`~compile_muon.engine.commit`
+writes.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,21 +19,36 @@ import torch
 from torch import Tensor
 
 from compile_muon.engine.commit import commit
-from compile_muon.engine.decision import Decision, Facts, decide
-from compile_muon.engine.directions import fetches_of, make, note
-from compile_muon.engine.facts import StepContext, begin, measure, read
+from compile_muon.engine.decision import Decision, Facts, decide, planned
+from compile_muon.engine.directions import make, note
+from compile_muon.engine.dtensors import edits_of
 from compile_muon.engine.recorded import StepGraphCache, StepInputs, StepResult
-from compile_muon.engine.refusal import check_agreement, refused
 from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.step_agreement import Agreement
+from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.engine.writes_ahead import compile_writes
-from compile_muon.errors import LedgerError, listed
+from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.eager_traffic import traffic_of_reduction
+from compile_muon.passes.exchange import transfers
 
 __all__ = ["Step"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """A begun step, before the device has answered."""
+
+    facts: Facts  # of this rank's host
+    checks: StepChecks  # of the device
+    graded: Sequence[ShardedParam]  # parameters with a gradient, matrices first
+    candidates: Mapping[ShardedParam, Speculation]  # directions whose momentum and rates are those they were made with
+
+    def used(self, decision: Decision) -> dict[str, Speculation]:
+        """Return the directions of backward that the decision takes, in the order of the model."""
+        return {name: speculation for name, speculation in self.checks.ready.items() if name in decision.use}
 
 
 @dataclass(eq=False)
@@ -44,8 +59,8 @@ class Step(OptimizerState):
     fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
     grad_norm: Tensor | None = None  # of all gradients, 0-dim fp32 on the device
     norm: float = float("nan")  # ``grad_norm`` on the host; NaN until it is read
-    # Checks and agreement that the host has not read yet, and names of the directions in use.
-    pending: tuple[StepChecks, Agreement | None, frozenset[str]] | None = None
+    # Checks that the host has not read yet, and names of the directions in use.
+    pending: tuple[StepChecks, frozenset[str]] | None = None
     recorded: StepGraphCache | None = None  # CUDA graphs of steps; None without a GPU
     compiles_writes: bool = True  # whether the next backward with generated code compiles the writes
 
@@ -60,79 +75,113 @@ class Step(OptimizerState):
     def run(self) -> bool:
         """Run one step on ``.grad``; return False if it was skipped. NonFiniteError, LedgerError and
         UnsupportedModelError leave everything unwritten."""
-        begun = begin(self)
+        begun = self.begin()
         with ExitStack() as writes:
-            written = (self._launch if begun.mode.later else self._wait_and_write)(begun, writes)
-            self.ledger.close([*begun.muon, *begun.rest])
+            written = (self._wait_and_write if begun.facts.wait else self._launch)(begun, writes)
+            self.ledger.close(begun.graded)
             self.torn = False
         return written
 
-    def _wait_and_write(self, begun: StepContext, writes: ExitStack) -> bool:
+    def begin(self) -> _Begun:
+        """Gather the facts of the host, after making gradients whole and taking up users' edits of states and rates.
+
+        UnsupportedModelError (see :class:`~compile_muon.MuonZero`) is raised on all ranks once they have met;
+        LedgerError if a gradient was edited between micro-batches.
+        """
+        ledger, refusal = self.ledger, self._model_problem()
+        self.own_momenta()
+        self.sync_momentum()
+        self._whole_gradients()
+        muon = [sharded for sharded in self.muon if sharded.grad is not None]
+        speculations = {sharded: now for sharded in muon if (now := sharded.speculations.current) is not None}
+        candidates = {
+            a: m for a, m in speculations.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))
+        }
+        # Without a wait for fingerprints, the host goes by the edit count that autograd's hook noted.
+        ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
+        facts = planned(
+            Facts(
+                frozenset(sharded.name for sharded in muon),
+                self.config.zero.gradient_clipping,
+                frozenset(ready),
+                # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for
+                # those.
+                frozenset(sharded.name for sharded in (muon if self.group is None else self.muon)),
+            ),
+            speculating=ledger.speculating, later=ledger.checks_later, together=not ledger.hooks.peers.alone,
+        )  # fmt: skip
+        checks = StepChecks(self, {} if facts.remake else ready, refusal, later=not facts.wait)
+        graded = [*muon, *(sharded for sharded in self.rest if sharded.grad is not None)]
+        return _Begun(facts, checks, graded, candidates)
+
+    def _wait_and_write(self, begun: _Begun, writes: ExitStack) -> bool:
         """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
         directions come from backward and others are made here."""
-        self.grad_norm = norm = measure(self, begun)
-        facts = begun.facts if begun.mode.at_once else self._read(begun, begun.facts)
+        checks, facts = begun.checks, begun.facts
+        self.grad_norm = norm = checks.measure()
+        if not facts.remake:
+            facts = self._read(checks, facts)
         peers = self.ledger.hooks.peers
         if not peers.alone:
             facts = peers.confer(facts)
             self.norm = facts.norm
             self.grad_norm = norm = torch.tensor(facts.norm, dtype=torch.float32, device=self.device)
-        decision = decide(facts, begun.mode)
-        if refused(self, begun.checks, decision.wrong):
+        decision = decide(facts)
+        if checks.skips(decision.wrong):
             return False
-        made = make(self, begun, decision, norm)
-        self._count(begun, decision, made.traffic)
+        used = begun.used(decision)
+        directions = make(self, checks, used, decision, norm)
+        self._count(begun, decision, directions.traffic)
         if decision.wait:
-            facts = self._read(begun, facts)
+            facts = self._read(checks, facts)
         wrong = facts.wrong(facts.wanted)
         peers.confirm(wrong=bool(wrong))
-        if refused(self, begun.checks, wrong):
+        if checks.skips(wrong):
             return False
         writes.enter_context(_uninterrupted())
         self.ledger.written()
-        note(self, begun, decision, clipped=facts.clipped)
-        self.fetches = fetches_of(self, begun, decision)
-        commit(self, made, self.fetches)
+        note(self, begun.candidates, decision, clipped=facts.clipped)
+        self.fetches = self._fetches(begun, used)
+        commit(self, directions, self.fetches)
         self.count_step()
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
-    def _launch(self, begun: StepContext, writes: ExitStack) -> bool:
+    def _launch(self, begun: _Begun, writes: ExitStack) -> bool:
         """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
         :attr:`recorded` has one."""
         writes.enter_context(_uninterrupted())
-        decision = decide(begun.facts, begun.mode)
-        self.fetches = fetches_of(self, begun, decision)
+        decision = decide(begun.facts)
+        used = begun.used(decision)
+        self.fetches = self._fetches(begun, used)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
-            alike = None if begun.agreement is not None and begun.agreement.copies is not None else begun.used(decision)
-            found = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
+            alike = used if begun.checks.copies is None else None
+            result = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
         else:
-            found = self.launch(begun, decision, None)
-        self.grad_norm = found.norm
-        self.pending = found.checks, begun.agreement, decision.use | decision.make
+            result = self.launch(begun, decision, None)
+        self.grad_norm = result.norm
+        self.pending = result.checks, decision.use | decision.make
         self.count_step()
-        self._count(begun, decision, found.traffic)
-        note(self, begun, decision, clipped=False)
+        self._count(begun, decision, result.traffic)
+        note(self, begun.candidates, decision, clipped=False)
         return True
 
-    def launch(self, begun: StepContext, decision: Decision, inputs: StepInputs | None) -> StepResult:
+    def launch(self, begun: _Begun, decision: Decision, inputs: StepInputs | None) -> StepResult:
         """Launch all device work of such a step: the same launches in every step with the same parameters and tensors.
 
         ``inputs``: the numbers that differ between steps, on the device. With None they are copied there, the checks
         are sent to the host here, and resident weights may still be arriving on return.
         """
         checks = begun.checks
-        norm = measure(self, begun, inputs)
-        made = make(self, begun, decision, norm)
-        checks.reduce()
-        if inputs is None:
-            checks.send()
+        norm = checks.measure(None if inputs is None else inputs.facts)
+        directions = make(self, checks, begun.used(decision), decision, norm)
+        checks.reduce() if inputs is not None else checks.send()
         found_inf = checks.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if inputs is None else inputs.rates
-            commit(self, made, self.fetches, found_inf if found_inf.is_cuda else None, rates)
+            commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
         refreshed = self._refreshed(begun)
-        traffic = made.traffic + start_refresh(refreshed)
+        traffic = directions.traffic + start_refresh(refreshed)
         if inputs is not None:
             for sharded in refreshed:
                 sharded.await_refresh()
@@ -153,20 +202,13 @@ class Step(OptimizerState):
             )
         if self.pending is None:
             return None
-        checks, agreement, directions = self.pending
-        facts = read(self, checks, Facts())  # a wait that is interrupted is repeated
+        checks, directions = self.pending
+        facts = checks.read(Facts())  # a wait that is interrupted is repeated
         self.pending = None
         self.count_step(-1)  # counted again below, once it is known to be written
         self.norm = facts.norm
-        check_agreement(self, checks, agreement)
-        edited = sorted(checks.names("differs"))
-        if edited:
-            raise LedgerError(
-                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
-                f"backward that made its direction: nothing was updated in step {checks.step}; edit .grad itself, or "
-                "set checks='in_step' or update='step'"
-            )
-        if refused(self, checks, facts.wrong(directions), later=True):
+        checks.refuse()
+        if checks.skips(facts.wrong(directions)):
             return False
         self.count_step()
         self.ledger.written()
@@ -188,21 +230,55 @@ class Step(OptimizerState):
             self.recorded.release()
         self.pending = None
 
-    def _read(self, begun: StepContext, known: Facts) -> Facts:
+    def _read(self, checks: StepChecks, known: Facts) -> Facts:
         """Wait for the device; return the facts of all ranks, after checking that ranks agree."""
-        facts = read(self, begun.checks, known)
-        check_agreement(self, begun.checks, begun.agreement)
+        facts = checks.read(known)
+        checks.refuse()
         self.norm = facts.norm
         return facts
 
-    def _count(self, begun: StepContext, decision: Decision, traffic: Traffic) -> None:
+    def _count(self, begun: _Begun, decision: Decision, traffic: Traffic) -> None:
         self.ledger.count(traffic, in_step=len(decision.make & begun.facts.wanted))
 
-    def _refreshed(self, begun: StepContext) -> list[ShardedParam]:
+    def _fetches(self, begun: _Begun, used: Mapping[str, Speculation]) -> Mapping[ShardedParam, int]:
+        """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
+        if self.state_provider.all_resident:
+            return {}
+        muon = [sharded for sharded in begun.graded if sharded.spec.muon is not None]
+        return {a: used[a.name].fetches if a.name in used else a.fetches for a in muon}
+
+    def _refreshed(self, begun: _Begun) -> list[ShardedParam]:
         """Return the parameters to refresh, in the order of the model, which is about that of their use in forward."""
         # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
-        trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
+        trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.graded}
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
+
+    def _whole_gradients(self) -> None:
+        """Make every ``.grad`` the averaged gradient, placed as the parameter is. At stage 1 a step ahead of the last
+        micro-batch reduces the sums kept so far."""
+        for sharded in self.ledger.sharded_params:
+            sharded.place_gradient()
+            if not sharded.spec.layout.accumulates:
+                continue
+            sharded.sums.check(sharded.grad, sharded.name)
+            if sharded.sums.delivered is not None:
+                sharded.add_gradient(transfers.reduce_grad(sharded.sums.delivered, sharded.spec))
+                self.ledger.count(traffic_of_reduction(sharded.text))
+                sharded.speculations.drop()
+            sharded.sums.close()
+
+    def _model_problem(self) -> UnsupportedModelError | None:
+        """Return the error of an unsupported model, for all ranks to raise once they have met; a single process raises
+        at once."""
+        try:
+            self.check_model()
+            for check in self.ledger.hooks.check:
+                check()
+        except UnsupportedModelError as problem:
+            if self.group is None:
+                raise
+            return problem
+        return None
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class OptimizerState:
 
     def with_gradient(self, group: Mapping[str, Any]) -> list[ShardedParam]:
         """Return the parameters of a group that have a gradient."""
-        return [self.sharded_params[param] for param in group["params"] if param.grad is not None]
+        return [a for param in group["params"] if (a := self.sharded_params[param]).grad is not None]
 
     def create_state(self) -> None:
         """Create all states that are missing: checkpoints and sharding need them before the first step."""

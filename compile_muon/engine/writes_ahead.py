@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compile_muon.engine.pieces import Matrices
+from compile_muon.engine.commit import Matrices
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.kernels import Averages, muon_apply
@@ -54,7 +54,7 @@ def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterato
 
 
 def _write(
-    matrices: Sequence[ShardedParam],
+    sharded_params: Sequence[ShardedParam],
     lr: float | Tensor,
     weight_decay: float | Tensor,
     weight: float | Tensor,
@@ -67,11 +67,11 @@ def _write(
     def like(sharded: ShardedParam, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(sharded.local, dtype=dtype, device="meta")
 
-    weights = [like(a, decode_dtype(a.spec.state_dtype if a.spec.master else a.spec.dtype)) for a in matrices]
-    directions = [like(a, decode_dtype(a.spec.muon_settings.dtype)) for a in matrices]
-    momenta = [like(a, a.momentum.dtype) for a in matrices] if moved else []
-    averages = Averages(momenta, [like(a, decode_dtype(a.spec.dtype)) for a in matrices], weight) if moved else None
+    weights = [like(a, decode_dtype(a.spec.state_dtype if a.spec.master else a.spec.dtype)) for a in sharded_params]
+    directions = [like(a, decode_dtype(a.spec.muon_settings.dtype)) for a in sharded_params]
+    momenta = [like(a, a.momentum.dtype) for a in sharded_params]
+    averages = Averages(momenta, [like(a, decode_dtype(a.spec.dtype)) for a in sharded_params], weight)
     muon_apply(
-        weights, directions, lr=lr, weight_decay=weight_decay, scale=1.0, averages=averages,
-        found_inf=torch.empty((), device="meta") if later else None,
+        weights, directions, lr=lr, weight_decay=weight_decay, scale=1.0,
+        averages=averages if moved else None, found_inf=torch.empty((), device="meta") if later else None,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
 from compile_muon.engine import Extension
-from compile_muon.engine.decision import Decision, Facts, Mode, decide, over
+from compile_muon.engine.decision import Decision, Facts, decide, over
 from compile_muon.engine.peers import NormGroup
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
@@ -142,7 +142,7 @@ class PipelineStages(NormGroup, Extension):
 
     def confer(self, facts: Facts) -> Facts:
         """Run the step's first gather; the total norm is bit for bit the same on every rank of every stage."""
-        under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.TOGETHER)) for norm in (0.0, math.inf))
+        under, beyond = (_outlook(decide(replace(facts, total=norm))) for norm in (0.0, math.inf))
         rows = self._checked(_Told(self._status.step, 0.0, facts.norm, under, beyond))
         # fsum is exact, so the order of the stages does not matter.
         total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))

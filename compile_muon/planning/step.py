@@ -17,7 +17,6 @@ from compile_muon.config import FrameOptions
 from compile_muon.engine.commit import commit
 from compile_muon.engine.directions import Directions
 from compile_muon.engine.dtensors import edits_of
-from compile_muon.engine.facts import add_device_checks, agreement, host_checks
 from compile_muon.engine.finite import directions_not_finite
 from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, project
@@ -111,10 +110,8 @@ def _first_checks(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[StepCh
         for a, row in zip(early, rows, strict=True)
     }
     with EagerGraph() as graph, graph.noting(Work(Category.CHECKS, 0)):
-        rates = steps.rates()
-        agreed = agreement(steps, rates) if steps.compares else None
-        checks = host_checks(steps, agreed, rates, speculations)
-        add_device_checks(steps, checks, agreed, speculations)
+        checks = StepChecks(steps, speculations)
+        checks.add_device_numbers()
         checks.reduce()
     return checks, graph.played("checks", counted=False, waits=not optimizer.engine.ledger.checks_later)
 

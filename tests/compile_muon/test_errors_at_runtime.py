@@ -14,8 +14,7 @@ from support.compiled import EAGER, Net, X
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
-from compile_muon.engine.refusal import SHOWN
-from compile_muon.engine.step_checks import StepChecks
+from compile_muon.engine.step_checks import SHOWN, StepChecks
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -55,18 +55,17 @@ def test_long_work_says_how_long_and_short_work_nothing(
 
 
 @pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[progress._Compiling]:
+def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[progress.Compilation]:
     """Compilations that have lines soon, in a program that sets up no logging and writes to a file."""
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiling = progress._Compiling()
-    compiling.first, compiling.pause, compiling.quiet = 0.05, 0.05, 0.1
+    compiling = progress.Compilation((0.05,), quiet=0.1)
     yield compiling
     logging.getLogger("compile_muon").setLevel(logging.NOTSET)
 
 
 def test_compilation_is_told_of_without_a_terminal(
-    unset: progress._Compiling, capsys: pytest.CaptureFixture[str]
+    unset: progress.Compilation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(words: str) -> str:
         text = ""
@@ -82,11 +81,11 @@ def test_compilation_is_told_of_without_a_terminal(
         assert first.endswith("s so far" + last) and done.startswith("compile_muon: compiling: 2 graphs done after")
     with unset("brief"):
         pass
-    wait_for(lambda: not unset._seen)
+    wait_for(lambda: not unset._pieces)
     logging.getLogger("compile_muon").setLevel(logging.WARNING)
     with unset("a frame (blocks.4)"):
         time.sleep(0.2)
-    wait_for(lambda: not unset._seen)
+    wait_for(lambda: not unset._pieces)
     assert capsys.readouterr() == ("", "")
 
 

@@ -149,6 +149,8 @@ def diverge(stage: int, how: str, fault: str) -> tuple[str, bool]:
         optimizer.param_groups[1]["betas"] = (0.9, 0.9)
     elif fault == "tensor lr":
         muon["lr"] = torch.tensor(0.01 if odd else 0.02)
+    elif fault == "nan":
+        muon["lr"] = torch.tensor(float("nan"))
     elif odd and fault == "swapped":
         model.order = [0, 2, 1, 3]
     elif odd and fault.startswith("edit"):
@@ -163,15 +165,15 @@ def diverge(stage: int, how: str, fault: str) -> tuple[str, bool]:
     before = snapshot(model, optimizer)
     try:
         optimizer.step()
-    except compile_muon.LedgerError as error:
+    except (compile_muon.LedgerError, compile_muon.NonFiniteError) as error:
         return str(error), all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     return "no error", True
 
 
-def check_fault(results: list[tuple[str, bool]], said: str) -> None:
+def check_fault(results: list[tuple[str, bool]], said: str, start: str = "ranks disagree on ") -> None:
     first = results[0][0]
-    assert first.startswith(f"ranks disagree in step 4 on {said}"), first
-    assert "nothing was updated" in first
+    assert first.startswith(start + said), first
+    assert "nothing was updated in step 4; " in first
     assert results == [(first, True)] * len(results)
 
 
@@ -185,6 +187,12 @@ def check_fault(results: list[tuple[str, bool]], said: str) -> None:
 )
 def test_other_hyperparameters_on_one_rank(ranks: Callable[[int], Ranks], stage: int, fault: str, said: str) -> None:
     check_fault(ranks(3).run(diverge, stage=stage, how="eager", fault=fault), said)
+
+
+def test_a_rate_that_is_nan_on_every_rank_is_no_disagreement(ranks: Callable[[int], Ranks]) -> None:
+    check_fault(
+        ranks(3).run(diverge, stage=1, how="eager", fault="nan"), "= inf or nan on every rank: ", "rate of muon lr "
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ from support.reference import ADAMW_EPS, DECAY, LR, newton_schulz, relative_erro
 from torch import Tensor
 
 import compile_muon
-from compile_muon.engine.commit import commit_states, commit_weights
-from compile_muon.engine.elements import commit_elements
-from compile_muon.engine.pieces import Matrices
+from compile_muon.engine.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.passes import methods
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod
 

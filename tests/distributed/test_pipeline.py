@@ -376,7 +376,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
 REFUSALS = {
     "model": (0, r"UnsupportedModelError: .*extra|LedgerError: .*by another rank"),
     "missing": (1, r"LedgerError: gradient of head\.weight = None on rank 1 only"),
-    "rates": (1, r"LedgerError: ranks disagree in step 3 on hyperparameters: adamw_no_decay lr"),
+    "rates": (1, r"LedgerError: ranks disagree on hyperparameters: adamw_no_decay lr"),
     "later": (1, "out of memory"),
     "sums": (0, r"LedgerError: gradient of 'embed\.weight' was edited"),
 }

@@ -1,75 +1,77 @@
-"""What a step does, by tables: a mode is a function of settings and facts, a decision one of facts and mode."""
+"""What a step does, by tables: its flags are a function of settings and facts, its decision one of facts."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from compile_muon.engine.decision import Decision, Facts, Mode, decide, mode_of, over
+from compile_muon.engine.decision import Decision, Facts, decide, over, planned
 
 NAN = math.nan
 FINE = {"a": 9.0, "b": 16.0}  # a norm of 5
 LIMITS = {"none": None, "under": 10.0, "over": 4.0}
 
-#: stages, speculating, later, held and limit -> the mode, and the decision: clip, use, make, wait; in groups of values
-#: that make no difference. Of a, b and c, a and b have a gradient here, and c may have one on another rank.
-TABLE: list[tuple[str, str, str, str, str, Mode, bool, str, str, bool]] = [
-    ("no", "yes", "no", "-", "none under", Mode.IN_STEP, False, "", "ab", True),
-    ("no", "yes", "no", "a", "none under", Mode.IN_STEP, False, "a", "b", True),
-    ("no", "yes", "no", "ab abz", "none under", Mode.IN_STEP, False, "ab", "", False),
-    ("no", "yes", "no", "- a ab abz", "over", Mode.IN_STEP, True, "", "ab", True),
+#: stages, speculating, later, ready and limit -> its flags, and the decision: clip, use, make, wait; in groups of
+#: values that make no difference. Of a, b and c, a and b have a gradient here, and c may have one on another rank.
+TABLE: list[tuple[str, str, str, str, str, str, bool, str, str, bool]] = [
+    ("no", "yes", "no", "-", "none under", "wait", False, "", "ab", True),
+    ("no", "yes", "no", "a", "none under", "wait", False, "a", "b", True),
+    ("no", "yes", "no", "ab abz", "none under", "wait", False, "ab", "", False),
+    ("no", "yes", "no", "- a ab abz", "over", "wait", True, "", "ab", True),
     # what a step must know for its own course it waits for: some must be made, or the norm says whether all
-    ("no", "yes", "yes", "-", "none under", Mode.IN_STEP, False, "", "ab", True),
-    ("no", "yes", "yes", "a", "none under", Mode.IN_STEP, False, "a", "b", True),
-    ("no", "yes", "yes", "ab abz", "under", Mode.IN_STEP, False, "ab", "", False),
-    ("no", "yes", "yes", "- a ab abz", "over", Mode.IN_STEP, True, "", "ab", True),
-    ("no", "yes", "yes", "ab abz", "none", Mode.LATER, False, "ab", "", False),
+    ("no", "yes", "yes", "-", "none under", "wait", False, "", "ab", True),
+    ("no", "yes", "yes", "a", "none under", "wait", False, "a", "b", True),
+    ("no", "yes", "yes", "ab abz", "under", "wait", False, "ab", "", False),
+    ("no", "yes", "yes", "- a ab abz", "over", "wait", True, "", "ab", True),
+    ("no", "yes", "yes", "ab abz", "none", "", False, "ab", "", False),
     # the device scales them to the limit, if there is one; of what this rank lacks it sends zeros
-    ("no", "no", "no", "- a ab abz", "none", Mode.AT_ONCE, False, "", "abc", True),
-    ("no", "no", "no", "- a ab abz", "under over", Mode.AT_ONCE, True, "", "abc", True),
-    ("no", "no", "yes", "- a ab abz", "none", Mode.AT_ONCE_LATER, False, "", "abc", False),
-    ("no", "no", "yes", "- a ab abz", "under over", Mode.AT_ONCE_LATER, True, "", "abc", False),
-    ("yes", "no yes", "no", "-", "none under", Mode.TOGETHER, False, "", "ab", True),
-    ("yes", "no yes", "no", "a", "none under", Mode.TOGETHER, False, "a", "b", True),
-    ("yes", "no yes", "no", "ab abz", "none under", Mode.TOGETHER, False, "ab", "", False),
-    ("yes", "no yes", "no", "- a ab abz", "over", Mode.TOGETHER, True, "", "ab", True),
+    ("no", "no", "no", "- a ab abz", "none", "wait remake", False, "", "abc", True),
+    ("no", "no", "no", "- a ab abz", "under over", "wait remake", True, "", "abc", True),
+    ("no", "no", "yes", "- a ab abz", "none", "remake", False, "", "abc", False),
+    ("no", "no", "yes", "- a ab abz", "under over", "remake", True, "", "abc", False),
+    ("yes", "no yes", "no", "-", "none under", "wait", False, "", "ab", True),
+    ("yes", "no yes", "no", "a", "none under", "wait", False, "a", "b", True),
+    ("yes", "no yes", "no", "ab abz", "none under", "wait", False, "ab", "", False),
+    ("yes", "no yes", "no", "- a ab abz", "over", "wait", True, "", "ab", True),
 ]
 
 
-def rows() -> Iterator[tuple[tuple[str, ...], Mode, Decision]]:
+def rows() -> Iterator[tuple[tuple[str, ...], str, Decision]]:
     """Each combination of settings and facts by itself."""
-    for *given, mode, clip, use, make, wait in TABLE:
-        decision = Decision(clip, frozenset(use), frozenset(make), wait, {})
+    for *given, flags, clip, use, make, reads_again in TABLE:
+        decision = Decision(clip, frozenset(use), frozenset(make), reads_again, {})
         for one in itertools.product(*(str(values).split() for values in given)):
-            yield one, mode, decision
+            yield one, flags, decision
 
 
 def names(text: str) -> frozenset[str]:
     return frozenset(text.strip("-"))
 
 
-@pytest.mark.parametrize(("given", "mode", "decision"), [pytest.param(*row, id=" ".join(row[0])) for row in rows()])
-def test_a_step_follows_from_its_settings_and_facts(given: tuple[str, ...], mode: Mode, decision: Decision) -> None:
-    stages, speculating, later, held, limit = given
-    known = Facts(names("ab"), LIMITS[limit], names(held), names("abc"))
-    assert mode is mode_of(known, speculating=speculating == "yes", later=later == "yes", together=stages == "yes")
-    blind = mode.at_once or mode.later
-    seen = known if blind else Facts(names("ab"), LIMITS[limit], names(held), names("abc"), FINE)
-    assert decide(seen, mode) == decision
+@pytest.mark.parametrize(("given", "flags", "decision"), [pytest.param(*row, id=" ".join(row[0])) for row in rows()])
+def test_a_step_follows_from_its_settings_and_facts(given: tuple[str, ...], flags: str, decision: Decision) -> None:
+    stages, speculating, later, ready, limit = given
+    known = planned(
+        Facts(names("ab"), LIMITS[limit], names(ready), names("abc")),
+        speculating=speculating == "yes", later=later == "yes", together=stages == "yes",
+    )  # fmt: skip
+    assert (known.wait, known.remake) == ("wait" in flags, "remake" in flags)
+    reads_first = known.wait and not known.remake
+    assert decide(replace(known, gradients=FINE) if reads_first else known) == decision
 
 
 def test_the_table_has_every_combination_once() -> None:
     """But for checks that pipeline stages read in the next step: there are none."""
     every = itertools.product(("no", "yes"), ("no", "yes"), ("no", "yes"), ("-", "a", "ab", "abz"), LIMITS)
     assert sorted(given for given, _, _ in rows()) == sorted(one for one in every if one[0] == "no" or one[2] == "no")
-    assert {mode for _, mode, _ in rows()} == set(Mode)
+    assert {flags for _, flags, _ in rows()} == {"wait", "wait remake", "remake", ""}
 
 
-@pytest.mark.parametrize("mode", [Mode.IN_STEP, Mode.TOGETHER])
 @pytest.mark.parametrize(
     ("facts", "limit", "use", "wrong"),
     [
@@ -92,10 +94,10 @@ def test_the_table_has_every_combination_once() -> None:
     ],
 )
 def test_a_step_names_what_is_not_finite(
-    mode: Mode, facts: dict[str, Any], limit: float | None, use: str, wrong: dict[str, list[str]]
+    facts: dict[str, Any], limit: float | None, use: str, wrong: dict[str, list[str]]
 ) -> None:
     read = {"gradients": FINE, **{k: frozenset(v) if isinstance(v, str) else v for k, v in facts.items()}}
-    decision = decide(Facts(names("ab"), limit, **read), mode)
+    decision = decide(Facts(names("ab"), limit, **read))
     assert (decision.use, decision.wrong) == (names(use), wrong)
 
 
@@ -108,7 +110,7 @@ def test_what_a_step_has_made_is_looked_at_before_it_is_written(
 
 def test_pipeline_stages_decide_by_the_norm_of_all() -> None:
     def of_all(limit: float, norm: float) -> Decision:
-        return decide(Facts(names("ab"), limit, names("ab"), names("ab"), FINE, total=norm), Mode.TOGETHER)
+        return decide(Facts(names("ab"), limit, names("ab"), names("ab"), gradients=FINE, total=norm))
 
     assert of_all(10.0, 9.0).use == {"a", "b"}
     assert of_all(10.0, 11.0) == Decision(True, frozenset(), frozenset("ab"), True, {})

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from compile_muon import MuonZero
 from compile_muon.config import FrameOptions
 from compile_muon.engine import frame
-from compile_muon.engine import step as engine_step
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import LOWERING_PASSES, GraphKind
@@ -100,7 +99,7 @@ def test_bytes_are_those_that_the_optimizer_counts(monkeypatch: pytest.MonkeyPat
     rank owns something of the one exchange: the fake group cannot send nothing."""
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(3, backend="nccl", options=FrameOptions(codegen="eager"), model=ONE).simulated(SLOW).traffic
-    monkeypatch.setattr(engine_step, "refused", lambda *args: False)
+    monkeypatch.setattr(StepChecks, "skips", lambda *args: False)
     monkeypatch.setattr(StepChecks, "speculated", lambda checks: frozenset(checks.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):
