@@ -35,6 +35,7 @@ def initialize(
     weights: str | os.PathLike | None = None,
     init: Callable[..., Any] | None = None,
     extensions: Sequence[Extension] = (),
+    dist_init_required: bool = True,
 ) -> tuple[M, MuonZero]:
     """Shard ``model`` in place, compile it in place if the config says so, and build its optimizer.
 
@@ -57,6 +58,7 @@ def initialize(
             A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, only modules with
             buffers that no folder holds are initialized.
         extensions: the user's features, see :class:`MuonZero`.
+        dist_init_required: False leaves the process group to the program, as trainers do.
     Returns:
         The same model object, and its :class:`MuonZero`.
     Raises:
@@ -67,7 +69,7 @@ def initialize(
     resolved = load_config(config)
     if groups is not None:
         resolved = replace(resolved, groups=cast("tuple[GroupConfig, ...]", named_groups(groups, model)))
-    device = begin_group()
+    device = begin_group() if dist_init_required else None
     if device is not None and device.type == "cuda" and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     optimizer = MuonZero.from_config(

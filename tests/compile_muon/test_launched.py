@@ -179,6 +179,21 @@ def test_a_host_that_nothing_names_is_asked_for(monkeypatch: pytest.MonkeyPatch,
     assert not begun.called
 
 
+def test_the_trainer_leaves_the_group_to_accelerate(
+    monkeypatch: pytest.MonkeyPatch, begun: mock.Mock, tmp_path: Path
+) -> None:
+    """Which knows torchrun alone: each other process would train on the same batches."""
+    transformers = pytest.importorskip("transformers")
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = MuonTrainer(nn.Linear(2, 2), arguments, muon_config={})
+    set_variables(monkeypatch, {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a"})
+    with pytest.raises(ConfigError, match="PMI_SIZE = '2': says several processes"):
+        trainer.create_optimizer()
+    assert not begun.called
+
+
 def test_a_model_moves_to_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, begun: mock.Mock) -> None:
     set_variables(monkeypatch, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     move = mock.Mock(side_effect=RuntimeError("moved"))
