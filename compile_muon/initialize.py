@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.engine import Extension
+from compile_muon.launched import at_exit, begin_group
 from compile_muon.model.support import check_is_module
 from compile_muon.optimizer import MuonZero
 
@@ -34,8 +35,12 @@ def initialize(
     weights: str | os.PathLike | None = None,
     init: Callable[..., Any] | None = None,
     extensions: Sequence[Extension] = (),
+    dist_init_required: bool = True,
 ) -> tuple[M, MuonZero]:
     """Shard ``model`` in place, compile it in place if the config says so, and build its optimizer.
+
+    Where torchrun, SLURM or an MPI started several ranks and the program has begun no process group, it begins here and
+    ends with the program. On GPUs the model then moves to its rank's.
 
     Args:
         model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
@@ -53,6 +58,7 @@ def initialize(
             A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, only modules with
             buffers that no folder holds are initialized.
         extensions: the user's features, see :class:`MuonZero`.
+        dist_init_required: False leaves the process group to the program, as trainers do.
     Returns:
         The same model object, and its :class:`MuonZero`.
     Raises:
@@ -63,12 +69,17 @@ def initialize(
     resolved = load_config(config)
     if groups is not None:
         resolved = replace(resolved, groups=cast("tuple[GroupConfig, ...]", named_groups(groups, model)))
+    device = begin_group() if dist_init_required else None
+    if device is not None and device.type == "cuda" and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
     optimizer = MuonZero.from_config(
         model, resolved, mesh=mesh, process_group=process_group, norm_group=norm_group, weights=weights, init=init,
         extensions=extensions,
     )  # fmt: skip
     if resolved.compile.enabled:
         compile_in_place(model, resolved.compile)
+    if device is not None and resolved.compile.cuda_graphs:
+        at_exit(optimizer.release)  # the end of a group of NCCL waits for graphs that hold its calls
     return model, optimizer
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -324,6 +325,8 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 #: a page of loops that stand each by itself, with the library that each imports first
 LIBRARIES = "docs/how-to/libraries.md"
+#: first imports of those that take long
+SLOW = ("from trl", "from sentence_transformers", "import ray")
 #: page to programs that stand side by side on it, block by block
 COLUMNS = {"docs/start/from-fsdp2.md": 2}
 #: page to a library that `make test` does without
@@ -377,11 +380,26 @@ def test_python_of_the_page_runs(page: str, place: Path) -> None:
             exec(code, names)
 
 
-@pytest.mark.parametrize("block", [block for block in of("python") if block.page == LIBRARIES], ids=lambda b: b.place)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.place, marks=[pytest.mark.full] * block.code.startswith(SLOW))
+        for block in of("python")
+        if block.page == LIBRARIES
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_the_loop_of_a_library_runs(block: Block, place: Path) -> None:
+def test_the_loop_of_a_library_runs(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(re.findall(r"^(?:from|import) (\w+)", block.code, re.MULTILINE)[0])
-    exec(compiled(block), {**lightning(), "__name__": "page"})
+    names: dict[str, Any] = {**lightning(), "folder": str(place / "run"), "__name__": "page"}
+    if block.code.startswith(SLOW[:2]):
+        monkeypatch.syspath_prepend(ROOT / "tests" / "distributed")
+        preferences = importlib.import_module("support.preferences")
+        preferences.small_language_model("base")
+        names |= {"pairs": preferences.words("prompt", "chosen", "rejected"), "prompts": preferences.words("prompt")}
+        names["sentences"] = preferences.words("anchor", "positive")
+        names["reward"] = lambda completions, **_: [float(len(text)) for text in completions]
+    exec(compiled(block), names)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,10 +8,12 @@ rank keeps its status (step, half, frame, collectives so far) where the others c
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from types import TracebackType
 from typing import Any
@@ -88,7 +90,9 @@ class RankStatus:
                 return
             # torch's own message comes first: users search for it.
             self._raised = PeerError.__name__
-            raise PeerError(f"{_first_line(error)}\n{self.everyone()}") from error
+            with _terminated_behind() as told:
+                told.append(f"{_first_line(error)}\n{self.everyone()}")
+            raise PeerError(told[0]) from error
         finally:
             self._entered = None
 
@@ -154,6 +158,24 @@ def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
             _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
         spoken = late
         del status  # else this thread would keep it alive
+
+
+@contextmanager
+def _terminated_behind() -> Iterator[list[str]]:
+    """Hold back SIGTERM, which torchrun sends at once where another rank died, until the end of this block; then log
+    the texts that the block lists, and end."""
+    texts, came = list[str](), list[int]()
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None:
+        yield texts
+        return
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield texts
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if came:
+            _log.error("%s", "\n".join(texts))
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _first_line(error: BaseException) -> str:

@@ -203,7 +203,7 @@ class MuonTrainer(Trainer):
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
                     setattr(param, "_no_weight_decay", True)  # noqa: B010 - an attribute that no type declares
             groups = self._muon_groups(model) if callable(self._muon_groups) else self._muon_groups
-            more: dict[str, Any] = {"groups": groups, "extensions": self._muon_extensions}
+            more: dict[str, Any] = {"groups": groups, "extensions": self._muon_extensions, "dist_init_required": False}
             self.model, self.optimizer = initialize(model, self.muon_config, **more)
         return self.optimizer
 

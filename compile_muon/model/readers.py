@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -216,15 +217,22 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
     return functools.wraps(method)(run)
 
 
+def _keeps_tokens(model: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, *_: Any, **__: Any) -> bool:
+    """Whether Transformers' ``resize_token_embeddings`` is asked for the size that the model's tables have."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    rows, multiple = [len(table.weight) for table in tables if table is not None], pad_to_multiple_of or 1
+    padded = math.ceil((new_num_tokens or rows[0]) / multiple) * multiple
+    return new_num_tokens is pad_to_multiple_of is None or {*rows} == {padded}
+
+
 def _rebuilding(cls: type, name: str) -> Callable[..., Any]:
     """The method ``name`` of ``cls``, for a class that stands for it."""
 
     @functools.wraps(getattr(cls, name))
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name == "resize_token_embeddings":
-            rows = len(self.get_input_embeddings().weight)
-            if {*args, *kwargs.values()} <= {None, rows}:  # as scripts ask for that load a tokenizer
-                return getattr(cls, name)(self, *args, **kwargs)
+        # Scripts that load a tokenizer ask for the size that the tables have.
+        if name == "resize_token_embeddings" and _keeps_tokens(self, *args, **kwargs):
+            return getattr(cls, name)(self, *args, **kwargs)
         raise UnsupportedModelError(
             f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model"
         )

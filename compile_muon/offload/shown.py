@@ -42,6 +42,7 @@ class OffloadedStateView:
         # `edits_of` the parameter when it was last rounded to its master weight; -1 before the first.
         self._rounded_at = {sharded: -1 for sharded in self._tensors if sharded.spec.master}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self.behind = False  # a step has stored new tensors, or broke off before all of them were shown
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -67,6 +68,7 @@ class OffloadedStateView:
             slots.update(shown_states)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
                 self._optimizer.state[sharded.param] = _Settled(self._buffers.settle, slots)
+        self.behind = False
         self.seen()
 
     def _state(self, sharded: ShardedParam, name: str, tensor: Tensor) -> Tensor:
@@ -78,18 +80,20 @@ class OffloadedStateView:
         return as_state(sharded, tensor, "element" if tensor.shape == sharded.local.shape else "row", mesh)
 
     def take_back(self) -> bool:
-        """Copy tensors that users put in place of the shown ones into the stored ones; return whether any were."""
+        """Copy tensors that users put in place of the shown ones, and shown ones that are behind, into the stored ones;
+        return whether any were."""
         changed = False
         for sharded, shown_states in self._tensors.items():
             slots = self._optimizer.state[sharded.param]
             states = {**slots}
             for name, tensor in shown_states.items():
-                if states.get(name) is tensor:
+                if states.get(name) is tensor and not self.behind:
                     continue
                 self._buffers.settle()
                 # A deleted state begins at zero, a deleted master weight at its parameter's values.
                 anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
-                local_tensor(tensor).copy_(local_tensor(states.get(name, anew)))
+                stored = self._buffers.current(self._layout.kept[sharded.name][name])
+                stored.copy_(local_tensor(states.get(name, anew)))
                 slots[name] = tensor
                 changed = True
         return changed

@@ -267,6 +267,7 @@ class OffloadedStates(StateProvider, Extension):
         except BaseException:
             self.engine.step.torn &= not self._buffers.on_disk  # whose steps are put back
             raise
+        self._shown.behind = True
         self._buffers.commit(self._step.written)
         self._step.end()
         self._new_momenta()

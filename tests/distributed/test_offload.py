@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import signal
@@ -32,6 +33,7 @@ from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
 from compile_muon.offload.device_buffers import DeviceBuffers
+from compile_muon.offload.shown import OffloadedStateView
 from compile_muon.passes.methods import adamw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")  # which a file system may not have; said once
@@ -526,6 +528,44 @@ def test_a_step_that_raises_has_changed_nothing_or_is_the_last(
     assert found["unchanged"] >= points // 4 and found["whole"], found
     assert where != "nvme" or found["refused"] <= points // 8, found
     assert not wrong
+
+
+def interrupted(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """``function``, which raises once it was called that often."""
+    left = iter(range(calls))
+
+    def call(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return call
+
+
+def test_a_load_behind_a_step_that_broke_off_at_its_end_is_whole(tmp_path: Path) -> None:
+    """The file has new generations by then, and ``optimizer.state`` tensors of the former ones."""
+    given = {"method": "normuon", **offload("nvme", tmp_path)}
+    model, optimizer = made(stage=2, update="step", **given)
+    run(model, optimizer, range(1))
+    saved = compile_muon.Checkpointer(tmp_path / "saved")
+    saved.save(1, model, optimizer)
+    state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    before = everything(model, optimizer)
+    for after, by_file in ((0, True), (0, False), (3, True), (3, False)):  # so many new states are shown
+        loss(model, data(1, 0, 0)).backward()
+        breaking = interrupted(OffloadedStateView._state, after)
+        with mock.patch.object(OffloadedStateView, "_state", breaking), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert optimizer.engine.step.torn
+        optimizer.zero_grad()
+        if by_file:
+            saved.load(model, optimizer)
+        else:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+        assert not differing(before, everything(model, optimizer)), (after, by_file)
+    run(model, optimizer, range(1, 3))
+    assert not differing(everything(model, optimizer), everything(*undisturbed({}, **given)))
 
 
 def no_room_is_known_before_anything_is_sharded(folder: str) -> None:

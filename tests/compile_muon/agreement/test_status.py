@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +107,46 @@ def test_the_thread_ends_with_the_optimizer_and_says_so(group: Any) -> None:
     gc.collect()
     soon(lambda: threads() == others)
     assert heartbeat.read()[0].ended
+
+
+def test_a_rank_says_where_all_are_before_it_is_terminated(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun does so at once where Gloo has aborted another."""
+    status, said = status_in(group), list[str]()
+
+    def everyone() -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return "rank 0 waits here"
+
+    monkeypatch.setattr(status, "everyone", everyone)
+    monkeypatch.setattr(logging.getLogger("compile_muon"), "error", lambda form, text: said.append(text))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: said.append("terminated"))
+    try:
+        with pytest.raises(PeerError), status.at("forward", "frame0001"):
+            raise dist.DistBackendError("Connection closed by peer")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == ["Connection closed by peer\nrank 0 waits here", "terminated"]
+
+
+LAYER_DROP = """
+import torch, torch.distributed as dist, compile_muon
+model = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 64)])
+model.forward = lambda x, dropped: model[2](x + model[0](x) + (0 if dropped else model[1](x))).sum()
+model, optimizer = compile_muon.initialize(model, {"zero_optimization": {"stage": 3}})
+for step in range(3):
+    model(torch.ones(4, 16), step == 2 and dist.get_rank() == 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_torchrun_shows_where_ranks_were_that_skipped_a_block(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LAYER_DROP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode and re.search(r"rank \d waits in step 3, an eager read", ended.stderr), ended.stderr
 
 
 def test_the_end_waits_for_a_thread_that_is_in_the_store(group: Any) -> None:
