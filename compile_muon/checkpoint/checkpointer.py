@@ -281,10 +281,10 @@ class Checkpointer:
             read_tensors(manifest.reader(place), staged)
             for source in [sources[key] for key in contents.buffers if key in sources]:
                 if f"buffer.{source}" in values:
-                    own = values.get(f"buffer.{source}")
-                    if (own.shape, own.dtype) != (staged[source].shape, staged[source].dtype):
+                    buffer = values.get(f"buffer.{source}")
+                    if (buffer.shape, buffer.dtype) != (staged[source].shape, staged[source].dtype):
                         raise CheckpointError(f"{source}: has another shape or dtype on this rank than on rank 0")
-                    staged[source] = own
+                    staged[source] = buffer
             contents.check_writable(sources)
             optimizer.engine.step.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
             extra = values.under("extra.")
@@ -406,5 +406,5 @@ def _described(setting: Any) -> Any:
 
 
 def _list(problems: list[str], remedy: str) -> str:
-    told = problems[:_TOLD] + ([f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else [])
-    return "\n  ".join((f"{len(problems)} things do not fit; {remedy}:", *told))
+    listed_problems = problems[:_TOLD] + ([f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else [])
+    return "\n  ".join((f"{len(problems)} things do not fit; {remedy}:", *listed_problems))

@@ -44,8 +44,8 @@ class Contents:
 
     def facts(self) -> dict[str, TensorFacts]:
         """Return shape and dtype of each whole tensor of all ranks."""
-        held = {key: TensorFacts.of(tensor) for key, tensor in self.tensors.items()}
-        return dict(sorted((held | self.elsewhere).items())) if self.elsewhere else held
+        tensor_facts = {key: TensorFacts.of(tensor) for key, tensor in self.tensors.items()}
+        return dict(sorted((tensor_facts | self.elsewhere).items())) if self.elsewhere else tensor_facts
 
     def check_writable(self, keys: Iterable[str]) -> None:
         """Refuse a buffer that shares memory with itself (``expand``), or was made under inference_mode."""

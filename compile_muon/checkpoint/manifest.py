@@ -145,13 +145,13 @@ class Manifest:
     @classmethod
     def _parsed(cls, body: Mapping[str, Any]) -> Manifest:
         """Take the fields of a manifest's body; a ValueError names the one that is not what it has to be."""
-        for each in fields(cls):
-            (kind, allowed, what), value = each.metadata["rule"], body.get(each.name)
+        for f in fields(cls):
+            (kind, allowed, what), value = f.metadata["rule"], body.get(f.name)
             if type(value) is not kind or not (kind is dict or allowed(value)):
-                raise ValueError(f"{each.name} = {shown(value)}: is no {what if kind is not dict else 'object'}")
+                raise ValueError(f"{f.name} = {shown(value)}: is no {what if kind is not dict else 'object'}")
             for key, inner in value.items() if isinstance(value, dict) else ():
                 if not allowed(inner):
-                    raise ValueError(f"{each.name}[{shown(key)}] = {shown(inner)}: is no {what}")
+                    raise ValueError(f"{f.name}[{shown(key)}] = {shown(inner)}: is no {what}")
         for name in body["files"]:
             if not _FILE.fullmatch(name):
                 raise ValueError(f"files: {shown(name)} is not a place for a file of a checkpoint")
@@ -160,7 +160,7 @@ class Manifest:
                 raise ValueError(f"aliases[{shown(alias)}] = {shown(name)}: is no tensor of the model")
         files = {name: FileFacts(v["size"], v["sha256"]) for name, v in body["files"].items()}
         tensors = {name: TensorFacts(tuple(v["shape"]), v["dtype"]) for name, v in body["tensors"].items()}
-        return cls(**{each.name: body[each.name] for each in fields(cls)} | {"files": files, "tensors": tensors})
+        return cls(**{f.name: body[f.name] for f in fields(cls)} | {"files": files, "tensors": tensors})
 
     def trained(self) -> list[str]:
         """List the parameters that were not frozen, under all their names."""

@@ -93,8 +93,10 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
 def _groups_in(saved: Any) -> list[Mapping[str, Any]]:
     """Return the groups that were saved; refuse what is no optimizer state."""
     groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    known = isinstance(groups, list) and groups and isinstance(saved.get("state"), Mapping)
-    if not known or not all(isinstance(g, Mapping) and {"name", "params", "algorithm"} <= g.keys() for g in groups):
+    has_groups_and_state = isinstance(groups, list) and groups and isinstance(saved.get("state"), Mapping)
+    if not has_groups_and_state or not all(
+        isinstance(g, Mapping) and {"name", "params", "algorithm"} <= g.keys() for g in groups
+    ):
         raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
     return groups
 

@@ -121,8 +121,8 @@ class Checked:
         try:
             return cls(**good)
         except ConfigError as error:
-            for each in error.errors:
-                name = each.field.removeprefix(f"{cls.__name__}.")
+            for field_error in error.errors:
+                name = field_error.field.removeprefix(f"{cls.__name__}.")
                 if name in good or name not in values:  # else `canonical` has reported it
-                    mistakes.add(each.renamed(f"{path}.{name}"))
+                    mistakes.add(field_error.renamed(f"{path}.{name}"))
             return None

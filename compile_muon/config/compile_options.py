@@ -73,7 +73,7 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
     >>> read_options({"bucket_mb": 0.5}).bucket_bytes
     524288
     """
-    mistakes, known = Mistakes(), {}
+    mistakes, known_options = Mistakes(), {}
     names = [f.name for f in fields(CompileOptions)]
     for name, value in (options or {}).items():
         if name in _FORMER:
@@ -81,8 +81,8 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
             continue
         with mistakes.collected():
             accept.known(f"options[{shown(name)}]", value, name, names, "an option of muon_zero")
-            known[name] = value
-    values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
+            known_options[name] = value
+    values = CompileOptions.canonical(known_options, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()
     if "bucket_mb" in values:
         values["bucket_bytes"] = int(values.pop("bucket_mb") * _MB)

@@ -255,9 +255,9 @@ def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algori
     params = {}
     for key, value in source_params.items():
         with user_settings.mistakes.collected():
-            known = parameters(kind)
-            remedies = {key: f"remove it: there are {', '.join(known)}"}
-            accept.known(prefix + key, value, key, known, f"a parameter of {kind.__name__}", remedies=remedies)
+            param_names = parameters(kind)
+            remedies = {key: f"remove it: there are {', '.join(param_names)}"}
+            accept.known(prefix + key, value, key, param_names, f"a parameter of {kind.__name__}", remedies=remedies)
             if algorithm == "adamw" and isinstance(value, (list, tuple)):  # DeepSpeed has one group there
                 if len(value) != 1:
                     problem = "is a list, and AdamW trains everything here"

@@ -489,17 +489,19 @@ class UserSettings:
                 return self._build(Config, **rest)
             except ConfigError as error:
                 count_before = len(self.values)
-                for each in error.errors:
-                    setting = settings.get(each.field, each.field)
-                    self.mistakes.add(each.renamed(self.names.get(setting, setting)))
+                for field_error in error.errors:
+                    setting = settings.get(field_error.field, field_error.field)
+                    self.mistakes.add(field_error.renamed(self.names.get(setting, setting)))
                     self.values.pop(setting, None)
                 if len(self.values) == count_before:  # no setting to drop: the contradiction is in `rest`
                     return Config()
 
     def _build(self, kind: type[C], **rest: Any) -> C:
         parts = {f.name: self._build(type(f.default)) for f in fields(kind) if isinstance(f.default, Checked)}
-        own = {field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values}
-        return kind(**parts, **own, **rest)
+        kind_values = {
+            field: self.values[s] for s, (owner, field) in SETTINGS.items() if owner is kind and s in self.values
+        }
+        return kind(**parts, **kind_values, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:

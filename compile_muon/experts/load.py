@@ -205,11 +205,11 @@ def _renamed(
     except ImportError:
         return None
     table = get_model_conversion_mapping(module)
-    renamings = [each for each in table if isinstance(each, WeightRenaming)]
-    converters = [each for each in table if isinstance(each, WeightConverter)]
+    renamings = [rule for rule in table if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in table if isinstance(rule, WeightConverter)]
     prefix = module.base_model_prefix or None
     names = dict.fromkeys(known, True)  # Transformers reads only the keys
-    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     rows = []
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)

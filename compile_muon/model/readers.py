@@ -130,12 +130,12 @@ def _given(sharded: ShardedParam, other: Tensor) -> Tensor:
 
 def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
     """The attributes that users set on the parameter (``weight.quant_state``), which frames give the weight too."""
-    given = user_attributes(sharded.param)
-    found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
-    public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
+    all_attributes = user_attributes(sharded.param)
+    attributes = {tag: value for tag, value in all_attributes.items() if not tag.startswith(_OF_PYTORCH)}
+    public = tuple(tag for tag in attributes if not tag.startswith("_"))  # marks that libraries leave change no forward
     if public != sharded.tags:
         sharded.tag(public)
-    return found
+    return attributes
 
 
 def _reader(name: str, alone: bool) -> property:
@@ -241,7 +241,7 @@ def _rebuilding(cls: type, name: str) -> Callable[..., Any]:
 
 
 def _bound(forwards: Forwards, method: Callable[..., Any]) -> Callable[..., Any]:
-    """What a module has for its forward in place of its class's."""
+    """Wrap a module's own ``forward`` so that the model is inside a forward while it runs eagerly."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -347,13 +347,13 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
             check_kind(sharded, result)
             if result is not shard and result.data_ptr() != shard.data_ptr():
                 sharded.param.copy_(like_parameter(sharded.param, result))
-    held = module.__dict__["_parameters"]
-    module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in sharded_params}
+    params = module.__dict__["_parameters"]
+    module.__dict__["_parameters"] = {name: param for name, param in params.items() if name not in sharded_params}
     try:
         super(cls, module)._apply(fn, recurse)
     finally:
-        held.update(module.__dict__["_parameters"])
-        module.__dict__["_parameters"] = held
+        params.update(module.__dict__["_parameters"])
+        module.__dict__["_parameters"] = params
 
 
 # ------------------------------------------------------------------------------------- the swapped class
@@ -372,7 +372,7 @@ def _guard(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _likeness(cls: type) -> dict[str, Any]:
-    """What makes a class pass for ``cls``."""
+    """Return the class attributes by which a stand-in passes for ``cls``."""
     return {_ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
 
 
@@ -402,8 +402,8 @@ def _standing_for(cls: type, make: Callable[[type], dict[str, Any]] = lambda sta
         return new
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        made: Any = super(stand_in, self).__reduce_ex__(4)
-        return made[0], (cls,), {name: value for name, value in made[2].items() if name != _FORWARDS}
+        reduction: Any = super(stand_in, self).__reduce_ex__(4)
+        return reduction[0], (cls,), {name: value for name, value in reduction[2].items() if name != _FORWARDS}
 
     body: dict[str, Any] = {
         function.__name__: function for function in (__new__, __copy__, __deepcopy__, __reduce_ex__)
@@ -466,9 +466,15 @@ def _with_readers(cls: type, names: tuple[str, ...], alone: bool) -> type:
         def __prepare_scriptable__(self: nn.Module) -> nn.Module:
             raise _stays_here(self, "compiled by torch.jit")
 
-        own: list[Any] = [__setattr__, __delattr__, register_parameter, _load_from_state_dict, _save_to_state_dict]
-        own += [__reduce_ex__, __prepare_scriptable__]
-        functions = {function.__name__: function for function in own}
+        overrides: list[Any] = [
+            __setattr__,
+            __delattr__,
+            register_parameter,
+            _load_from_state_dict,
+            _save_to_state_dict,
+        ]
+        overrides += [__reduce_ex__, __prepare_scriptable__]
+        functions = {function.__name__: function for function in overrides}
         return {name: _reader(name, alone) for name in names} | functions | {"_apply": apply_}
 
     return _standing_for(cls, body)
@@ -495,18 +501,18 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
     # Equal modules share a class, and so their compiled code.
     cache: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in model.modules():
-        own = {name: param for name, param in module._parameters.items() if param is not None}
-        for name, param in own.items():
+        module_params = {name: param for name, param in module._parameters.items() if param is not None}
+        for name, param in module_params.items():
             module._parameters[name] = sharded_params[param].param
             module.__dict__[sharded_param_key(name)] = sharded_params[param]
             _note_attributes(sharded_params[param])
-        layouts = [sharded_params[param].spec.layout for param in own.values()]
+        layouts = [sharded_params[param].spec.layout for param in module_params.values()]
         alone = all(layout.everyone.alone and not layout.model_parallel for layout in layouts)
-        key = (original_class(type(module)), tuple(own), alone)
-        if not own and getattr(key[0], "forward", None) is nn.Module.forward:
+        key = (original_class(type(module)), tuple(module_params), alone)
+        if not module_params and getattr(key[0], "forward", None) is nn.Module.forward:
             continue  # a container, which has none
         if key not in cache:
-            cache[key] = _with_readers(*key) if own else _standing_for(key[0])
+            cache[key] = _with_readers(*key) if module_params else _standing_for(key[0])
         module.__dict__[_FORWARDS] = forwards
         if callable(method := module.__dict__.get("forward")):
             module.__dict__["forward"] = _bound(forwards, method)

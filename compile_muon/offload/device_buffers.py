@@ -48,7 +48,7 @@ class DeviceBuffers:
         if real and copied:
             largest, device = max(bucket.nbytes for bucket in copied), next(iter(copied.values()))
             memory = torch.empty(min(count, len(copied)), largest, dtype=torch.uint8, device=device)
-            self._buffers = [_Buffer(each) for each in memory]
+            self._buffers = [_Buffer(block) for block in memory]
             self._in, self._out = torch.Stream(device), torch.Stream(device)
         self._copied = frozenset(copied)
         self._written: dict[Bucket, torch.Event] = {}
@@ -74,17 +74,17 @@ class DeviceBuffers:
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Return a bucket's slots on the device, by their whole slots, until :meth:`leave` or :meth:`close`."""
         store = self._store_of[bucket]
-        self.in_use[bucket] = found = dict[Slot, Tensor]()
+        self.in_use[bucket] = device_slots = dict[Slot, Tensor]()
         if bucket not in self._copied:
-            found |= store.open(bucket)
+            device_slots |= store.open(bucket)
         elif self._has(bucket):
             buffer = self._lift(bucket)
             assert buffer.arrived is not None
             torch.accelerator.current_stream().wait_event(buffer.arrived)
-            found |= bucket.views(buffer.memory)
+            device_slots |= bucket.views(buffer.memory)
         else:
-            found |= {slot: tensor.to(self._users[bucket]) for slot, tensor in store.open(bucket).items()}
-        return found
+            device_slots |= {slot: tensor.to(self._users[bucket]) for slot, tensor in store.open(bucket).items()}
+        return device_slots
 
     def leave(self, bucket: Bucket) -> None:
         """End the work on a bucket that was only read."""
@@ -95,19 +95,19 @@ class DeviceBuffers:
 
     def close(self, bucket: Bucket) -> None:
         """End the work on a bucket that was written to, and copy it back to its store."""
-        store, found = self._store_of[bucket], self.in_use[bucket]
+        store, device_slots = self._store_of[bucket], self.in_use[bucket]
         if bucket not in self._copied:
             store.close(bucket, self._worked(bucket))
         elif not self._has(bucket):
             for slot, tensor in store.open(bucket, read=False).items():
-                tensor.copy_(found[slot])
+                tensor.copy_(device_slots[slot])
         else:
             buffer, host = self._buffer_of(bucket), store.open(bucket, read=False)
             # The copy to the host comes behind the device's work on the bucket.
             self._out.wait_event(torch.accelerator.current_stream().record_event())
             with self._out:
                 for slot, tensor in host.items():
-                    tensor.copy_(found[slot], non_blocking=True)
+                    tensor.copy_(device_slots[slot], non_blocking=True)
                 written = self._out.record_event()
             buffer.free = self._written[bucket] = written
             buffer.bucket = None  # read again from the store: a file's new generation is current only after the commit

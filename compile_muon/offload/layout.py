@@ -54,9 +54,7 @@ def offloaded_names(
             break
         chosen.append(name)
         left += size
-    elements = {
-        name: each.method.on_host for each in groups if isinstance(each.method, ElementMethod) for name in each.members
-    }
+    elements = {name: g.method.on_host for g in groups if isinstance(g.method, ElementMethod) for name in g.members}
     if offload.adamw_on == "cpu" and elements and not any(elements.get(name) for name in chosen):
         problem = "finds no moments of AdamW that are offloaded"
         raise config_error("OffloadConfig.adamw_on", "cpu", problem, "raise ratio, or leave adamw_on out")
@@ -122,8 +120,8 @@ class Chunk:
         if self.rows is not None:
             slots = [slot.rows(self.rows.start, len(self.rows)) for slot in slots]
         for use in _ASKED[StateRequest.ALL]:
-            if own := [slot for slot in slots if slot.use == use]:
-                self.buckets[use] = Bucket(own)
+            if slots_of_use := [slot for slot in slots if slot.use == use]:
+                self.buckets[use] = Bucket(slots_of_use)
 
 
 class OffloadLayout:
@@ -146,10 +144,10 @@ class OffloadLayout:
         self._owners, self._codec, self._offload = owners, codec, offload or OffloadConfig()
         # Slots by names of parameter and state; parameters that have none are left out.
         self.kept = {
-            name: own
+            name: slots
             for each in groups
             for name in each.members
-            if (own := self._slots(name, specs[name], each.method, name in offloaded))
+            if (slots := self._slots(name, specs[name], each.method, name in offloaded))
         }
         self.chunks = [
             chunk
@@ -176,14 +174,14 @@ class OffloadLayout:
 
     def fetched(self, name: str) -> list[Bucket]:
         """Return the buckets with the momentum of a parameter that are not on the device."""
-        found = [chunk.buckets.get("momentum") for chunk in self.chunks_of.get(name, [])]
-        return [bucket for bucket in found if bucket is not None and bucket not in self.here]
+        momentum_buckets = [chunk.buckets.get("momentum") for chunk in self.chunks_of.get(name, [])]
+        return [bucket for bucket in momentum_buckets if bucket is not None and bucket not in self.here]
 
     def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> dict[str, Slot]:
-        found, shape, dtype = dict[str, Slot](), spec.layout.local_shape, decode_dtype(spec.state_dtype)
+        slots, shape, dtype = dict[str, Slot](), spec.layout.local_shape, decode_dtype(spec.state_dtype)
 
         def keep(state: str, own: Sequence[int], kind: torch.dtype, use: str, label: str = "") -> None:
-            found[state] = Slot(f"{state} of {name}", tuple(own), kind, use, label)
+            slots[state] = Slot(f"{state} of {name}", tuple(own), kind, use, label)
 
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
@@ -200,7 +198,7 @@ class OffloadLayout:
                 keep(state.name, own, torch.promote_types(dtype, torch.float32), "states", state.label)
         if spec.master:
             keep(MASTER, shape, dtype, "masters")
-        return found
+        return slots
 
     def _in_chunks(self, names: Sequence[str], method: Method) -> list[Chunk]:
         largest = self._offload.buffer_bytes

@@ -34,8 +34,8 @@ class NotFinite:
             if flags.device.type != self._device.type:
                 flags = flags.pin_memory().to(self._device, non_blocking=True)
             for sharded, flag in zip(tensors, flags.unbind(), strict=True):
-                known = self._wrong.get((sharded.name, label)) if more else None
-                self._wrong[sharded.name, label] = flag if known is None else torch.maximum(known, flag)
+                earlier_flag = self._wrong.get((sharded.name, label)) if more else None
+                self._wrong[sharded.name, label] = flag if earlier_flag is None else torch.maximum(earlier_flag, flag)
 
     def moved(self, sharded: ShardedParam, flag: Tensor) -> None:
         """Note the flag of a momentum that was moved when it was fetched; the step decides whether to keep it."""
@@ -43,21 +43,21 @@ class NotFinite:
 
     def kept(self, fetches: Mapping[ShardedParam, int]) -> list[ShardedParam]:
         """Return the parameters whose momentum was moved by exactly this fetch, and count their flags from now on."""
-        found = []
+        moved_params = []
         for sharded, number in fetches.items():
-            made, flag = self._moved.get(sharded.name, (-1, None))
-            if made == number and flag is not None:
-                found.append(sharded)
+            fetch_of_flag, flag = self._moved.get(sharded.name, (-1, None))
+            if fetch_of_flag == number and flag is not None:
+                moved_params.append(sharded)
                 self._wrong[sharded.name, "momentum"] = flag
         self._moved.clear()
-        return found
+        return moved_params
 
     def of(self, sharded: ShardedParam, label: str) -> Tensor | None:
         """Return the flag of one state; None if it is not offloaded."""
         if label not in self._labels.get(sharded.name, {}).values():
             return None
-        found = self._wrong.get((sharded.name, label))
-        return torch.zeros((), device=self._device) if found is None else found
+        flag = self._wrong.get((sharded.name, label))
+        return torch.zeros((), device=self._device) if flag is None else flag
 
     def clear(self) -> None:
         """Drop all flags: the states were replaced, or a step is given up."""

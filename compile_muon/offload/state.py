@@ -112,9 +112,9 @@ class OffloadedStates(StateProvider, Extension):
         """Take the engine's parameters, and show their states in the optimizer's."""
         super().attach(engine)
         self._optimizer = engine.step.optimizer
-        own = [each for each in engine.step.sharded_params.values() if each.name in self.layout.kept]
-        self._sharded_params = {sharded.name: sharded for sharded in own}
-        self._shown = OffloadedStateView(self._optimizer, own, self.layout, self._buffers, self._device)
+        offloaded_params = [a for a in engine.step.sharded_params.values() if a.name in self.layout.kept]
+        self._sharded_params = {sharded.name: sharded for sharded in offloaded_params}
+        self._shown = OffloadedStateView(self._optimizer, offloaded_params, self.layout, self._buffers, self._device)
         self._shown.follow()
         self._shown.show()
 
@@ -167,39 +167,41 @@ class OffloadedStates(StateProvider, Extension):
         wanted = {sharded.name: sharded for sharded in sharded_params}
         todo: list[tuple[Chunk, list[ShardedParam], list[Bucket]]] = []
         for chunk in self.layout.chunks:
-            if own := [wanted[name] for name in chunk.names if name in wanted]:
-                todo.append((chunk, own, chunk.asked_for(what, moved=own[0] in self.moved)))
+            if chunk_params := [wanted[name] for name in chunk.names if name in wanted]:
+                todo.append((chunk, chunk_params, chunk.asked_for(what, moved=chunk_params[0] in self.moved)))
         reads = what in (StateRequest.STATES_MASTERS_READ, StateRequest.MASTERS_READ)
-        for number, (chunk, own, buckets) in enumerate(todo):
-            given = next(self._host.arrivals, None) if chunk.on_host else {}
-            if given is None:  # the step is skipped
+        for number, (chunk, chunk_params, buckets) in enumerate(todo):
+            host_rows = next(self._host.arrivals, None) if chunk.on_host else {}
+            if host_rows is None:  # the step is skipped
                 return
-            held: dict[Slot, Tensor] = {}
+            slot_tensors: dict[Slot, Tensor] = {}
             for bucket in buckets:
-                held |= self._ahead.open(bucket)
+                slot_tensors |= self._ahead.open(bucket)
             for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
                 self._buffers.start(bucket)
-            provided = [self._views(sharded, held, chunk) | given.get(sharded, {}) for sharded in own]
+            provided = [
+                self._views(sharded, slot_tensors, chunk) | host_rows.get(sharded, {}) for sharded in chunk_params
+            ]
             if chunk.first:
-                self._note(own, what)
+                self._note(chunk_params, what)
             if chunk.rows is not None:
-                provided[0] |= {GRADIENT: chunk.part(own[0].local_grad)}
+                provided[0] |= {GRADIENT: chunk.part(chunk_params[0].local_grad)}
             read_only = [bucket for bucket in buckets if reads and bucket is chunk.buckets.get("masters")]
             there = [bucket for bucket in buckets if bucket in self.layout.there]
             self.provided = there, [bucket for bucket in there if bucket in read_only]
-            yield own, provided
+            yield chunk_params, provided
             if chunk.on_host:
                 if self._buffers.on_disk:  # back() overwrites weights whose copies `_note` has only begun
                     self._host.follow()
-                self._host.back(own, provided)
-            for sharded, views in zip(own, provided, strict=True):
+                self._host.back(chunk_params, provided)
+            for sharded, views in zip(chunk_params, provided, strict=True):
                 slots = self._optimizer.state[sharded.param]
                 if chunk.last:  # resident states go back to the optimizer, as new tensors perhaps
-                    own_names = slots.keys() - self.layout.kept[sharded.name].keys()
-                    slots.update({name: tensor for name, tensor in views.items() if name in own_names})
-                if parts := self._parts(sharded, held):
+                    resident_names = slots.keys() - self.layout.kept[sharded.name].keys()
+                    slots.update({name: tensor for name, tensor in views.items() if name in resident_names})
+                if parts := self._parts(sharded, slot_tensors):
                     self._codec.encode(views[MOMENTUM], parts, sharded.name, step)
-            self._flags.look(own, provided, more=not chunk.first)
+            self._flags.look(chunk_params, provided, more=not chunk.first)
             for bucket in buckets:
                 if bucket in read_only:
                     self._buffers.leave(bucket)
@@ -222,33 +224,37 @@ class OffloadedStates(StateProvider, Extension):
 
     def _views(self, sharded: ShardedParam, held: Mapping[Slot, Tensor], chunk: Chunk) -> dict[str, Tensor]:
         """Return the states of a parameter by name; resident ones move to the device that computes the step."""
-        kept, slots = self.layout.kept[sharded.name], self._optimizer.state[sharded.param]
+        offloaded_slots, slots = self.layout.kept[sharded.name], self._optimizer.state[sharded.param]
         device = _HOST if chunk.on_host else self._device
-        found = {name: tensor for name, tensor in {**slots}.items() if name not in kept}
-        for name, tensor in found.items():
+        states = {name: tensor for name, tensor in {**slots}.items() if name not in offloaded_slots}
+        for name, tensor in states.items():
             if tensor.device.type != device.type:
-                slots[name] = found[name] = tensor.to(device)
+                slots[name] = states[name] = tensor.to(device)
         if not chunk.last:  # a scalar, such as `step`, advances once, with the last rows
-            found = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in found.items()}
-        found |= {name: held[slot] for name, slot in kept.items() if slot.use != "momentum" and slot in held}
+            states = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in states.items()}
+        states |= {
+            name: held[slot] for name, slot in offloaded_slots.items() if slot.use != "momentum" and slot in held
+        }
         if parts := self._parts(sharded, held):
-            found[MOMENTUM] = self._codec.decode(parts, decode_dtype(sharded.spec.state_dtype))
-        return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
+            states[MOMENTUM] = self._codec.decode(parts, decode_dtype(sharded.spec.state_dtype))
+        return states if chunk.rows is None else states | {ROWS: chunk.part(sharded.local.detach())}
 
     def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
         return self._flags.of(sharded, label)
 
     def facts(self, checks: StepChecks) -> None:
         """Add which momenta are not finite. Resident ones need no flag: their direction is all NaN then."""
-        found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
-        if found:
-            checks.add("momentum", list(found), torch.stack(list(found.values())))
+        flags = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
+        if flags:
+            checks.add("momentum", list(flags), torch.stack(list(flags.values())))
 
     @contextmanager
     def writing(self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None) -> Iterator[Callable[[], None]]:
         """Enclose a step's writes in a transaction: an OffloadError of one rank's disk is raised on every rank."""
-        own = [[self._sharded_params[name] for name in chunk.names] for chunk in self.layout.chunks if chunk.on_host]
-        graded = [[sharded for sharded in each if sharded.grad is not None] for each in own]
+        host_chunks = [
+            [self._sharded_params[name] for name in chunk.names] for chunk in self.layout.chunks if chunk.on_host
+        ]
+        graded = [[sharded for sharded in params if sharded.grad is not None] for params in host_chunks]
         what = "could not keep optimizer state: weights and state are as they were"
         agreeing = functools.partial(self._step.agreeing, what, meets=self._buffers.on_disk)
 
@@ -261,7 +267,7 @@ class OffloadedStates(StateProvider, Extension):
                 # With `found_inf` only the device knows whether the step writes: momenta moved at a fetch are not kept.
                 self.moved = frozenset(self._flags.kept(fetches if found_inf is None else {}))
                 self._step.written = [bucket for sharded in self.moved for bucket in self.layout.fetched(sharded.name)]
-                self._host.begin([each for each in graded if each], found_inf)
+                self._host.begin([params for params in graded if params], found_inf)
                 yield confirm
                 self._buffers.finish()
         except BaseException:
@@ -298,13 +304,13 @@ class OffloadedStates(StateProvider, Extension):
         self._forget()
         self._shown.follow()
         for chunk in self.layout.chunks:
-            held: dict[Slot, Tensor] = {}
+            slot_tensors: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets.values():
-                held |= self._buffers.open(bucket)
-            own = [self._sharded_params[name] for name in chunk.names]
-            provided = [self._views(sharded, held, chunk) for sharded in own]
-            self._flags.look(own, provided, more=not chunk.first)
-            round_masters(own, provided)
+                slot_tensors |= self._buffers.open(bucket)
+            chunk_params = [self._sharded_params[name] for name in chunk.names]
+            provided = [self._views(sharded, slot_tensors, chunk) for sharded in chunk_params]
+            self._flags.look(chunk_params, provided, more=not chunk.first)
+            round_masters(chunk_params, provided)
             for bucket in chunk.buckets.values():
                 self._buffers.leave(bucket)
         self._new_momenta()

@@ -82,11 +82,11 @@ class Bucket:
 
     def views(self, memory: Tensor) -> dict[Slot, Tensor]:
         """Return views of the slots in ``memory``, a tensor of bytes, by their whole slots."""
-        found, begin = {}, 0
+        slot_views, begin = {}, 0
         for slot in self.slots:
-            found[slot.whole] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+            slot_views[slot.whole] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
             begin += _up(slot.nbytes)
-        return found
+        return slot_views
 
 
 class Store:
@@ -116,9 +116,9 @@ class Store:
         Raises:
             OffloadError: the bucket cannot be read.
         """
-        found = {slot.whole: self._tensors[slot.whole] for slot in bucket.slots}
+        tensors = {slot.whole: self._tensors[slot.whole] for slot in bucket.slots}
         rows = {slot.whole: slot for slot in bucket.slots if slot is not slot.whole}
-        return found | {whole: found[whole].narrow(0, slot.first, slot.shape[0]) for whole, slot in rows.items()}
+        return tensors | {whole: tensors[whole].narrow(0, slot.first, slot.shape[0]) for whole, slot in rows.items()}
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """End the use of a bucket that was only read. ``ready`` returns when nothing reads its memory any more."""

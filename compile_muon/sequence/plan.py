@@ -154,7 +154,7 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     for path in paths:
         stack_attentions = attentions.get(path, ())
         _check_blocks(path, lists[path], stack_attentions, mistakes)
-        receivers = (*lists[path], *(model.get_submodule(each) for each in stack_attentions))
+        receivers = (*lists[path], *(model.get_submodule(name) for name in stack_attentions))
         stacks.append(Stack(path, stack_attentions, bool(stack_attentions) and all(map(accepts_any, receivers))))
     ring = _ring(model, config, [path for stack in stacks for path in stack.attentions], mistakes)
     mistakes.raise_all()
@@ -195,17 +195,22 @@ def _attends(block: nn.Module) -> bool:
             return True
         if function.__qualname__ != function.__name__:  # a method; calls by functions are not followed
             called = (function.__globals__.get(name) for name in names)
-            queue += [inspect.unwrap(each) for each in called if inspect.isfunction(each)]
+            queue += [inspect.unwrap(value) for value in called if inspect.isfunction(value)]
     return False
 
 
 def _functions(cls: type) -> list[Any]:
     """Return the methods of `cls` without those of ``torch.nn`` classes."""
     members = (
-        each for base in cls.__mro__ if not base.__module__.startswith("torch.nn") for each in vars(base).values()
+        attribute
+        for base in cls.__mro__
+        if not base.__module__.startswith("torch.nn")
+        for attribute in vars(base).values()
     )
     return [
-        function for each in members if inspect.isfunction(function := inspect.unwrap(each) if callable(each) else None)
+        function
+        for attribute in members
+        if inspect.isfunction(function := inspect.unwrap(attribute) if callable(attribute) else None)
     ]
 
 

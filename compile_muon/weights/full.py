@@ -105,8 +105,8 @@ def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> tupl
         elif strict:
             problems.append(f"{name}: is missing")
     if strict:
-        known = {*weights.others, *(alias for names in weights.names.values() for alias in names)}
-        problems += [f"{name}: is not in the model" for name in mapping if name not in known]
+        model_names = {*weights.others, *(alias for names in weights.names.values() for alias in names)}
+        problems += [f"{name}: is not in the model" for name in mapping if name not in model_names]
     if problems:
         raise CheckpointError(listed(problems))
     return sources, {name: mapping[name] for name in weights.others if name in stored}

@@ -160,14 +160,14 @@ def _run(
     attention initializes its ``c_proj.weight`` anew) is made whole too, and ``init`` run again on the same random
     numbers.
     """
-    held = [ModuleSnapshot(paths[id(inner)], inner) for inner in module.modules()]
-    sharded_params = {id(sharded): sharded for each in held for sharded in each.sharded_params.values()}
-    own = {id(sharded) for sharded in held[0].sharded_params.values()}
-    wanted = set(own)
+    snapshots = [ModuleSnapshot(paths[id(inner)], inner) for inner in module.modules()]
+    sharded_params = {id(sharded): sharded for snapshot in snapshots for sharded in snapshot.sharded_params.values()}
+    module_param_ids = {id(sharded) for sharded in snapshots[0].sharded_params.values()}
+    wanted = set(module_param_ids)
     begun = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
         # In the same order on every rank, which ids have not.
-        others = [sharded for key, sharded in sharded_params.items() if key in wanted - own]
+        others = [sharded for key, sharded in sharded_params.items() if key in wanted - module_param_ids]
         gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.model_parallel])
         gathered |= {id(a): cast(Any, a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel}
         unsharded: dict[int, Any] = {}
@@ -177,16 +177,22 @@ def _run(
             values = gathered[key].to(dtype) if key in gathered else torch.empty(shape, dtype=dtype, device=place)
             unsharded[key] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
         edits = _Edits({key: value.detach() for key, value in unsharded.items() if key not in wanted})
-        for each in held:
-            each.open(unsharded)
+        for snapshot in snapshots:
+            snapshot.open(unsharded)
         try:
             with edits:
                 init(module)
-            problems = [problem for each in held for problem in (*each.rearranged(), *each.problems(wanted))]
-            now = {id(a): each.module._parameters.get(name) for each in held for name, a in each.sharded_params.items()}
+            problems = [
+                problem for snapshot in snapshots for problem in (*snapshot.rearranged(), *snapshot.problems(wanted))
+            ]
+            now = {
+                id(a): snapshot.module._parameters.get(name)
+                for snapshot in snapshots
+                for name, a in snapshot.sharded_params.items()
+            }
         finally:
-            for each in held:
-                each.close()
+            for snapshot in snapshots:
+                snapshot.close()
         edits.edited |= {key for key, value in now.items() if key not in wanted and value is not unsharded[key]}
         if not edits.edited:
             break

@@ -42,8 +42,8 @@ class Weights:
         CheckpointErrors say that ranks do different things, or hold different models.
         """
         ranks = Wire(self.group, self.device, self.status)
-        held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
-        digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
+        entry_facts = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
+        digest = hashlib.sha256(repr((entry_facts, sorted(self.others), facts)).encode()).hexdigest()
         different = ranks.compare({"function": doing, "digest": digest[:16]})
         if "function" in different:
             said = by_rank(different["function"])
@@ -59,10 +59,10 @@ class Weights:
 def check_live(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors of ``state_dict()`` that are neither parameters nor buffers: nothing could be loaded into them."""
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    if made := [name for name, tensor in tensors.items() if id(tensor) not in live]:
+    if computed_names := [name for name, tensor in tensors.items() if id(tensor) not in live]:
         raise CheckpointError(
-            f"{listed(made)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be loaded "
-            "into it; take it out and save it by itself, with a Checkpointer among the extra values"
+            f"{listed(computed_names)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be "
+            "loaded into it; take it out and save it by itself, with a Checkpointer among the extra values"
         )
 
 

@@ -154,9 +154,9 @@ def save_by_class(model: Any, folder: str | os.PathLike, *args: Any, **kwargs: A
 
     Return what the class's own method returns on the first rank, else None.
     """
-    own = getattr(type(model), "save_pretrained", None)
-    known = [getattr(sys.modules.get(library), name, None) for library, name in _SAME_LAYOUT]
-    if own is None or own in [cls.save_pretrained for cls in known if cls is not None]:
+    class_method = getattr(type(model), "save_pretrained", None)
+    library_classes = [getattr(sys.modules.get(library), name, None) for library, name in _SAME_LAYOUT]
+    if class_method is None or class_method in [cls.save_pretrained for cls in library_classes if cls is not None]:
         if args:
             return type(model).save_pretrained(model, folder, *args, **kwargs)
         sizes = {"max_shard_size": size} if (size := kwargs.pop("max_shard_size", None)) is not None else {}
@@ -169,7 +169,7 @@ def save_by_class(model: Any, folder: str | os.PathLike, *args: Any, **kwargs: A
     with weights.status.at("save_pretrained"):
         ranks = weights.meet("save_pretrained")
         with full_parameters(model), ranks.together(f"{folder}: weights were not saved"):
-            return own(model, folder, *args, **kwargs) if ranks.rank == 0 else None
+            return class_method(model, folder, *args, **kwargs) if ranks.rank == 0 else None
 
 
 def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +228,8 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
 def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, list[Block]]:
     """Find in the folder the blocks that each entry is made of; one error lists all that does not fit."""
     ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
-    known = {alias for names in weights.names.values() for alias in names}
-    origins = origins_of(weights.module, facts, known)
+    model_names = {alias for names in weights.names.values() for alias in names}
+    origins = origins_of(weights.module, facts, model_names)
     blocks: dict[str, list[Block]] = {}
     problems, unused = list[str](), list(origins.unused)
     for name, entry in weights.entries.items():

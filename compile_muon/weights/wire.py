@@ -76,9 +76,9 @@ class Wire(Ranks):
     def _prepared(self, entries: Mapping[K, Entry], prepare: Callable[[K], V]) -> Iterator[tuple[Entry, V | None]]:
         """Yield each entry with what ``prepare`` makes of its key on rank 0; every rank stops where that raises."""
         for key, entry in entries.items():
-            error, made = None, None
+            error, value = None, None
             try:
-                made = prepare(key) if self.rank == 0 else None
+                value = prepare(key) if self.rank == 0 else None
             except Exception as failed:
                 error = failed
             if self.group is not None:
@@ -88,7 +88,7 @@ class Wire(Ranks):
                     return
             if error is not None:
                 raise error
-            yield entry, made
+            yield entry, value
 
     def stream(self, entries: Mapping[K, Entry], begin: Callable[[K], Callable[[Tensor], object]]) -> None:
         """Give the bytes of whole tensors to rank 0, tensor by tensor and piece by piece; collective.
