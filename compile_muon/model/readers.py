@@ -1,9 +1,9 @@
-"""How a module reads its full weights, and what it does not let happen to its shards.
+"""Modules of a sharded model read whole weights, and their shards are guarded against ``nn.Module``.
 
-The class of each module of a model is swapped for a subclass of it. Its ``forward`` says that the model is inside one
-(:mod:`compile_muon.engine.forwards`); each sharded parameter is a property, which is the whole weight there and in
-compiled code, and the parameter elsewhere. ``nn.Module`` would otherwise replace shards, cast them and load into them
-behind our back: that is refused, or done right.
+The class of each module is swapped for a subclass, the stand-in. Its ``forward`` notes that the model is inside a
+forward (:mod:`compile_muon.engine.forwards`). A property takes the place of each sharded parameter: it returns the
+whole weight inside a forward and in compiled code, and the parameter elsewhere. The stand-in also overrides the methods
+of ``nn.Module`` that replace, cast or load parameters: they either keep the shards or raise.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _PREFIX = "_muon_zero_"
 _OF_PYTORCH = ("_is_param", "_dynamo_", "__")
 _LOADING = "_loading_whole_tensors"
 _ORIGINAL = "_unsharded_class"
-#: where each module keeps the model's :class:`Forwards`
+#: attribute of each module: the model's :class:`Forwards`
 _FORWARDS = "_forwards_under_way"
-#: methods of libraries that give a model other parameters, or more of them
+#: methods of Transformers and timm that replace or add parameters
 _REBUILDING = ["add_adapter", "prune_heads", "reset_classifier"]
 _REBUILDING += ["resize_position_embeddings", "resize_token_embeddings"]
 
 
 def sharded_param_key(name: str) -> str:
-    """Where a module keeps its sharded parameter ``name``."""
+    """Return the key of a module's ``__dict__`` that holds its :class:`ShardedParam` of ``name``."""
     return _PREFIX + name
 
 
 def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
-    """The sharded parameters that ``module`` itself holds, by local name."""
+    """Return the sharded parameters of ``module``, without those of its submodules, by local name."""
     return {key.removeprefix(_PREFIX): value for key, value in vars(module).items() if key.startswith(_PREFIX)}
 
 
 def original_class(cls: type) -> type:
-    """The class a module had before its parameters were sharded."""
+    """Return the class that a module had before its parameters were sharded."""
     return cls.__dict__.get(_ORIGINAL, cls)
 
 
@@ -63,7 +63,7 @@ def original_class(cls: type) -> type:
 
 
 def _replaced(sharded: ShardedParam, how: str, value: object = None) -> UnsupportedModelError:
-    """For a parameter that is taken away, or replaced by ``value``."""
+    """Return the error for a parameter that is deleted, or replaced by ``value``."""
     fits = isinstance(value, Tensor) and value.shape == sharded.spec.layout.unsharded_shape
     write = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or " if fits else ""
     return UnsupportedModelError(
@@ -92,11 +92,7 @@ def _stays_here(module: nn.Module, what: str) -> UnsupportedModelError:
 
 
 def check_kind(sharded: ShardedParam, tensor: Tensor) -> None:
-    """Raise if ``tensor``, which is to stand for the shard, has not the dtype, device and shape it was sharded with.
-
-    Raises:
-        UnsupportedModelError: naming the parameter and what changed.
-    """
+    """Raise UnsupportedModelError if ``tensor``, a new local shard, has another dtype, device or shape than the old."""
     for what, before, after in (
         ("dtype", sharded.spec.dtype, encode_dtype(tensor.dtype)),
         ("device", sharded.graph_scalars.device, tensor.device),
@@ -110,11 +106,7 @@ def check_kind(sharded: ShardedParam, tensor: Tensor) -> None:
 
 
 def _given(sharded: ShardedParam, other: Tensor) -> Tensor:
-    """``other``, which ``torch.func.functional_call`` has put in the parameter's place: as it is, a DTensor whole.
-
-    Raises:
-        UnsupportedModelError: it has another shape than the whole parameter.
-    """
+    """Return ``other``, which ``torch.func.functional_call`` put in the parameter's place, whole in compute dtype."""
     if tuple(other.shape) != sharded.spec.layout.unsharded_shape:
         raise UnsupportedModelError(
             f"{sharded.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
@@ -123,13 +115,13 @@ def _given(sharded: ShardedParam, other: Tensor) -> Tensor:
     unsharded = other
     if isinstance(other, DTensor) and sharded.placed is None:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # which would take its gradient for equal on all ranks
+            torch._dynamo.graph_break()  # Dynamo would take the gradient of full_tensor() for equal on all ranks
         unsharded = other.full_tensor()
     return unsharded.to(decode_dtype(sharded.spec.compute_dtype))
 
 
 def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
-    """The attributes that users set on the parameter (``weight.quant_state``), which frames give the weight too."""
+    """Return attributes that users set on the parameter (``weight.quant_state``), which the whole weight gets too."""
     all_attributes = user_attributes(sharded.param)
     attributes = {tag: value for tag, value in all_attributes.items() if not tag.startswith(_OF_PYTORCH)}
     public = tuple(tag for tag in attributes if not tag.startswith("_"))  # marks that libraries leave change no forward
@@ -139,12 +131,7 @@ def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
 
 
 def _reader(name: str, alone: bool) -> property:
-    """The property through which a module reads a sharded parameter.
-
-    Args:
-        alone: the process has each weight whole. Then a compiled frame reads what the module holds, and the frame's
-            callable notices another tensor there: comparing two tensors is a guard in Python for each weight.
-    """
+    """Return the property by which a module reads a sharded parameter; ``alone``: this rank holds whole weights."""
     key = sharded_param_key(name)
 
     def read(module: nn.Module) -> Tensor:
@@ -152,6 +139,8 @@ def _reader(name: str, alone: bool) -> property:
         # Dynamo of torch 2.11 takes is_exporting() for true in every frame.
         if not (BEFORE_2_13 and torch.compiler.is_dynamo_compiling()) and torch.compiler.is_exporting():
             raise _stays_here(module, "exported by torch.export")
+        # Comparing the two tensors would be a guard in Python for each weight. On one rank the frame reads the module's
+        # tensor instead, and the frame's callable notices a replaced one.
         if alone and torch.compiler.is_compiling():
             param: Any = module._parameters[name]
         else:
@@ -164,7 +153,7 @@ def _reader(name: str, alone: bool) -> property:
         if torch.compiler.is_compiling():
             shard = param.to_local() if isinstance(param, DTensor) else param
             unsharded = UNSHARD(shard, sharded.momentum, sharded.graph_scalars, sharded.resident, sharded.text)
-            if sharded.placed is not None:  # asked here, since Dynamo would trace a call for each weight
+            if sharded.placed is not None:  # tested here: Dynamo would trace a call for each weight
                 unsharded = sharded.as_read(unsharded)
             for tag in sharded.tags:
                 if hasattr(param, tag):
@@ -190,7 +179,7 @@ def _reader(name: str, alone: bool) -> property:
             vars(unsharded).update(_note_attributes(sharded))
             return unsharded
 
-    # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
+    # Frames inline the read; called from eager code it is not worth a frame of its own.
     never_a_frame(read)
     return property(read)
 
@@ -199,7 +188,7 @@ def _reader(name: str, alone: bool) -> property:
 
 
 def _inside(cls: type, name: str) -> Callable[..., Any]:
-    """The method ``name`` of ``cls``, for a class that stands for it: within it the model is inside a forward."""
+    """Wrap the method ``name`` of ``cls`` for its stand-in: while it runs, the model is inside a forward."""
     method = getattr(cls, name)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -208,8 +197,8 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
         with self.__dict__[_FORWARDS]:
             return getattr(cls, name)(self, *args, **kwargs)
 
-    # Dynamo is to take for a frame what it did before. torch.nn's own are compiled by what calls them: here by this,
-    # which needs code of its own then.
+    # The same frames are compiled as without the wrapper. Dynamo skips code of torch.nn's own modules and compiles
+    # their caller, which is `run` here: it needs a code object of its own.
     if compiled_as_frame(method):
         never_a_frame(run, below=False)
     else:
@@ -218,7 +207,7 @@ def _inside(cls: type, name: str) -> Callable[..., Any]:
 
 
 def _keeps_tokens(model: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, *_: Any, **__: Any) -> bool:
-    """Whether Transformers' ``resize_token_embeddings`` is asked for the size that the model's tables have."""
+    """Return whether Transformers' ``resize_token_embeddings`` with these arguments keeps the size of the tables."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     rows, multiple = [len(table.weight) for table in tables if table is not None], pad_to_multiple_of or 1
     padded = math.ceil((new_num_tokens or rows[0]) / multiple) * multiple
@@ -226,7 +215,7 @@ def _keeps_tokens(model: Any, new_num_tokens: Any = None, pad_to_multiple_of: An
 
 
 def _rebuilding(cls: type, name: str) -> Callable[..., Any]:
-    """The method ``name`` of ``cls``, for a class that stands for it."""
+    """Return the stand-in's method ``name``, one of ``_REBUILDING``: it raises unless it keeps the size."""
 
     @functools.wraps(getattr(cls, name))
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,12 +246,12 @@ def _bound(forwards: Forwards, method: Callable[..., Any]) -> Callable[..., Any]
 def forward_methods(model: nn.Module, *names: str) -> None:
     """Have methods of ``model`` read whole weights, as its ``forward`` does: ``model.encode(x)``.
 
-    FSDP2's ``register_fsdp_forward_method``, of several. Methods that forward calls need not be named, and compiled
-    code reads whole weights wherever it is.
+    The counterpart of FSDP2's ``register_fsdp_forward_method``. Methods that ``forward`` calls need not be named;
+    compiled code reads whole weights everywhere.
 
     Args:
         model: a sharded model, or a module of one.
-        names: of its methods.
+        names: names of its methods.
     Raises:
         UnsupportedModelError: the model is not sharded, or has no such method.
     """
@@ -280,10 +269,10 @@ def forward_methods(model: nn.Module, *names: str) -> None:
 
 
 def _as_parameter(sharded: ShardedParam, value: Tensor) -> Tensor:
-    """``value`` of a state dict as the kind of tensor the parameter is; a whole one is cut, which sends nothing.
+    """Return ``value`` of a state dict as a tensor of the parameter's kind: DTensor or plain.
 
-    Args:
-        value: whole and plain, or a DTensor; a shape that does not fit is left for torch to report.
+    A whole ``value`` is cut locally, without communication; a DTensor that is not on the parameter's mesh is gathered
+    first. ``value`` of a wrong shape is returned as it is, and torch reports it.
     """
     param: Any = sharded.param
     if not isinstance(param, DTensor):
@@ -303,7 +292,7 @@ def _as_parameter(sharded: ShardedParam, value: Tensor) -> Tensor:
 
 
 def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
-    """``_load_from_state_dict`` of ``cls``, with whole tensors cut and ours kept where torch would replace them."""
+    """Run ``_load_from_state_dict`` of ``cls``: whole tensors are cut to shards, and parameters keep their identity."""
     sharded_params = sharded_params_of(module)
 
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -311,10 +300,11 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
-            value = value.clone() if value.is_inference() else value  # which nobody may change, nor make a DTensor of
+            # An inference tensor can neither be written to nor become a DTensor.
+            value = value.clone() if value.is_inference() else value
             state_dict[prefix + name] = _as_parameter(sharded, value)
 
-    # The last of the module's hooks, so that it sees the keys as others have renamed them.
+    # Registered last, so that it sees the keys that the module's other hooks have renamed.
     hook = module.register_load_state_dict_pre_hook(cut)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     module.__dict__[_LOADING] = True
@@ -325,7 +315,7 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         del module.__dict__[_LOADING]
         hook.remove()
-    # Here, where every rank is, and not where one of them happens to read a weight next.
+    # The refresh is collective: all ranks are here, but not all need read a weight next.
     for sharded in sharded_params.values():
         keep_fresh(sharded, list(sharded_params.values()))
 
@@ -334,10 +324,10 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-    """``_apply`` of ``cls``; to sharded parameters new values may come of it, and no other dtype or device.
+    """Run ``_apply`` of ``cls``: ``fn`` may change the values of sharded parameters, not their dtype or device.
 
-    torch would exchange what is inside a DTensor, so that hooks and compiled graphs lose it, even where ``fn`` changes
-    nothing: ``model.to(device)`` of a trainer.
+    torch would replace the local tensor of a DTensor, on which hooks and compiled graphs rely, even where ``fn``
+    changes nothing, as in a trainer's ``model.to(device)``.
     """
     sharded_params = sharded_params_of(module)
     for sharded in sharded_params.values():
@@ -360,11 +350,11 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
 
 
 def _guard(module: nn.Module, name: str, value: Any) -> None:
-    """Something is assigned to the name of a sharded parameter."""
+    """Handle an assignment to the name of a sharded parameter: copy in ``load_state_dict(assign=True)``, else raise."""
     sharded = sharded_params_of(module)[name]
     if value is sharded.param:
         return
-    if module.__dict__.get(_LOADING) and isinstance(value, Tensor):  # load_state_dict(assign=True)
+    if module.__dict__.get(_LOADING) and isinstance(value, Tensor):
         with torch.no_grad():
             sharded.param.copy_(value)
         return
@@ -377,14 +367,13 @@ def _likeness(cls: type) -> dict[str, Any]:
 
 
 def _standing_for(cls: type, make: Callable[[type], dict[str, Any]] = lambda stand_in: {}) -> type:
-    """A subclass of ``cls`` that looks like it, and within whose ``forward`` the model is inside one.
+    """Return the stand-in of ``cls``: a subclass with its name, while whose ``forward`` runs the model is inside one.
 
-    Args:
-        make: what else the class has; functions that call their own ``super()``.
+    ``make`` returns further attributes of the stand-in, which it gets for their ``super()``.
     """
 
     def __new__(kind: type, *args: Any, **kwargs: Any) -> nn.Module:
-        # type(module)(...) makes another model, which nobody has sharded.
+        # type(module)(...) builds a new module, which is not sharded.
         return cls(*args, **kwargs) if kind is stand_in else super(stand_in, kind).__new__(kind)
 
     def __copy__(self: nn.Module) -> nn.Module:
@@ -419,11 +408,7 @@ def _standing_for(cls: type, make: Callable[[type], dict[str, Any]] = lambda sta
 
 
 def _with_readers(cls: type, names: tuple[str, ...], alone: bool) -> type:
-    """``cls`` with a reader for each of ``names``, and guards.
-
-    Args:
-        alone: as for :func:`_reader`.
-    """
+    """Return the stand-in of ``cls`` with a reader for each parameter of ``names``, and the guards of its shards."""
 
     def body(swapped: Any) -> dict[str, Any]:
         def __setattr__(self: nn.Module, name: str, value: Any) -> None:
@@ -481,7 +466,7 @@ def _with_readers(cls: type, names: tuple[str, ...], alone: bool) -> type:
 
 
 class _NotUnderDDP:
-    """Stands where DDP looks for names to leave alone, before it does anything to the model."""
+    """The model's ``_ddp_params_and_buffers_to_ignore``, which DDP iterates over before it changes the model."""
 
     def __iter__(self) -> Iterator[str]:
         raise UnsupportedModelError(
@@ -491,11 +476,7 @@ class _NotUnderDDP:
 
 
 def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Put the sharded parameters into ``model``, and readers of the full weights in front of them.
-
-    Args:
-        sharded_params: by the parameter that the model still holds.
-    """
+    """Put sharded parameters into ``model`` in place of its own, by which they are keyed, and swap its classes."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
     forwards = next(iter(sharded_params.values())).ledger.forwards
     # Equal modules share a class, and so their compiled code.
@@ -510,7 +491,7 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
         alone = all(layout.everyone.alone and not layout.model_parallel for layout in layouts)
         key = (original_class(type(module)), tuple(module_params), alone)
         if not module_params and getattr(key[0], "forward", None) is nn.Module.forward:
-            continue  # a container, which has none
+            continue  # a container such as nn.ModuleList has no forward
         if key not in cache:
             cache[key] = _with_readers(*key) if module_params else _standing_for(key[0])
         module.__dict__[_FORWARDS] = forwards

@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def layout(self) -> Layout | None:
-        """How the tensor is cut; None where every rank holds all of it."""
+        """The layout of the sharded tensor; None where every rank holds all of it."""
         if self.sharded is None:
             return None
         layout = self.sharded.spec.layout
