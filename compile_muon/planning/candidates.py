@@ -162,8 +162,8 @@ def prices(
     def step(count: int, adamw: bool) -> Timeline:
         played = captured(1 if count == 1 else _SEVERAL, adamw)
         if count == _SEVERAL - 1:  # drop the middle one
-            each = len(traced(_SEVERAL).visits) // _SEVERAL
-            played = replace(played, graphs=(*played.graphs[:each], *played.graphs[2 * each :]))
+            per_micro_batch = len(traced(_SEVERAL).visits) // _SEVERAL
+            played = replace(played, graphs=(*played.graphs[:per_micro_batch], *played.graphs[2 * per_micro_batch :]))
         return played.simulated(machine)
 
     def steps(count: int, adamw: bool) -> tuple[float, float]:

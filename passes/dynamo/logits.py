@@ -213,12 +213,12 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
 
 def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
     """Return the arguments of both ops from ``query_state`` on."""
-    size = own = query.meta["example_value"].shape[-1]
+    size = per_head = query.meta["example_value"].shape[-1]
     queries, keys = set(_sources_of(query)), set(_sources_of(key))
-    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - multi-head latent attention: own and shared
+    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - MLA: entries per head, and shared ones
         first_pieces = [_pieces(each)[0] for each in (query, key)]
         widths = {first.meta["example_value"].shape[-1] for first in first_pieces}
-        keys, own = set(_sources_of(first_pieces[1])), first_pieces[1].meta["example_value"].shape[-1]
+        keys, per_head = set(_sources_of(first_pieces[1])), first_pieces[1].meta["example_value"].shape[-1]
         if len(widths) != 1 or not all(map(_is_first_part, first_pieces)):
             raise UnknownAttention(
                 "keys come from two weights, and not as in MLA: first what is of a head, then shared"
@@ -236,7 +236,7 @@ def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
     (slice_of, slices), sequence_part = weights[0].cut, (part, parts) if _exchanged(query) else (0, 1)
     heads = slice_of * sequence_part[1] + sequence_part[0], slices * sequence_part[1]
     states = (*(source.state for source in weights), *biases)
-    return (*states, size, [source.dim for source in weights], own, *heads)
+    return (*states, size, [source.dim for source in weights], per_head, *heads)
 
 
 def _sources_of(start: Node) -> Iterator[_Source]:
@@ -267,8 +267,8 @@ def _pieces(node: Node) -> list[Node]:
 
 
 def _is_part_of_split(node: Node) -> bool:
-    taken = node.target is operator.getitem and isinstance(node.args[1], int)
-    return taken and "split" in str(getattr(node.args[0], "target", ""))
+    is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+    return is_item and "split" in str(getattr(node.args[0], "target", ""))
 
 
 def _is_first_part(node: Node) -> bool:
@@ -282,12 +282,12 @@ def _is_first_part(node: Node) -> bool:
 
 def _way(start: Node) -> Iterator[Node]:
     """Yield ``start`` and its ancestors, up to the matrix products of projections."""
-    seen, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
+    visited, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
     while pending:
         node, index, widths = pending.pop()
-        if (node, index, widths) in seen:
+        if (node, index, widths) in visited:
             continue
-        seen.add((node, index, widths))
+        visited.add((node, index, widths))
         yield node
         if node.target in _PRODUCTS:
             continue

@@ -57,17 +57,17 @@ class _Leg:
 
     @property
     def fetches(self) -> bool:
-        """Whether it waits for offloaded momenta."""
+        """Whether the leg waits for offloaded momenta."""
         return any(node.target is FETCH for node in self.nodes)
 
     @property
     def lifts(self) -> bool:
-        """Whether it only starts copies of shards from host memory."""
+        """Whether the leg only starts copies of shards from host memory."""
         return self.nodes[-1].target is LIFT
 
     @cached_property
     def sources(self) -> list[Node]:
-        """Nodes outside the leg that it reads."""
+        """Nodes outside the leg that its nodes read."""
         leg_nodes = set(self.nodes)
         return [source for node in self.nodes for source in node.all_input_nodes if source not in leg_nodes]
 
