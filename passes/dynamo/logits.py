@@ -186,12 +186,12 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_before(node):
         causal = bool(arguments.get("is_causal", False))
         largest = gm.graph.call_function(_logits_of, (query, key, arguments.get("attn_mask"), scale, causal))
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *facts))
-    noted.meta["example_value"] = query.meta["example_value"]
+        watched = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *facts))
+    watched.meta["example_value"] = query.meta["example_value"]
     if "query" in node.kwargs:
-        node.update_kwarg("query", noted)
+        node.update_kwarg("query", watched)
     else:
-        node.update_arg(0, noted)
+        node.update_arg(0, watched)
 
 
 def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
@@ -205,10 +205,10 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_after(maxima):
         largest = gm.graph.call_function(_logits_in, (maxima,))
     with gm.graph.inserting_after(largest):
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *facts))
-    noted.meta["example_value"] = out.meta["example_value"]
+        watched = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *facts))
+    watched.meta["example_value"] = out.meta["example_value"]
     # Watched on the output, not on queries as for SDPA: the maxima do not exist ahead of the call.
-    out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
+    out.replace_all_uses_with(watched, delete_user_cb=lambda user: user is not watched)
 
 
 def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
@@ -327,12 +327,12 @@ def _operands(node: Node, *args: Node) -> Iterator[_Source]:
     for arg in args or node.all_input_nodes:
         if (weight := _weight(arg)) is None:
             continue
-        unshard, turned = weight
+        unshard, transposed = weight
         layout = ParamSpec.decode(unshard.args[-1]).layout
         if len(layout.shape) == 1:
             yield _Source(unshard.args[1], None, (0, 1))
         elif len(layout.shape) > 1:
-            dim = int(turned == (node.target in _LINEAR))
+            dim = int(transposed == (node.target in _LINEAR))
             cut = (layout.tensor.index, layout.tensor.size) if layout.tensor_dim == dim else (0, 1)
             yield _Source(unshard.args[1], dim, cut)
 
@@ -344,11 +344,11 @@ def _added(node: Node) -> Iterator[_Source]:
         arg: any(n.target in _PRODUCTS and any(_operands(n)) for n in _way(arg)) for arg in node.all_input_nodes
     }
     for arg in node.all_input_nodes if any(projected.values()) else ():
-        added = list(_operands(node, arg))
+        biases = list(_operands(node, arg))
         scaled = projected[arg] or not isinstance(arg.meta.get("example_value"), Tensor)
-        if any(each.dim is not None for each in added) or not (added or scaled):
+        if any(each.dim is not None for each in biases) or not (biases or scaled):
             raise UnknownAttention(f"{arg} is added behind the projection and not scaled with it; a bias has one dim")
-        yield from added
+        yield from biases
 
 
 def _weight(node: Node) -> tuple[Any, bool] | None:
