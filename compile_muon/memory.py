@@ -1,16 +1,15 @@
-"""``compile.memory``: what a frame keeps between forward and backward, so that a step fits a number of bytes.
+"""``compile.memory``: choose the weights and activations that a frame saves, so that a step fits a memory budget.
 
-A frame is partitioned and lowered for a fixed list of choices (:class:`~compile_muon.passes.pipeline.Kept`), and the
-planner simulates forward and backward of each, from shapes alone. The choice is the fastest whose peak fits, so a step
-takes no longer with a larger budget.
+The module partitions and lowers a frame once for each of a fixed list of choices
+(:class:`~compile_muon.passes.pipeline.Kept`), and the planner simulates forward and backward from shapes alone. The
+fastest choice whose peak fits wins, so a larger budget never makes a step slower.
 
-Frames are compiled one by one, as they first run, so that a frame knows its own graphs only. It gets the part of the
-budget that its parameters have of all parameters: the bytes that it saves, divided by that part, stand for the bytes
-that all frames save.
+Frames are compiled one by one, as they first run, and the graphs of later frames are unknown. Saved bytes are taken to
+be in proportion to parameters: a frame with a tenth of all parameters saves a tenth of the bytes of all frames.
 
-Gathers are collective. The first rank that compiles a frame chooses which weights stay and how far ahead gathers
-start, and other ranks follow, through the store of the process group. Activations are each rank's own choice, since
-batches may differ in size.
+Gathers are collective: the first rank that compiles a frame chooses the weights that stay and the buckets that are
+gathered ahead, and other ranks follow it, through the store of the process group. Each rank chooses its activations by
+itself, since batches may differ in size.
 """
 
 from __future__ import annotations
@@ -58,22 +57,23 @@ __all__ = ["BudgetError", "FrameMemory", "auto_limit", "resident_bytes"]
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 
 _GIB = 2**30
-#: parts of the activations, of the gathered weights, and numbers of buckets, from the least memory to the most
+#: ``Kept(weights, activations, buckets)`` from the least memory to the most
 _CHOICES = (
     *(Kept(0.0, part) for part in (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)),
     *(Kept(1.0, part) for part in (0.05, 0.2, 0.5)),
     *(Kept(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
     Kept(1.0, buckets=8),
 )
-#: what "auto" leaves of a GPU: to fragments, a part, and to the context and communicators, bytes
+#: memory of a GPU that "auto" leaves free: a fraction for fragmentation, bytes for CUDA's context and communicators
 _FRAGMENTS, _CONTEXT = 0.05, 1.5 * _GIB
 
 
 def resident_bytes(
     params: Sequence[ShardedParam], state: Mapping[Any, Mapping[str, Any]], provider: StateProvider
 ) -> dict[str, int]:
-    """Return the bytes that live all the time on a rank's device: "parameters" and "optimizer" (state)."""
+    """Return the bytes on a rank's device that live through the whole step: "parameters" and "optimizer" (state)."""
     states = [value for sharded in params for value in state.get(sharded.param, {}).values() if value.ndim]
+    # Offloaded states pass through buffers on the device, which count there.
     off_device = provider.bytes_off_device - provider.bytes_in_buffers
     return {
         "parameters": sum(map(_weight_bytes, params)),
@@ -82,12 +82,12 @@ def resident_bytes(
 
 
 def auto_limit(memory_bytes: int) -> int:
-    """Return the bytes that "auto" allows on a GPU of so many."""
+    """Return the budget in bytes that "auto" stands for on a GPU of ``memory_bytes``."""
     return int((1 - _FRAGMENTS) * memory_bytes - _CONTEXT)
 
 
 def _weight_bytes(sharded: ShardedParam) -> int:
-    """Return the bytes of the shard and the resident weight; with one dtype, the shard is a view of the latter."""
+    """Return the bytes of the shard and of the resident weight, of which the shard is a view if dtypes are equal."""
     local, resident = sharded.local, sharded.resident
     if resident is None:
         return local.nbytes
@@ -95,71 +95,67 @@ def _weight_bytes(sharded: ShardedParam) -> int:
 
 
 def _gradient_bytes(sharded: ShardedParam) -> int:
-    """Return the bytes of ``.grad``, and at stage 1 of the whole sum of earlier micro-batches."""
+    """Return the bytes of ``.grad``, and at stage 1 of the unreduced sum of earlier micro-batches (whole shape)."""
     several = sharded.ledger.accumulation_steps != 1
     numel = sharded.local.numel() + (sharded.spec.layout.numel if several and sharded.spec.layout.accumulates else 0)
     return numel * decode_dtype(sharded.spec.dtype).itemsize
 
 
 class BudgetError(ShortenTraceback, ConfigError):
-    """No choice fits ``compile.memory``; a :class:`~compile_muon.ConfigError` that Dynamo does not wrap."""
+    """A :class:`~compile_muon.ConfigError` that Dynamo does not wrap: no choice fits ``compile.memory``."""
 
     def __init__(self, message: str, least: str) -> None:
-        self.least = least  # that a step takes, with its unit
+        self.least = least  # memory that a step takes at least, with its unit
         super().__init__(message, first_useful_frame=currentframe())
 
     def remove_dynamo_frames(self) -> BudgetError:
-        """Drop the traceback, which is the compiler's."""
+        """Drop the traceback: all its frames are the compiler's."""
         return self.with_traceback(None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a frame keeps, with the peak of all frames that goes with it, and the budget, in bytes."""
+    """The choice for a frame."""
 
     kept: Kept
-    gathers: bool  # whether weights are gathered or cast for the frame
-    peak: int
-    limit: int
+    gathers: bool  # whether the frame gathers or casts weights
+    peak: int  # bytes of a step of all frames
+    limit: int  # budget in bytes
 
     def __str__(self) -> str:
-        kept = self.kept
-        weights = f"{kept.weights:.0%} of gathered weights stay, with {kept.buckets} buckets at a time, and "
+        choice = self.kept
+        weights = f"{choice.weights:.0%} of gathered weights stay, with {choice.buckets} buckets at a time, and "
         return (
-            f"{weights if self.gathers else ''}{kept.activations:.0%} of activations are saved; "
+            f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved; "
             f"peak {_gib(self.peak)} of {_gib(self.limit)}"
         )
 
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Forward and backward of a frame with a choice: bytes without what is resident."""
+    """The simulated forward and backward of a frame: time, and bytes beside parameters and optimizer state."""
 
     kept: Kept
     seconds: float
-    saved: int  # by the end of forward
-    peak: int
-    gradients: int  # part of ``peak``
+    saved: int  # bytes saved for backward
+    peak: int  # contains ``saved`` and ``gradients``
+    gradients: int
 
 
 @dataclass(eq=False)
 class FrameMemory:
-    """The memory of an optimizer's frames.
-
-    Attributes:
-        chosen: what each frame keeps, by its name.
-    """
+    """The memory choices for an optimizer's frames."""
 
     engine: Engine
-    chosen: dict[str, Choice] = field(default_factory=dict)
+    chosen: dict[str, Choice] = field(default_factory=dict)  # by name of the frame
 
     def fit(
         self, gm: GraphModule, halves: Halves, ctx: PassContext, options: FrameOptions, read: Sequence[ShardedParam]
     ) -> Kept:
-        """Return what a frame keeps: the most that fits ``options.memory``.
+        """Return the fastest choice for a frame whose peak fits ``options.memory``, or raise :class:`BudgetError`.
 
-        ``gm`` is the joint graph with markers, ``read`` the parameters that the frame reads. Raises a
-        :class:`~compile_muon.ConfigError` if nothing fits; it has a table.
+        ``gm`` is the joint graph with markers; ``halves`` partitions it into forward and backward; the frame reads the
+        parameters ``read``.
         """
         from compile_muon.planning.machine import load_machine
 
@@ -173,22 +169,25 @@ class FrameMemory:
         simulated = cache(partial(_simulated, gm, halves, ctx, options, machine, self.engine))
 
         def peak(frame: _Simulated) -> int:
-            others = sum(resident.values()) + gradients - frame.gradients
-            return others + int(frame.saved / part) + frame.peak - frame.saved
+            # The frame's peak has its own gradients and saved bytes only: count those of all frames in their place.
+            outside_frame = sum(resident.values()) + gradients - frame.gradients
+            return outside_frame + int(frame.saved / part) + frame.peak - frame.saved
 
         def fastest(choices: Sequence[Kept]) -> _Simulated | None:
-            if peak(most := simulated(choices[-1])) <= limit:
-                return most
+            # The last choice saves most and recomputes least: if it fits, the others need no simulation.
+            if peak(largest := simulated(choices[-1])) <= limit:
+                return largest
             fitting = [frame for frame in map(simulated, choices) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
         choices = self._choices(gm, ctx)
         frame = fastest(choices)
-        if frame is not None and (followed := self._agreed(read, frame.kept)) != frame.kept:
-            weights, buckets = followed.weights, followed.buckets
-            frame = fastest([Kept(weights, each.activations, buckets) for each in _CHOICES])
+        if frame is not None and (agreed := self._agreed(read, frame.kept)) != frame.kept:
+            # Another rank chose other gathers: take them, and choose activations anew.
+            weights, buckets = agreed.weights, agreed.buckets
+            frame = fastest([Kept(weights, choice.activations, buckets) for choice in _CHOICES])
         if frame is None:
-            table = _table(resident, gradients, part, peak, [simulated(each) for each in choices])
+            table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
             least = min(map(peak, map(simulated, choices)))
             problem = f"is {_gib(limit)}, and a step takes {_gib(least)} at least:{table}\n"
             remedy = f"allow {math.ceil(100 * least / _GIB) / 100:.2f} or more, or save as the table says"
@@ -197,30 +196,32 @@ class FrameMemory:
         return frame.kept
 
     def _choices(self, gm: GraphModule, ctx: PassContext) -> list[Kept]:
-        """Return the choices that the frame has, from the least memory to the most."""
+        """Return the choices open to the frame, from the least memory to the most."""
         if not ctx.options.reshard_after_forward:
-            return [kept for kept in _CHOICES if kept.weights == 1]
+            return [choice for choice in _CHOICES if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
         agrees = not self.engine.compares or self.engine.status.heartbeat is not None
-        return [kept for kept in _CHOICES if (gathered_bytes(gm) and agrees) or kept == Kept(0.0, kept.activations)]
+        return [
+            choice for choice in _CHOICES if (gathered_bytes(gm) and agrees) or choice == Kept(0.0, choice.activations)
+        ]
 
     def _agreed(self, read: Sequence[ShardedParam], kept: Kept) -> Kept:
-        """Return ``kept`` with the gathers of the first rank that compiled a frame of these parameters."""
+        """Return ``kept`` with the weights and buckets of the first rank that compiled a frame of ``read``."""
         names = hashlib.sha1("\n".join(sharded.name for sharded in read).encode()).hexdigest()
         agreed = self.engine.status.agreed(f"kept/{names}", f"{kept.weights} {kept.buckets}")
         weights, buckets = agreed.split()
         return replace(kept, weights=float(weights), buckets=int(buckets))
 
     def _limit(self, memory: float | str | None, machine: Machine) -> int:
-        """Return the budget in bytes."""
+        """Return the budget in bytes from ``memory``: GiB, or "auto"."""
         if isinstance(memory, (int, float)):
             return int(memory * _GIB)
         if machine.device != "cuda":
             raise config_error("compile.memory", memory, "has no meaning on CPUs, which share memory", "write GiB")
         device = self.engine.device
-        real = device.type == "cuda"
-        bytes_of = torch.cuda.get_device_properties(device).total_memory if real else machine.memory_bytes
-        return auto_limit(bytes_of)
+        present = device.type == "cuda"  # a plan for GPUs runs on a CPU
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory if present else machine.memory_bytes
+        return auto_limit(memory_bytes)
 
 
 def _table(
@@ -230,14 +231,17 @@ def _table(
     peak: Callable[[_Simulated], int],
     frames: Sequence[_Simulated],
 ) -> str:
-    """Return a line for each use of memory, of the choice that takes least, with what makes it smaller."""
+    """Return a line for each use of memory by the smallest choice, with the settings that reduce it.
+
+    ``frames``: all choices, the last of which saves all activations; ``part``: fraction of all parameters in the frame.
+    """
     least = min(frames, key=peak)
-    saved, usual = (int(frame.saved / part) for frame in (least, frames[-1]))
+    saved, all_saved = (int(frame.saved / part) for frame in (least, frames[-1]))
     rows = [
         ("weights", resident["parameters"], "zero_optimization.stage 3, more ranks"),
         ("gradients", gradients, "zero_optimization.stage 2 or 3, more ranks"),
         ("optimizer state", resident["optimizer"], "zero_optimization.offload_optimizer"),
-        ("activations", saved, f"smaller micro-batches; {_gib(usual)} where all are saved"),
+        ("activations", saved, f"smaller micro-batches; {_gib(all_saved)} where all are saved"),
         ("other results", peak(least) - sum(resident.values()) - gradients - saved, "smaller micro-batches, bucket_mb"),
     ]
     return "".join(f"\n  {_gib(nbytes):>12}  {name}: {remedy}" for name, nbytes, remedy in rows)
@@ -256,7 +260,7 @@ def _simulated(
     engine: Engine,
     kept: Kept,
 ) -> _Simulated:
-    """Partition and lower a copy of a joint graph, and simulate it."""
+    """Partition and lower a copy of the joint graph ``gm`` under the choice ``kept``, and simulate it."""
     from compile_muon.planning.capture import groups_of
     from compile_muon.planning.simulate import SimulatedGraph, simulate
 
@@ -264,20 +268,21 @@ def _simulated(
     forward, backward = halves(deepcopy(gm), ctx)
     ctx.saved = saved_by(forward, ctx.user_outputs)
     (outputs,) = forward.graph.output_node().args
-    memories = {base(node) for node in outputs[ctx.user_outputs :] if isinstance(node, Node)}
+    # Several saved values may be views of one storage; saved placeholders exist before forward.
+    storages = {base(node) for node in outputs[ctx.user_outputs :] if isinstance(node, Node)}
     purpose = Purpose.REDUCE if engine.ledger.update == "step" else Purpose.SPECULATE
     request = BackwardRequest.of(reduced_grads(backward), purpose)
     graphs = []
-    for half, kind, asked in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
-        of_half = replace(ctx, kind=kind, request=asked, timings={})
-        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, of_half), of_half)
+    for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
+        half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
+        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
         graphs.append(replace(graph, replayed=options.cuda_graphs))
     ranks = 1 if engine.mesh is None else engine.mesh.size
     step = simulate(graphs, machine, groups=groups_of(engine.params, graphs), ranks=ranks, codegen=options.codegen)
     return _Simulated(
         kept,
         step.seconds,
-        sum(nbytes(memory) for memory in memories if memory.op == "call_function"),
+        sum(nbytes(storage) for storage in storages if storage.op == "call_function"),
         step.peak.total,
         step.peak.by_category.get("gradients", 0),
     )

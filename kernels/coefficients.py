@@ -161,23 +161,23 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = Non
             schedule of fixed length does not have.
         TypeError: ``steps`` is not an int.
     """
-    chosen = _named(coefficients) if isinstance(coefficients, str) else coefficients
-    if not isinstance(chosen, CoefficientSet):
-        chosen = CoefficientSet("custom", _triples(chosen))
+    preset = _named(coefficients) if isinstance(coefficients, str) else coefficients
+    if not isinstance(preset, CoefficientSet):
+        preset = CoefficientSet("custom", _triples(preset))
     if steps is None:
-        return chosen
+        return preset
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps={steps!r}: expected an int or None (the schedule's own length)")
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"steps={steps}: expected 1 to {MAX_STEPS} Newton-Schulz steps")
-    length = len(chosen.steps)
-    if chosen.fixed_length and steps != length:
+    length = len(preset.steps)
+    if preset.fixed_length and steps != length:
         raise ValueError(
-            f"steps={steps}: {chosen.name!r} is one schedule of {length} steps; pass steps={length}, or steps=None for "
+            f"steps={steps}: {preset.name!r} is one schedule of {length} steps; pass steps={length}, or steps=None for "
             "the schedule's own length"
         )
-    extended = chosen.steps[:steps] + chosen.steps[-1:] * (steps - length)
-    return replace(chosen, steps=extended)
+    extended = preset.steps[:steps] + preset.steps[-1:] * (steps - length)
+    return replace(preset, steps=extended)
 
 
 def _named(name: str) -> CoefficientSet:

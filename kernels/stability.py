@@ -1,4 +1,4 @@
-"""Where the gram form of Newton-Schulz has to restart in half precision, and which schedules it does not survive.
+"""Restarts of the gram form of Newton-Schulz in half precision, and the schedules that it does not survive.
 
 The gram form iterates on R = XXᵀ and Q alone, and rounding hurts it at both ends of the spectrum.
 

@@ -147,18 +147,18 @@ def matrices(node: Node) -> int:
 def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
     """Count a lowered graph's collectives, the bytes they send along ``axes`` and in other groups, and its matrices."""
     axis_by_group = {group: axis for axis in axes for group in axis.groups}
-    sent: dict[str, float] = defaultdict(float)
+    bytes_by_axis: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for node, kind in collectives(gm):
         name = node.args[-1]  # the group comes last in each of them
         axis = axis_by_group[name] if name in axis_by_group else axis_of_group(name)
         counts[kind] += 1
-        sent[axis.name] += _sent(node, kind, axis)
+        bytes_by_axis[axis.name] += _sent(node, kind, axis)
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     return Traffic(
-        round(sum(sent.values())),
+        round(sum(bytes_by_axis.values())),
         tuple(sorted(counts.items())),
         sum(matrices(node) for node in newton_schulz),
-        tuple(sorted((name, round(nbytes)) for name, nbytes in sent.items())),
+        tuple(sorted((name, round(nbytes)) for name, nbytes in bytes_by_axis.items())),
         len(newton_schulz),
     )

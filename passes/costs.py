@@ -169,11 +169,11 @@ class Costs:
 
     def listed_rate(self, size: float, dtype: str) -> float:
         """:meth:`rate` without :attr:`rate_fractions`."""
-        wanted = getattr(torch, dtype).itemsize
+        itemsize = getattr(torch, dtype).itemsize
         sizes = {name: getattr(torch, name).itemsize for name in self.rates}
         # A dtype without rates has those of the nearest item size, reduced by the ratio of sizes if that is narrower.
-        nearest = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / wanted)))
-        return interpolated(self.rates[nearest], size) * min(1.0, sizes[nearest] / wanted)
+        nearest = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / itemsize)))
+        return interpolated(self.rates[nearest], size) * min(1.0, sizes[nearest] / itemsize)
 
     def product_start(self, dtype: str) -> float:
         """Seconds of a product, or of fused attention, beside its operations."""
@@ -228,14 +228,14 @@ class Costs:
             outer = len({rank // link.within for rank in ranks}) if link.within else 1
             if outer < blocks:
                 if kind == "all_to_all":
-                    sent = nbytes_sent * (count / outer - count / blocks) / (count - 1)
+                    level_bytes = nbytes_sent * (count / outer - count / blocks) / (count - 1)
                 else:
-                    sent = nbytes_sent * blocks / count
+                    level_bytes = nbytes_sent * blocks / count
                 if not protocol.tree:
                     hops += (blocks - outer) * latency
                 else:
                     hops += (math.floor(math.log2(blocks / outer)) if level else blocks / outer - 1) * latency
-                transfer = max(transfer, link.transfer_seconds(sent))
+                transfer = max(transfer, link.transfer_seconds(level_bytes))
             blocks = outer
         more_hops, more_bytes = self.collectives.get(kind, (1.0, 1.0))
         return protocol.start_seconds + more_hops * hops, more_bytes * transfer / protocol.fraction

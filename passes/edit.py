@@ -30,13 +30,13 @@ def append_inputs(gm: GraphModule, named: Sequence[tuple[str, torch.Tensor]], *,
     """Add a placeholder for each ``(name, fake tensor)``, behind all others but the last ``ahead_of_last``."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     last = placeholders[len(placeholders) - ahead_of_last - 1]
-    added = []
+    new_inputs = []
     for name, like in named:
         with gm.graph.inserting_after(last):
             last = gm.graph.placeholder(name)
         last.meta["val"] = like
-        added.append(last)
-    return added
+        new_inputs.append(last)
+    return new_inputs
 
 
 def insert_outputs(gm: GraphModule, extra: Sequence[Node], *, ahead_of_last: int = 0) -> None:

@@ -82,7 +82,7 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def _columns(shape: Sequence[int]) -> int:
-    """How many integers a row has."""
+    """Return the number of integers in a row."""
     if len(shape) < 2:
         return min(_VECTOR, max(1, math.prod(shape)))
     ends = itertools.accumulate(reversed(shape), lambda a, b: a * b)
@@ -127,7 +127,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _finish(sums: Sequence[Tensor]) -> Tensor:
     """Fingerprints from the sums of rows."""
-    sizes = [own.numel() for own in sums]
+    sizes = [tensor_sums.numel() for tensor_sums in sums]
     # One pass over the sums of all tensors; numbered from 1 in each, so a tensor's company makes no difference.
     counters = torch.arange(1, max(sizes) + 1, device=sums[0].device).mul_(_GOLDEN)
     mixed = _mix(torch.cat(list(sums)) + torch.cat([counters[:size] for size in sizes]))

@@ -245,8 +245,8 @@ class OrthogonalizeWith(_Marker):
         direction = example.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
         node.meta["val"] = [direction, *map(tensor_value, states)]
         results = [graph.call_function(operator.getitem, (node, place)) for place in range(1 + len(states))]
-        for each, value in zip(results, node.meta["val"], strict=True):
-            each.meta["val"] = value
+        for result, value in zip(results, node.meta["val"], strict=True):
+            result.meta["val"] = value
         return results
 
     @property

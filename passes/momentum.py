@@ -116,19 +116,21 @@ def make_updates(
         from compile_muon.kernels.gpu import momentum as gpu
 
         # A compiler may have padded the rows of what a product wrote.
-        own, kept, held = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
-        made = gpu.momentum_updates(own, kept, hypers, held, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
-        updates, given, norms, sums = made.updates, made.wide, made.norms, made.sums
+        dense_grads, dense_momenta, carry = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
+        outputs = gpu.momentum_updates(
+            dense_grads, dense_momenta, hypers, carry, nesterov=nesterov, dtype=out, wide=full, **FORMULA
+        )
+        updates, wide_grads, norms, sums = outputs.updates, outputs.wide, outputs.norms, outputs.sums
     else:
-        given = [grad.to(full) for grad in grads]
-        totals = [held + grad for held, grad in zip(carried, given, strict=True)] if carried else given
+        wide_grads = [grad.to(full) for grad in grads]
+        totals = [carry + grad for carry, grad in zip(carried, wide_grads, strict=True)] if carried else wide_grads
         updates = [
             muon_momentum(grad, momentum, beta=(hyper[0], hyper[1]), nesterov=nesterov, out_dtype=out)[0]
             for grad, momentum, hyper in zip(totals, momenta, hypers, strict=True)
         ]
         norms = [torch.linalg.vector_norm(update, dim=-1, dtype=torch.float32).view(-1) for update in updates]
         sums = list(map(row_sums, totals))
-    widened = given if grads[0].dtype is not full else []
+    widened = wide_grads if grads[0].dtype is not full else []
     return [*updates, *widened, *norms, *sums]
 
 
@@ -139,8 +141,8 @@ def _(grads, momenta, hypers, carried, nesterov, dtype, wide):  # type: ignore[n
 
     widened = [] if grads[0].dtype is decode_dtype(wide) else like(decode_dtype(wide))
     rows = [grad.numel() // grad.shape[-1] for grad in grads]
-    told = [grads[0].new_empty(n, dtype=kind) for kind in (torch.float32, torch.int64) for n in rows]
-    return [*like(decode_dtype(dtype)), *widened, *told]
+    row_results = [grads[0].new_empty(n, dtype=kind) for kind in (torch.float32, torch.int64) for n in rows]
+    return [*like(decode_dtype(dtype)), *widened, *row_results]
 
 
 MOMENTUM_UPDATES = torch.ops.muon_zero.momentum.default

@@ -81,11 +81,11 @@ class PassContext:
     shards: Sequence[int] = ()  # Dynamo's graphs: inputs that take_shards turned from DTensors into shards
     timings: dict[str, float] = field(default_factory=dict)  # seconds per pass, set by the runner
     exchange_bytes: int = 0  # most bytes that overlapping exchanges hold, set by verify
-    chosen: Kept | None = None  # what the frame keeps within a budget; None without one
+    chosen: Kept | None = None  # the planner's choice within a budget; None without one
 
     @property
     def kept(self) -> Kept:
-        """What the frame keeps: without a budget, ``reshard_after_forward`` says whether weights stay."""
+        """The frame's choice; without a budget ``reshard_after_forward`` decides whether gathered weights stay."""
         return self.chosen or Kept(weights=0.0 if self.options.reshard_after_forward else 1.0)
 
     @property

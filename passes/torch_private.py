@@ -260,9 +260,9 @@ def another_group(group: Any, description: str, device: torch.device) -> torch.d
     from torch.distributed.distributed_c10d import _world
 
     ranks = dist.get_process_group_ranks(group)
-    for known in _world.pg_map:
-        if known.group_desc == description and dist.get_process_group_ranks(known) == ranks:
-            return known
+    for existing in _world.pg_map:
+        if existing.group_desc == description and dist.get_process_group_ranks(existing) == ranks:
+            return existing
     return dist.new_group(
         ranks,
         timeout=timeout_of(group, device),

@@ -382,10 +382,10 @@ def _write_piece(
             keep, move = group.method.finish(of_piece, keep, move, piece)
         keep = keep if after.keep is None else after.keep
         keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (keep, move))
-        kept = piece.weight * keep
+        decayed = piece.weight * keep
         if group.rates.get("cautious_decay", False):
-            kept = torch.where(after.direction * piece.weight >= 0, kept, piece.weight)
-        part.part.of(rows).copy_(kept + after.direction * move)
+            decayed = torch.where(after.direction * piece.weight >= 0, decayed, piece.weight)
+        part.part.of(rows).copy_(decayed + after.direction * move)
     if rows is not weight:
         weight.copy_(rows)
 

@@ -164,10 +164,10 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
 
 def check_extensions(extensions: Sequence[Extension]) -> None:
     """Raise ConfigError for the first user input that is no extension, or belongs to another optimizer."""
-    for each in extensions:
-        if not isinstance(each, Extension):
+    for extension in extensions:
+        if not isinstance(extension, Extension):
             remedy = "give objects of subclasses of it, extensions=[Average()]"
-            raise config_error("extensions", each, "is no compile_muon.Extension", remedy)
-        if hasattr(each, "engine"):
-            name = type(each).__name__
+            raise config_error("extensions", extension, "is no compile_muon.Extension", remedy)
+        if hasattr(extension, "engine"):
+            name = type(extension).__name__
             raise config_error("extensions", name, "belongs to another optimizer", "make one for each optimizer")

@@ -28,7 +28,7 @@ def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tenso
     if set(sizes) == {1}:
         return (~torch.isfinite(flat)).float()
     pairs = zip(corners, directions, flat.split(sizes), strict=True)
-    return not_finite([direction if parts is None else seen for parts, direction, seen in pairs])
+    return not_finite([direction if parts is None else corner for parts, direction, corner in pairs])
 
 
 def _corners(spec: ParamSpec, direction: Tensor) -> list[Tensor] | None:

@@ -487,11 +487,11 @@ class StepChecks:
         """Return the copies that differ, each with the ranks that have another one than most; collective."""
         assert self.copies is not None
         names, fingerprints = self.copies
-        said = []
+        differences = []
         for name, rows in compare(dict(zip(names, fingerprints.tolist(), strict=True)), self.group).items():
-            usual = max(rows, key=rows.count)
-            said.append(f"{name} on {ranks_named([rank for rank, row in enumerate(rows) if row != usual])}")
-        return listed(said)
+            common = max(rows, key=rows.count)
+            differences.append(f"{name} on {ranks_named([rank for rank, row in enumerate(rows) if row != common])}")
+        return listed(differences)
 
     def skips(self, wrong: dict[str, list[str]]) -> bool:
         """Raise for, or skip, a step that would write ``wrong`` (names by kind) non-finite numbers; nothing has been

@@ -65,17 +65,19 @@ def _build(
         id(graph_scalars): placeholder(f"hyper_{i}", graph_scalars)
         for i, graph_scalars in enumerate(_all_graph_scalars(sharded_params))
     }
-    kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
-    directions, new = [], []
+    state_nodes = {
+        i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(tensors)] for i, tensors in states.items()
+    }
+    directions, new_states = [], []
     for place, (grad, momentum, sharded) in enumerate(zip(grads, momenta, sharded_params, strict=True)):
-        given = graph, grad, momentum, all_graph_scalars[id(sharded.graph_scalars)], sharded.now
-        if place in kept:
-            direction, *made = OrthogonalizeWith.insert(*given, kept[place])
-            new += made
+        marker_inputs = graph, grad, momentum, all_graph_scalars[id(sharded.graph_scalars)], sharded.now
+        if place in state_nodes:
+            direction, *state_results = OrthogonalizeWith.insert(*marker_inputs, state_nodes[place])
+            new_states += state_results
         else:
-            direction = Orthogonalize.insert(*given).node
+            direction = Orthogonalize.insert(*marker_inputs).node
         directions.append(direction)
-    graph.output((*directions, *new))
+    graph.output((*directions, *new_states))
     return GraphModule(torch.nn.Module(), graph), inputs
 
 
@@ -124,13 +126,13 @@ class StepGraphs:
         run, traffic = self._compiled[key]
         # Backward graphs may return gradients with other strides than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        kept = [state for own in states.values() for state in own]
+        flat = [state for tensors in states.values() for state in tensors]
         results = list(
-            run([*grads, *(sharded.momentum for sharded in sharded_params), *_all_graph_scalars(sharded_params), *kept])
+            run([*grads, *(sharded.momentum for sharded in sharded_params), *_all_graph_scalars(sharded_params), *flat])
         )
-        behind = iter(results[len(sharded_params) :])
-        new = {place: [next(behind) for _ in own] for place, own in states.items()}
-        return results[: len(sharded_params)], new, traffic
+        state_results = iter(results[len(sharded_params) :])
+        new_states = {place: [next(state_results) for _ in tensors] for place, tensors in states.items()}
+        return results[: len(sharded_params)], new_states, traffic
 
     def _compile(
         self, sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], options: FrameOptions

@@ -160,11 +160,11 @@ def prices(
 
     @cache
     def step(count: int, adamw: bool) -> Timeline:
-        played = captured(1 if count == 1 else _SEVERAL, adamw)
-        if count == _SEVERAL - 1:  # drop the middle one
-            each = len(traced(_SEVERAL).visits) // _SEVERAL
-            played = replace(played, graphs=(*played.graphs[:each], *played.graphs[2 * each :]))
-        return played.simulated(machine)
+        capture = captured(1 if count == 1 else _SEVERAL, adamw)
+        if count == _SEVERAL - 1:  # drop the middle micro-batch
+            visits = len(traced(_SEVERAL).visits) // _SEVERAL
+            capture = replace(capture, graphs=(*capture.graphs[:visits], *capture.graphs[2 * visits :]))
+        return capture.simulated(machine)
 
     def steps(count: int, adamw: bool) -> tuple[float, float]:
         """Return seconds of a step, and the exposed part of them."""

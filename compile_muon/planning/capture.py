@@ -181,19 +181,19 @@ def captured(
     gradient; `ready` are the names of those whose directions the graphs make.
     """
     number = {sharded.name: i for i, gather in enumerate(gathers(trained)) for sharded in gather.sharded_params}
-    played = [
+    all_graphs = [
         replace(
             graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())),
             replayed=options.cuda_graphs, moves=fetches(graph.gm, states, optimizer),
         )
         for graph, states in graphs
     ]  # fmt: skip
-    played += step_graphs(optimizer, trained, ready, options)
+    all_graphs += step_graphs(optimizer, trained, ready, options)
     sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
     resident = resident_bytes(sharded_params, optimizer.state, provider)
     return Captured(
-        tuple(played), groups_of(sharded_params, played), 1 if mesh is None else mesh.size, resident, options.codegen,
-        _states(optimizer, trained), optimizer.config.zero.offload,
+        tuple(all_graphs), groups_of(sharded_params, all_graphs), 1 if mesh is None else mesh.size, resident,
+        options.codegen, _states(optimizer, trained), optimizer.config.zero.offload,
         {frame: str(choice) for frame, choice in optimizer.engine.ledger.memory.chosen.items()},
         on_host=sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
     )  # fmt: skip

@@ -23,8 +23,8 @@ def fits(question: Question, subject_of: Callable[[Batch], Subject]) -> Iterator
     of its own only with several micro-batches; else it is stage 1.
     """
     machine, config, sequence = question.machine, question.config, question.batch.sequence
-    asked = question.options.memory
-    limit = asked * 2**30 if isinstance(asked, (int, float)) else auto_limit(machine.memory_bytes)
+    budget = question.options.memory
+    limit = budget * 2**30 if isinstance(budget, (int, float)) else auto_limit(machine.memory_bytes)
     options = replace(question.options, memory=limit / 2**30)
     for world in question.worlds:
         count, fitting = 1, True
@@ -34,7 +34,7 @@ def fits(question: Question, subject_of: Callable[[Batch], Subject]) -> Iterator
             for stage in _STAGES:
                 if stage == 2 and config.zero.micro_batches == 1:
                     continue
-                what = f"{world} ranks, stage {stage}, {count} x {sequence:,} tokens"
+                label = f"{world} ranks, stage {stage}, {count} x {sequence:,} tokens"
                 try:
                     captured = capture_step(
                         subject.build, subject.batch, world=world, options=options,
@@ -42,13 +42,13 @@ def fits(question: Question, subject_of: Callable[[Batch], Subject]) -> Iterator
                         axes={"shard": world}, backend="nccl" if machine.device == "cuda" else "gloo",
                     )  # fmt: skip
                 except BudgetError as error:
-                    yield f"{what}: does not fit, {error.least} of {size(limit)}"
+                    yield f"{label}: does not fit, {error.least} of {size(limit)}"
                     continue
                 step, fitting = captured.simulated(machine), True
                 tokens = count * sequence * config.zero.micro_batches / step.seconds
-                kept = "; ".join(captured.kept.values()).partition("; peak")[0]
+                choices = "; ".join(captured.kept.values()).partition("; peak")[0]
                 yield (
-                    f"{what}: {size(step.peak.total)} of {size(limit)}, {step.seconds * 1e3:,.1f} ms, "
-                    f"{tokens:,.0f} tokens/s a rank; {kept}"
+                    f"{label}: {size(step.peak.total)} of {size(limit)}, {step.seconds * 1e3:,.1f} ms, "
+                    f"{tokens:,.0f} tokens/s a rank; {choices}"
                 )
             count *= 2

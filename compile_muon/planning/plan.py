@@ -152,24 +152,24 @@ def make_plan(question: Question) -> Plan:
     trace_of = cache(partial(_traced, question))
     worlds, timelines = [], []
     for world, compared in candidates_of.items():
-        played: list[tuple[Figures, Timeline]] = []
+        results: list[tuple[Figures, Timeline]] = []
         for candidate in compared:
             # With one micro-batch stages 1 and 2 are the same: they differ in gradients kept between micro-batches.
             alike = (1, candidate.axes) if candidate.stage == 2 and config.zero.micro_batches == 1 else None
-            simulated = next((both for both in played if alike == (both[0].stage, both[0].mesh)), None)
+            simulated = next((both for both in results if alike == (both[0].stage, both[0].mesh)), None)
             trace = trace_of(candidate.sharing, config.zero.micro_batches)
             figures, timeline = simulated or _simulated(trace, question, candidate, world)
             figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
-            played.append((figures, timeline))
+            results.append((figures, timeline))
             question.progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
-        answer = _world(world, [figures for figures, _ in played])
+        answer = _world(world, [figures for figures, _ in results])
         unshared = config.sequence_parallel.size == 1
         if answer.choice is None and unshared and (shared := _shared(trace_of, question, world)):
             answer = replace(answer, why=f"{answer.why}; {shared}")
         if question.price and config.algorithm == "muon":
             answer = replace(answer, prices=list(_prices(trace_of, question, compared[answer.shown], answer)))
         worlds.append(answer)
-        timelines.append(played[answer.shown][1])
+        timelines.append(results[answer.shown][1])
     parameters = sum(param.numel() for param in question.subject.build().parameters())
     return Plan(
         question.subject.name, machine.name, parameters, **asdict(question.batch),

@@ -53,13 +53,13 @@ class Recorder:
         gm, traffic = lower(gm, ctx)
         placeholders = gm.graph.find_nodes(op="placeholder")
         (outputs,) = gm.graph.output_node().args
-        played = SimulatedGraph.of(gm, ctx)
+        graph = SimulatedGraph.of(gm, ctx)
 
         def run(args: list[Any]) -> list[Any]:
             states = {
                 i: sharded.name for i, value in enumerate(args) if (sharded := sharded_param_of(value)) is not None
             }
-            self.visits.append(Visit(played, source, ctx, states))
+            self.visits.append(Visit(graph, source, ctx, states))
             value_of = dict(zip(placeholders, args, strict=True))
             args.clear()
             with self.tensors:

@@ -186,12 +186,12 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_before(node):
         causal = bool(arguments.get("is_causal", False))
         largest = gm.graph.call_function(_logits_of, (query, key, arguments.get("attn_mask"), scale, causal))
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *facts))
-    noted.meta["example_value"] = query.meta["example_value"]
+        watched = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *facts))
+    watched.meta["example_value"] = query.meta["example_value"]
     if "query" in node.kwargs:
-        node.update_kwarg("query", noted)
+        node.update_kwarg("query", watched)
     else:
-        node.update_arg(0, noted)
+        node.update_arg(0, watched)
 
 
 def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
@@ -205,20 +205,20 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_after(maxima):
         largest = gm.graph.call_function(_logits_in, (maxima,))
     with gm.graph.inserting_after(largest):
-        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *facts))
-    noted.meta["example_value"] = out.meta["example_value"]
+        watched = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *facts))
+    watched.meta["example_value"] = out.meta["example_value"]
     # Watched on the output, not on queries as for SDPA: the maxima do not exist ahead of the call.
-    out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
+    out.replace_all_uses_with(watched, delete_user_cb=lambda user: user is not watched)
 
 
 def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
     """Return the arguments of both ops from ``query_state`` on."""
-    size = own = query.meta["example_value"].shape[-1]
+    size = per_head = query.meta["example_value"].shape[-1]
     queries, keys = set(_sources_of(query)), set(_sources_of(key))
-    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - multi-head latent attention: own and shared
+    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - MLA: entries per head, and shared ones
         first_pieces = [_pieces(each)[0] for each in (query, key)]
         widths = {first.meta["example_value"].shape[-1] for first in first_pieces}
-        keys, own = set(_sources_of(first_pieces[1])), first_pieces[1].meta["example_value"].shape[-1]
+        keys, per_head = set(_sources_of(first_pieces[1])), first_pieces[1].meta["example_value"].shape[-1]
         if len(widths) != 1 or not all(map(_is_first_part, first_pieces)):
             raise UnknownAttention(
                 "keys come from two weights, and not as in MLA: first what is of a head, then shared"
@@ -236,7 +236,7 @@ def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
     (slice_of, slices), sequence_part = weights[0].cut, (part, parts) if _exchanged(query) else (0, 1)
     heads = slice_of * sequence_part[1] + sequence_part[0], slices * sequence_part[1]
     states = (*(source.state for source in weights), *biases)
-    return (*states, size, [source.dim for source in weights], own, *heads)
+    return (*states, size, [source.dim for source in weights], per_head, *heads)
 
 
 def _sources_of(start: Node) -> Iterator[_Source]:
@@ -267,8 +267,8 @@ def _pieces(node: Node) -> list[Node]:
 
 
 def _is_part_of_split(node: Node) -> bool:
-    taken = node.target is operator.getitem and isinstance(node.args[1], int)
-    return taken and "split" in str(getattr(node.args[0], "target", ""))
+    is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+    return is_item and "split" in str(getattr(node.args[0], "target", ""))
 
 
 def _is_first_part(node: Node) -> bool:
@@ -282,12 +282,12 @@ def _is_first_part(node: Node) -> bool:
 
 def _way(start: Node) -> Iterator[Node]:
     """Yield ``start`` and its ancestors, up to the matrix products of projections."""
-    seen, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
+    visited, pending = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
     while pending:
         node, index, widths = pending.pop()
-        if (node, index, widths) in seen:
+        if (node, index, widths) in visited:
             continue
-        seen.add((node, index, widths))
+        visited.add((node, index, widths))
         yield node
         if node.target in _PRODUCTS:
             continue
@@ -327,12 +327,12 @@ def _operands(node: Node, *args: Node) -> Iterator[_Source]:
     for arg in args or node.all_input_nodes:
         if (weight := _weight(arg)) is None:
             continue
-        unshard, turned = weight
+        unshard, transposed = weight
         layout = ParamSpec.decode(unshard.args[-1]).layout
         if len(layout.shape) == 1:
             yield _Source(unshard.args[1], None, (0, 1))
         elif len(layout.shape) > 1:
-            dim = int(turned == (node.target in _LINEAR))
+            dim = int(transposed == (node.target in _LINEAR))
             cut = (layout.tensor.index, layout.tensor.size) if layout.tensor_dim == dim else (0, 1)
             yield _Source(unshard.args[1], dim, cut)
 
@@ -344,11 +344,11 @@ def _added(node: Node) -> Iterator[_Source]:
         arg: any(n.target in _PRODUCTS and any(_operands(n)) for n in _way(arg)) for arg in node.all_input_nodes
     }
     for arg in node.all_input_nodes if any(projected.values()) else ():
-        added = list(_operands(node, arg))
+        biases = list(_operands(node, arg))
         scaled = projected[arg] or not isinstance(arg.meta.get("example_value"), Tensor)
-        if any(each.dim is not None for each in added) or not (added or scaled):
+        if any(each.dim is not None for each in biases) or not (biases or scaled):
             raise UnknownAttention(f"{arg} is added behind the projection and not scaled with it; a bias has one dim")
-        yield from added
+        yield from biases
 
 
 def _weight(node: Node) -> tuple[Any, bool] | None:

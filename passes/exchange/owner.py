@@ -128,7 +128,7 @@ def owner(
     all_shares = [share for spec in specs for share in shares(spec)]
     pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
     in_group = [i for i, owner in enumerate(owners) if owner // width == replica]
-    share_inputs = [own for own, spec in zip(inputs, specs, strict=True) for _ in shares(spec)]
+    share_inputs = [per_param for per_param, spec in zip(inputs, specs, strict=True) for _ in shares(spec)]
     places, group_inputs = [owners[i] % width for i in in_group], [share_inputs[i] for i in in_group]
     directions = _among([pieces[i] for i in in_group], [all_shares[i] for i in in_group], places, group_inputs)
     if not layout.replica_group.alone:
@@ -142,8 +142,12 @@ def owner(
         )
     parts = by_parameter(specs, (part.view(piece.shape) for part, piece in zip(directions, pieces, strict=True)))
     joined = []
-    for spec, own in zip(specs, parts, strict=True):
-        joined.append((own[0] if len(own) == 1 else torch.cat(own, shares(spec)[0].dim)).view(spec.layout.local_shape))
+    for spec, per_param in zip(specs, parts, strict=True):
+        joined.append(
+            (per_param[0] if len(per_param) == 1 else torch.cat(per_param, shares(spec)[0].dim)).view(
+                spec.layout.local_shape
+            )
+        )
     return joined
 
 

@@ -87,10 +87,10 @@ def _saved(reads: Sequence[Unshard], part: float) -> set[Node]:
     The last reads of forward come first: backward reads these soonest, so they are held for the shortest time, and
     backward has computed nothing yet that would hide a second gather.
     """
-    made = [read.node for read in reversed(reads) if _is_made(read)]
-    held = accumulate(map(nbytes, made))
-    limit = part * sum(map(nbytes, made))
-    return {node for node, total in zip(made, held, strict=True) if total <= limit}
+    weights = [read.node for read in reversed(reads) if _is_made(read)]
+    running_bytes = accumulate(map(nbytes, weights))
+    limit = part * sum(map(nbytes, weights))
+    return {node for node, total in zip(weights, running_bytes, strict=True) if total <= limit}
 
 
 def _draws(node: Node) -> bool:

@@ -34,7 +34,7 @@ class Axis:
 
     @property
     def alone(self) -> bool:
-        """Whether it has one rank."""
+        """Whether the axis has one rank."""
         return self.size == 1
 
     @property

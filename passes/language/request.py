@@ -107,21 +107,21 @@ class BackwardRequest:
     @property
     def unreduced_inputs(self) -> tuple[int, ...]:
         """Indices whose unreduced sum of earlier micro-batches is an input: the first extra inputs."""
-        return tuple([i for i, given in enumerate(self.unreduced) if given])
+        return tuple([i for i, present in enumerate(self.unreduced) if present])
 
     @property
     def carried_inputs(self) -> tuple[int, ...]:
         """Indices whose present ``.grad`` is an input: the next extra inputs."""
-        return tuple([i for i, given in enumerate(self.carried) if given])
+        return tuple([i for i, present in enumerate(self.carried) if present])
 
     @property
     def extra_outputs(self) -> int:
-        """How many outputs follow the graph's own."""
+        """Number of outputs that follow the graph's own."""
         return len(self.accumulated) + self.speculation_outputs
 
     @property
     def speculation_outputs(self) -> int:
-        """How many of the extra outputs, the last ones, belong to SPECULATE."""
+        """Number of the last extra outputs that belong to SPECULATE."""
         return len(self.speculated) + bool(self.speculated)
 
     def split(self, extra: Sequence[T]) -> Extras[T]:

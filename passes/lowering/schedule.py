@@ -57,17 +57,17 @@ class _Leg:
 
     @property
     def fetches(self) -> bool:
-        """Whether it waits for offloaded momenta."""
+        """Whether the leg waits for offloaded momenta."""
         return any(node.target is FETCH for node in self.nodes)
 
     @property
     def lifts(self) -> bool:
-        """Whether it only starts copies of shards from host memory."""
+        """Whether the leg only starts copies of shards from host memory."""
         return self.nodes[-1].target is LIFT
 
     @cached_property
     def sources(self) -> list[Node]:
-        """Nodes outside the leg that it reads."""
+        """Nodes outside the leg that its nodes read."""
         leg_nodes = set(self.nodes)
         return [source for node in self.nodes for source in node.all_input_nodes if source not in leg_nodes]
 
@@ -141,11 +141,13 @@ def reduce_until_the_next(plan: _Plan, reductions: Sequence[_Chain]) -> None:
 def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: Sequence[_Chain], limit: int) -> None:
     """Start each exchange after the last reduction it reads; its Newton-Schulz and the way back come at the end."""
     waiting = list(exchanges)
-    done: set[int] = set()
+    reduced_buckets: set[int] = set()
     under_way = _UnderWay(limit)
 
     def ready(*, travels: bool) -> list[_Chain]:
-        return [c for c in waiting if len(c) > 1 and c[0].work.travels is travels and c[0].work.needs <= done]
+        return [
+            c for c in waiting if len(c) > 1 and c[0].work.travels is travels and c[0].work.needs <= reduced_buckets
+        ]
 
     def started(chains: Sequence[_Chain]) -> Iterator[_Leg]:
         for chain in chains:
@@ -157,7 +159,7 @@ def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: 
         yield leg
         if leg not in ends:
             return
-        done.add(leg.work.bucket)
+        reduced_buckets.add(leg.work.bucket)
         travelling = [chain for chain in ready(travels=True) if chain[0].work.needs]
         # One bucket that only sends directions is left, to overlap with the last reductions.
         local = [chain for chain in ready(travels=False) if chain[0].work.needs][:-1]

@@ -262,8 +262,8 @@ def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
     """Time steps of each rank by itself, then of all busy ranks together, in seconds of ``clock.timer``."""
     for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
         if group is alone or group.size() > 1:
-            step, made, sent = _training(layers, group)
-            yield Sample("steps", clock.seconds(step), made, {"ranks": group.size(), "collectives": sent})
+            step, parameters, collectives = _training(layers, group)
+            yield Sample("steps", clock.seconds(step), parameters, {"ranks": group.size(), "collectives": collectives})
 
 
 def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:

@@ -306,12 +306,12 @@ class _Player:
 
     def _slower(self, node: Node, kind: str) -> float:
         """Return the factor by which a collective that holds multiprocessors lengthens a kernel; 1 if memory-bound."""
-        held = self.machine.collective_processors
-        if not held or kind not in ("product", "newton_schulz") or not self._wires.queues:
+        comm_processors = self.machine.collective_processors
+        if not comm_processors or kind not in ("product", "newton_schulz") or not self._wires.queues:
             return 1.0
         if kind == "newton_schulz":
             return Call(node, self.machine).slower()
-        return self.machine.processors / (self.machine.processors - held)
+        return self.machine.processors / (self.machine.processors - comm_processors)
 
     def _pass(self, seconds: float, slower: float) -> None:
         """Let `seconds` of work pass, `slower` times as long while a collective is under way."""

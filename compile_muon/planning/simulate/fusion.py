@@ -281,8 +281,8 @@ def _joins(space: _Space, reads: set[Node], given: int, group: _Group) -> bool:
 def _members(node: Node, inlined: set[Node]) -> Iterator[Node]:
     """Yield the nodes inlined in `node`, then `node`."""
     for source in node.all_input_nodes:
-        if (made := _maker(source)) in inlined:
-            yield from _members(made, inlined)
+        if (maker := _maker(source)) in inlined:
+            yield from _members(maker, inlined)
     yield node
 
 

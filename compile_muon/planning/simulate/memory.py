@@ -118,9 +118,9 @@ class Memory:
                 storages[memory] = _Storage(pool, category, nbytes(memory), memory)
                 allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
         # The inputs of a backward graph are first the values that forward saved, in that order.
-        taken = self._saved.pop(frame, ()) if kind is GraphKind.BACKWARD else ()
+        from_forward = self._saved.pop(frame, ()) if kind is GraphKind.BACKWARD else ()
         inputs = filter(_is_tensor, gm.graph.find_nodes(op="placeholder"))
-        storages |= {node: storage for storage, node in zip(taken, inputs, strict=False) if storage is not None}
+        storages |= {node: storage for storage, node in zip(from_forward, inputs, strict=False) if storage is not None}
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
                 last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, roots, place))

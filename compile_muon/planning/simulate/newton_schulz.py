@@ -92,7 +92,7 @@ def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[K
     """Return the launches of the products of these tensors, each given with the bytes of an input entry."""
     launched: list[KernelLaunch] = []
     how = (steps.form, len(steps.triples), len(steps.restarts))
-    stacks = [Stack(b, list_bytes(k, w, *how, given, steps.itemsize)) for (b, k, w), given in tensors]
+    stacks = [Stack(b, list_bytes(k, w, *how, input_itemsize, steps.itemsize)) for (b, k, w), input_itemsize in tensors]
     for chunk in chunked(stacks, steps.limit):
         pieces = [(piece.stop - piece.start, tensors[i][0][1], tensors[i][0][2]) for i, piece in chunk]
         small = [piece for piece in pieces if piece[1] * piece[2] <= SMALL]
@@ -249,10 +249,10 @@ class Call:
 
     def slower(self) -> float:
         """Return the factor by which a collective that holds multiprocessors lengthens this call."""
-        tiles, processors, held = self.machine.tiles, self.machine.processors, self.machine.collective_processors
+        tiles, processors, busy = self.machine.tiles, self.machine.processors, self.machine.collective_processors
         if not self.listed or tiles is None:
-            return processors / (processors - held)
-        beside = sum(each.seconds_when_held(tiles, processors, held) for each in self.listed)
+            return processors / (processors - busy)
+        beside = sum(each.seconds_when_held(tiles, processors, busy) for each in self.listed)
         return max(1.0, beside / self._alone(self.listed))
 
     def launched(self) -> int:

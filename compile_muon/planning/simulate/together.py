@@ -43,14 +43,14 @@ def _last_of_all(timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, .
     last: dict[tuple[Hashable, tuple[str, int]], float] = {}
     first_of: dict[tuple[int, ...], int] = {}
     for rank, timeline in timelines.items():
-        for group, issued in timeline.issued.items():
-            other = first_of.setdefault(group, rank)
-            if list(timelines[other].issued[group]) != list(issued):
-                raise ValueError(f"ranks {other} and {rank} issue other collectives to the group {group}")
-            for name, time in issued.items():
+        for group, times in timeline.issued.items():
+            first_rank = first_of.setdefault(group, rank)
+            if list(timelines[first_rank].issued[group]) != list(times):
+                raise ValueError(f"ranks {first_rank} and {rank} issue other collectives to the group {group}")
+            for name, time in times.items():
                 last[kind(group), name] = max(time, last.get((kind(group), name), time))
     return {
-        rank: {group: tuple(last[kind(group), name] for name in issued) for group, issued in timeline.issued.items()}
+        rank: {group: tuple(last[kind(group), name] for name in times) for group, times in timeline.issued.items()}
         for rank, timeline in timelines.items()
     }
 
