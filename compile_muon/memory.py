@@ -185,7 +185,8 @@ class FrameMemory:
         if frame is not None and (agreed := self._agreed(read, frame.kept)) != frame.kept:
             # Another rank chose other gathers: take them, and choose activations anew.
             weights, buckets = agreed.weights, agreed.buckets
-            frame = fastest([Kept(weights, choice.activations, buckets) for choice in _CHOICES])
+            choices = [Kept(weights, choice.activations, buckets) for choice in _CHOICES]
+            frame = fastest(choices)
         if frame is None:
             table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
             least = min(map(peak, map(simulated, choices)))
@@ -217,7 +218,8 @@ class FrameMemory:
         if isinstance(memory, (int, float)):
             return int(memory * _GIB)
         if machine.device != "cuda":
-            raise config_error("compile.memory", memory, "has no meaning on CPUs, which share memory", "write GiB")
+            problem = "has no meaning on CPUs, which share memory"
+            raise BudgetError(str(config_error("compile.memory", memory, problem, "write GiB")), "")
         device = self.engine.device
         present = device.type == "cuda"  # a plan for GPUs runs on a CPU
         memory_bytes = torch.cuda.get_device_properties(device).total_memory if present else machine.memory_bytes
