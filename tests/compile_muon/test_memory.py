@@ -89,6 +89,7 @@ def test_the_ends_are_those_of_reshard_after_forward() -> None:
     assert seconds(planned(peak(planned(None)) * 1.001)) <= seconds(planned(None)) * 1.02
 
 
+@pytest.mark.full
 def test_what_is_kept_follows_the_budget() -> None:
     """More than enough, and just too little for all weights to stay."""
     (words,) = planned(100.0).kept.values()

@@ -79,22 +79,18 @@ def budgets(**settings: Any) -> list[tuple[int, list[Choice]]]:
     return runs
 
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {"stage": 3},
-    *(
-        pytest.param(case, marks=pytest.mark.full)
-        for case in (
-            {"stage": 3, "regional": True},
-            {"stage": 1},
-            {"stage": 0},
-            {"stage": 3, "codegen": "inductor"},
-            {"stage": 3, "update": "step"},
-            {"stage": 2, "gradient_accumulation_steps": 1, "method": "normuon"},
-        )
-    ),
+    {"stage": 3, "regional": True},
+    {"stage": 1},
+    {"stage": 0},
+    {"stage": 3, "codegen": "inductor"},
+    {"stage": 3, "update": "step"},
+    {"stage": 2, "gradient_accumulation_steps": 1, "method": "normuon"},
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_budgets_change_no_bit_and_less_is_saved(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     for rank in ranks(2).run(budgets, **settings):
