@@ -60,17 +60,17 @@ def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def counted() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """What this rank reads: names and shapes."""
-    from compile_muon.files.tensors import Reader
+    from compile_muon.files import tensors
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    own = Reader._part
+    own = tensors.converted
 
-    def read(stored: Any, name: str, piece: Any, box: tuple[range, ...]) -> Tensor:
-        found.append((name, tuple(map(len, box))))
-        return own(stored, name, piece, box)
+    def read(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        found.append((name, tuple(part.shape)))
+        return own(name, part, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reader, "_part", staticmethod(read))
+        patch.setattr(tensors, "converted", read)
         yield found
 
 
