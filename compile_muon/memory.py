@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
     from compile_muon.engine.sharded_param import ShardedParam
     from compile_muon.engine.state_provider import StateProvider
-    from compile_muon.planning.machine import Machine
 
 __all__ = ["BudgetError", "FrameMemory", "auto_limit", "resident_bytes"]
 
@@ -142,12 +143,18 @@ class _Simulated:
     gradients: int
 
 
-@dataclass(eq=False)
 class FrameMemory:
-    """The memory choices for an optimizer's frames."""
+    """The memory of an optimizer's frames; ``chosen`` is what each keeps, by name of the frame."""
 
-    engine: Engine
-    chosen: dict[str, Choice] = field(default_factory=dict)  # by name of the frame
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)  # whose ledger holds this object
+        self.chosen: dict[str, Choice] = {}
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None  # frames run while their optimizer lives
+        return engine
 
     def fit(
         self, gm: GraphModule, halves: Halves, ctx: PassContext, options: FrameOptions, read: Sequence[ShardedParam]
@@ -157,8 +164,7 @@ class FrameMemory:
         ``gm`` is the joint graph with markers; ``halves`` partitions it into forward and backward; the frame reads the
         parameters ``read``.
         """
-        from compile_muon.planning.machine import load_machine
-
+        load_machine = _planner("machine").load_machine
         device = self.engine.device.type
         machine = load_machine(self.engine.step.config.machine or ("cpu" if device == "cpu" else "h100"))
         limit = self._limit(options.memory, machine)
@@ -213,7 +219,7 @@ class FrameMemory:
         weights, buckets = agreed.split()
         return replace(kept, weights=float(weights), buckets=int(buckets))
 
-    def _limit(self, memory: float | str | None, machine: Machine) -> int:
+    def _limit(self, memory: float | str | None, machine: Any) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
         if isinstance(memory, (int, float)):
             return int(memory * _GIB)
@@ -249,6 +255,11 @@ def _table(
     return "".join(f"\n  {_gib(nbytes):>12}  {name}: {remedy}" for name, nbytes, remedy in rows)
 
 
+def _planner(module: str) -> Any:
+    """Return a module of the planner. It stands above this one, so only a frame with a budget imports it."""
+    return import_module(f"compile_muon.planning.{module}")
+
+
 def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.2f} GiB" if nbytes >= 0.1 * _GIB else f"{nbytes / 2**20:,.1f} MiB"
 
@@ -258,14 +269,12 @@ def _simulated(
     halves: Halves,
     ctx: PassContext,
     options: FrameOptions,
-    machine: Machine,
+    machine: Any,
     engine: Engine,
     kept: Kept,
 ) -> _Simulated:
     """Partition and lower a copy of the joint graph ``gm`` under the choice ``kept``, and simulate it."""
-    from compile_muon.planning.capture import groups_of
-    from compile_muon.planning.simulate import SimulatedGraph, simulate
-
+    simulator = _planner("simulate")
     ctx = replace(ctx, chosen=kept, options=replace(ctx.options, dump=None))
     forward, backward = halves(deepcopy(gm), ctx)
     ctx.saved = saved_by(forward, ctx.user_outputs)
@@ -277,10 +286,11 @@ def _simulated(
     graphs = []
     for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
         half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
-        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
+        graph = simulator.SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
         graphs.append(replace(graph, replayed=options.cuda_graphs))
     ranks = 1 if engine.mesh is None else engine.mesh.size
-    step = simulate(graphs, machine, groups=groups_of(engine.params, graphs), ranks=ranks, codegen=options.codegen)
+    groups = _planner("capture").groups_of(engine.params, graphs)
+    step = simulator.simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
     return _Simulated(
         kept,
         step.seconds,

@@ -188,6 +188,6 @@ def test_without_the_package_a_tool_that_listens_is_an_error(no_nvtx, monkeypatc
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/opt/tool.so")
     assert not CompileConfig(nvtx=False).nvtx
     with pytest.raises(
-        ConfigError, match=r"nvtx = True: .* is not installed; pip install '.\[profile\]' in compile_muon's checkout"
+        ConfigError, match=r"nvtx = True: .* is not installed; pip install '.\[profile\]' in the checkout"
     ):
         CompileConfig(nvtx=True)
