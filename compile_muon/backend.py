@@ -247,7 +247,9 @@ def compile_frame(
     for place in ctx.shards:
         inputs[place] = of_constant_shape(inputs[place])
     compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
-    run = compile_(gm, inputs, _Frame(options, ctx.frame, costs, sharded_params), lowering)
+    frame = _Frame(options, ctx.frame, costs, sharded_params)
+    run = compile_(gm, inputs, frame, lowering)
+    frame.sharded_params = ()  # the graphs are partitioned; Dynamo keeps the code, and would keep the model
     return (lambda *args: run(*_with_shards(args, ctx.shards))) if ctx.shards else run
 
 
