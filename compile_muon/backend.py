@@ -113,13 +113,12 @@ class _Frame:
         self.ctx = PassContext(GraphKind.JOINT, name, options, costs)
         self.sharded_params = sharded_params
         self.trained: frozenset[str] = frozenset()
-        self.forward_outputs = 0
 
     def partition(
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Rewrite and partition the joint graph; PyTorch calls this only for a frame with a backward."""
-        self.forward_outputs = self.ctx.user_outputs = num_fwd_outputs
+        self.ctx.user_outputs = num_fwd_outputs
 
         def halves(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, GraphModule]:
             gm = run_passes(gm, JOINT_PASSES, ctx)
@@ -143,7 +142,7 @@ class _Frame:
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward or inference graph."""
         kind = GraphKind.INFERENCE if inference else GraphKind.FORWARD
-        ctx = replace(self.ctx, kind=kind, user_outputs=self.forward_outputs, timings={})
+        ctx = replace(self.ctx, kind=kind, timings={})
         return ForwardGraph(gm, inputs, ctx, lowering, self.options, frozenset() if inference else self.trained)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[[list[Any]], Any]:

@@ -41,7 +41,7 @@ from compile_muon.passes import (
     run_passes,
     saved_by,
 )
-from compile_muon.passes.joint.recompute import gathered_bytes
+from compile_muon.passes.joint.recompute import gathers
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import Kept
@@ -199,7 +199,7 @@ class FrameMemory:
             problem = f"is {_gib(limit)}, and a step takes {_gib(least)} at least:{table}\n"
             remedy = f"allow {math.ceil(100 * least / _GIB) / 100:.2f} or more, or save as the table says"
             raise BudgetError(str(config_error("compile.memory", options.memory, problem, remedy)), _gib(least))
-        self.chosen[ctx.frame] = Choice(frame.kept, bool(gathered_bytes(gm)), peak(frame), limit)
+        self.chosen[ctx.frame] = Choice(frame.kept, gathers(gm), peak(frame), limit)
         return frame.kept
 
     def _choices(self, gm: GraphModule, ctx: PassContext) -> list[Kept]:
@@ -208,9 +208,9 @@ class FrameMemory:
             return [choice for choice in _CHOICES if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
         agrees = not self.engine.compares or self.engine.status.heartbeat is not None
-        return [
-            choice for choice in _CHOICES if (gathered_bytes(gm) and agrees) or choice == Kept(0.0, choice.activations)
-        ]
+        if agrees and gathers(gm):
+            return list(_CHOICES)
+        return [choice for choice in _CHOICES if choice == Kept(0.0, choice.activations)]
 
     def _agreed(self, read: Sequence[ShardedParam], kept: Kept) -> Kept:
         """Return ``kept`` with the weights and buckets of the first rank that compiled a frame of ``read``."""

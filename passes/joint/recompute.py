@@ -23,7 +23,7 @@ from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
 
-__all__ = ["RECOMPUTE", "gathered_bytes", "is_view_or_cast"]
+__all__ = ["RECOMPUTE", "gathers", "is_view_or_cast"]
 
 _aten = torch.ops.aten
 _VIEWS_AND_CASTS = {
@@ -76,9 +76,9 @@ def _is_made(read: Unshard) -> bool:
     return layout.gathered or not (layout.resident or spec.on_host or spec.dtype == spec.compute_dtype)
 
 
-def gathered_bytes(gm: GraphModule) -> int:
-    """Return the bytes of the weights that the graph gathers or casts, each read of a joint graph counted."""
-    return sum(nbytes(read.node) for read in Unshard.all(gm) if _is_made(read))
+def gathers(gm: GraphModule) -> bool:
+    """Whether the graph gathers or casts weights."""
+    return any(map(_is_made, Unshard.all(gm)))
 
 
 def _saved(reads: Sequence[Unshard], part: float) -> set[Node]:
