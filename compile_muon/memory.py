@@ -97,6 +97,8 @@ def _weight_bytes(sharded: ShardedParam) -> int:
 
 def _gradient_bytes(sharded: ShardedParam) -> int:
     """Return the bytes of ``.grad``, and at stage 1 of the unreduced sum of earlier micro-batches (whole shape)."""
+    if not sharded.param.requires_grad:
+        return 0
     several = sharded.ledger.accumulation_steps != 1
     numel = sharded.local.numel() + (sharded.spec.layout.numel if several and sharded.spec.layout.accumulates else 0)
     return numel * decode_dtype(sharded.spec.dtype).itemsize
@@ -139,8 +141,7 @@ class _Simulated:
     kept: Kept
     seconds: float
     saved: int  # bytes saved for backward
-    peak: int  # contains ``saved`` and ``gradients``
-    gradients: int
+    peak: int  # contains ``saved``
 
 
 class FrameMemory:
@@ -171,19 +172,21 @@ class FrameMemory:
         params = self.engine.params
         part = min(1.0, sum(s.spec.layout.numel for s in read) / sum(s.spec.layout.numel for s in params))
         resident = resident_bytes(params, self.engine.step.optimizer.state, self.engine.state_provider)
-        gradients = sum(_gradient_bytes(sharded) for sharded in params if sharded.param.requires_grad)
+        gradients = sum(map(_gradient_bytes, params))
+        # Without accumulation, the frame's own gradients are in its simulation alone.
+        in_frame = sum(map(_gradient_bytes, read)) if self.engine.ledger.accumulation_steps == 1 else 0
         simulated = cache(partial(_simulated, gm, halves, ctx, options, machine, self.engine))
 
         def peak(frame: _Simulated) -> int:
-            # The frame's peak has its own gradients and saved bytes only: count those of all frames in their place.
-            outside_frame = sum(resident.values()) + gradients - frame.gradients
-            return outside_frame + int(frame.saved / part) + frame.peak - frame.saved
+            # The frame's peak has its own saved bytes only: count those of all frames in their place.
+            return sum(resident.values()) + gradients - in_frame + int(frame.saved / part) + frame.peak - frame.saved
 
         def fastest(choices: Sequence[Kept]) -> _Simulated | None:
-            # The last choice saves most and recomputes least: if it fits, the others need no simulation.
-            if peak(largest := simulated(choices[-1])) <= limit:
-                return largest
-            fitting = [frame for frame in map(simulated, choices) if peak(frame) <= limit]
+            # Choices that save most recompute least: if they fit, the others need no simulation.
+            candidates = [choice for choice in choices if replace(choices[-1], buckets=choice.buckets) == choice]
+            if any(peak(simulated(choice)) > limit for choice in candidates):
+                candidates = list(choices)
+            fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
         choices = self._choices(gm, ctx)
@@ -197,7 +200,7 @@ class FrameMemory:
             table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
             least = min(map(peak, map(simulated, choices)))
             problem = f"is {_gib(limit)}, and a step takes {_gib(least)} at least:{table}\n"
-            remedy = f"allow {math.ceil(100 * least / _GIB) / 100:.2f} or more, or save as the table says"
+            remedy = f"allow {math.ceil(1000 * least / _GIB) / 1000:.3f} or more, or save as the table says"
             raise BudgetError(str(config_error("compile.memory", options.memory, problem, remedy)), _gib(least))
         self.chosen[ctx.frame] = Choice(frame.kept, gathers(gm), peak(frame), limit)
         return frame.kept
@@ -296,5 +299,4 @@ def _simulated(
         step.seconds,
         sum(nbytes(storage) for storage in storages if storage.op == "call_function"),
         step.peak.total,
-        step.peak.by_category.get("gradients", 0),
     )

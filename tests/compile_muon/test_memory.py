@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, layers: int = 2, width: int = 256) -> None:
+    def __init__(self, layers: int = 2, width: int = 1024) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
 
@@ -40,11 +40,11 @@ class Tower(nn.Module):
 
 
 @functools.cache
-def planned(memory: float | None, stage: int = 3, rows: int = 512, **options: object) -> Captured:
+def planned(memory: float | None, stage: int = 3, rows: int = 8192, **options: object) -> Captured:
     chosen = {"codegen": "inductor", **options, **({} if memory is None else {"memory": memory})}
     config = load_config({"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": "h100"})
     with without_numbers():
-        batch = (torch.zeros(rows, 256),)
+        batch = (torch.zeros(rows, 1024),)
 
     def tower() -> nn.Module:
         with without_numbers():
@@ -94,10 +94,11 @@ def test_what_is_kept_follows_the_budget() -> None:
     """More than enough, and just too little for all weights to stay."""
     (words,) = planned(100.0).kept.values()
     assert (
-        "100% of gathered weights stay, with 8 buckets at a time, and 100% of activations are saved" in words
+        "100% of gathered weights stay" in words
+        and "100% of activations are saved" in words
         and "of 100.00 GiB" in words
     )
     budget = peak(planned(100.0)) - 0.001
     (words,) = planned(budget).kept.values()
-    assert "100% of gathered weights stay, with 8 buckets at a time, and 100% of activations are saved" not in words
+    assert "100% of gathered weights stay" not in words or "100% of activations are saved" not in words
     assert peak(planned(budget)) <= budget * 1.02
