@@ -66,9 +66,6 @@ def check_torch(version: str = torch.__version__) -> Check:
     if numbers > NEWEST_TESTED_TORCH:
         tested = f"{dotted(OLDEST_TORCH)} to {dotted(NEWEST_TESTED_TORCH)}"
         return Check("torch", version, Verdict.NOTE, f"tested with {tested}; run the test suite on this one")
-    if numbers < (2, 13):
-        unseen = "torch._foreach_* on parameters themselves counts as no edit before 2.13: use their .data"
-        return Check("torch", version, Verdict.NOTE, unseen)
     return Check("torch", version)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 #: figures of README that no results file has: versions, and sizes of models
-KNOWN = {"2.11", "2.13", "2.15", "3.10", "3.11", "3.6", "3.7", "0.19.8", "3.3", "1.01", "2.0"}
+KNOWN = {"2.11", "2.13", "2.15", "3.10", "3.11", "3.12", "3.6", "3.7", "0.19.8", "3.3", "1.01", "2.0"}
 
 
 @pytest.fixture(scope="module")

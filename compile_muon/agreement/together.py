@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            caught = error
+            # Its traceback begins with this frame, which from Python 3.12 on leads to its caller, and so to the error.
+            caught = error.with_traceback(cast("TracebackType", error.__traceback__).tb_next)
         try:
             self.agree(doing, caught)
         finally:

@@ -3,9 +3,7 @@
 PyTorch counts in-place edits of a DTensor, but not edits through ``.data`` or ``torch._foreach_*``, and ignores an
 assignment to ``.data``. Loops that swap averaged weights in and out do all three. :class:`ShardedParameter` counts them
 (:func:`compile_muon.engine.dtensors.edits_of`), on all ranks alike because DTensor operators run on all of them, so
-resident copies of the weight are known to be stale. Before torch 2.13 DTensor operators bypass a subclass's
-``__torch_dispatch__`` (:data:`_UNSEEN`): there ``.data`` returns a :class:`_Shown`, which sees torch functions, and
-``torch._foreach_*`` on parameters themselves is not counted.
+resident copies of the weight are known to be stale.
 
 Results computed from a sharded parameter are of this class as well, and so is its gradient, also in hooks. Hence the
 gradient of ``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects; a partial
@@ -28,7 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
-from compile_muon.passes.torch_private import BEFORE_2_13, current_backward, lacks_sharding, meets_plain_tensor
+from compile_muon.passes.torch_private import (
+    current_backward,
+    dispatch_through_python,
+    lacks_sharding,
+    meets_plain_tensor,
+    partial_first,
+)
 
 __all__ = ["ShardedParameter", "carry_hooks", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
 
@@ -61,6 +65,7 @@ class ShardedParameter(DTensor):
         if func is torch.ops.aten.t.default and args[0].ndim == 2:
             # torch 2.14 and 2.15 copy a matrix with fewer rows than ranks in aten.t, so edits of the result are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
+        func, args = partial_first(func, args, kwargs)
         if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
         if func is torch.ops.aten._foreach_copy_.default:  # which DTensor lacks
@@ -115,8 +120,7 @@ class ShardedParameter(DTensor):
     @property
     def data(self) -> Tensor:
         """A view that autograd does not know of."""
-        view: Any = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return cast("Tensor", _shown(view, self if self.shown is None else self.shown()) if _UNSEEN else view)
+        return cast("Tensor", torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -296,6 +300,7 @@ def _read_values(name: str) -> Callable[..., Any]:
 
 for _name in _READING:
     setattr(ShardedParameter, _name, _read_values(_name))
+dispatch_through_python(ShardedParameter)
 
 
 def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
@@ -321,42 +326,6 @@ def _tell_of_pickling(tensor: ShardedParameter) -> None:
         "save_pretrained(model, folder), and a run with a Checkpointer, on all ranks",
         this_rank=True,
     )
-
-
-class _Shown(ShardedParameter):
-    """The ``.data`` of a parameter, or a view of it, where operators bypass ``__torch_dispatch__``: counts edits."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
-            for value in tree_leaves(args[:1]):
-                param = value.shown() if type(value) is _Shown and value.shown is not None else None
-                if param is not None:
-                    param.uncounted_edits += 1
-        with torch._C.DisableTorchFunctionSubclass():
-            results = func(*args, **(kwargs or {}))
-        sources = {_memory(value): value for value in tree_leaves(args) if type(value) is _Shown}
-        return tree_map(lambda result: _view_of(result, sources), results)
-
-
-#: whether operators of a DTensor bypass ``__torch_dispatch__`` of a subclass
-_UNSEEN = BEFORE_2_13
-_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-
-
-def _shown(view: Any, param: ShardedParameter | None) -> Any:
-    if type(view) is not DTensor or param is None:
-        return view
-    shown: Any = view
-    shown.__class__ = _Shown
-    shown.shown = weakref.ref(param)
-    return shown
-
-
-def _view_of(result: Any, sources: dict[int, Any]) -> Any:
-    source = sources.get(_memory(result)) if type(result) is DTensor else None
-    return result if source is None else _shown(result, source.shown())
 
 
 def sharded_parameter(values: DTensor, *, requires_grad: bool) -> nn.Parameter:

@@ -202,6 +202,7 @@ def train_regional(stage: int) -> Report:
     return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=stage, codegen="eager")
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="Dynamo of torch 2.11 takes no DTensor into a region")
 def test_regions_of_a_model_train_as_what_is_in_them(ranks: Callable[[int], Ranks]) -> None:
     for stage in (1, 3):
         for rank, report in enumerate(ranks(2).run(train_regional, stage=stage)):

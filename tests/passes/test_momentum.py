@@ -68,6 +68,7 @@ def train(by_operator: bool, half: bool, monkeypatch: pytest.MonkeyPatch, **sett
     return {"weights": weights, "losses": losses, "grads": grads, "nodes": found, "used": used}
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 decomposes lerp into other roundings")
 @pytest.mark.parametrize(
     ("half", "settings"),
     [

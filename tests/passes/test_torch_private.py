@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -150,6 +150,42 @@ def test_a_plain_tensor_beside_a_dtensor_is_noticed():
         with pytest.raises(RuntimeError) as caught:
             torch.mm(torch.ones(2, 4), sharded)
     assert private.meets_plain_tensor(caught.value) and not private.meets_plain_tensor(RuntimeError("else"))
+
+
+def test_operators_on_a_subclass_of_dtensor_reach_its_rules(monkeypatch):
+    """Before 2.13 torch knows none of the subclass; a rule stays ahead of DTensor's dispatch in later ones."""
+    seen = []
+
+    class Noting(DTensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*(DTensor(value._local_tensor, value._spec, requires_grad=False) for value in args))
+
+    monkeypatch.setattr(private, "BEFORE_2_13", True)
+    private.dispatch_through_python(Noting)
+    del Noting.__torch_dispatch__
+    with private.fake_group(0, 2):
+        value = DTensor.from_local(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        value.__class__ = Noting
+        assert type(value + value) is DTensor
+    assert seen == [torch.ops.aten.add.Tensor], moved("torch_dispatch_rules", "is passed by")
+
+
+def test_what_is_made_of_a_partial_value_and_a_whole_one_is_partial(monkeypatch):
+    """Each of two ranks adds half of a whole number."""
+    monkeypatch.setattr(private, "BEFORE_2_13", True)
+    with private.fake_group(0, 2):
+        mesh, two = init_device_mesh("cpu", (2,)), torch.tensor(2.0)
+        part = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()], run_check=False)
+        whole = DTensor.from_local(two, mesh, [Replicate()], run_check=False)
+        for name, first, last in [("add", 4, 4), ("sub", -2, 2), ("mul", 6, 6)]:
+            operator = getattr(torch.ops.aten, name).Tensor
+            for args, local in [((two, part), first), ((whole, part), first), ((part, two), last)]:
+                operator_of, ordered = private.partial_first(operator, args, {})
+                made = operator_of(*ordered)
+                assert made.placements == (Partial(),) and made._local_tensor == local, name
+        assert private.partial_first(operator, (two, part), {"alpha": 2})[1] == (two, part)
 
 
 def test_a_frame_that_is_compiled_is_noticed():
