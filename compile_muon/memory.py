@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import import_module
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +41,21 @@ from compile_muon.passes import (
     saved_by,
 )
 from compile_muon.passes.joint.recompute import gathers
+from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import Kept
 from compile_muon.passes.torch_private import ShortenTraceback
+from compile_muon.simulate import SimulatedGraph, simulate
+from compile_muon.simulate.machine import Machine, load_machine
+from compile_muon.simulate.played import groups_of
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
     from compile_muon.engine.sharded_param import ShardedParam
     from compile_muon.engine.state_provider import StateProvider
 
-__all__ = ["BudgetError", "FrameMemory", "auto_limit", "resident_bytes"]
+__all__ = ["BudgetError", "FrameMemory", "auto_limit", "mesh_axes", "resident_bytes"]
 
 #: ``(joint graph with markers, context) -> (forward, backward)``
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
@@ -80,6 +83,11 @@ def resident_bytes(
         "parameters": sum(map(_weight_bytes, params)),
         "optimizer": sum(local_tensor(value).nbytes for value in states) - off_device,
     }
+
+
+def mesh_axes(params: Sequence[ShardedParam]) -> list[Axis]:
+    """Return the mesh dimensions over which parameters are sharded or replicated."""
+    return [*dict.fromkeys(axis for sharded in params for axis in sharded.spec.layout.axes)]
 
 
 def auto_limit(memory_bytes: int) -> int:
@@ -165,7 +173,6 @@ class FrameMemory:
         ``gm`` is the joint graph with markers; ``halves`` partitions it into forward and backward; the frame reads the
         parameters ``read``.
         """
-        load_machine = _planner("machine").load_machine
         device = self.engine.device.type
         machine = load_machine(self.engine.step.config.machine or ("cpu" if device == "cpu" else "h100"))
         limit = self._limit(options.memory, machine)
@@ -222,7 +229,7 @@ class FrameMemory:
         weights, buckets = agreed.split()
         return replace(kept, weights=float(weights), buckets=int(buckets))
 
-    def _limit(self, memory: float | str | None, machine: Any) -> int:
+    def _limit(self, memory: float | str | None, machine: Machine) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
         if isinstance(memory, (int, float)):
             return int(memory * _GIB)
@@ -258,11 +265,6 @@ def _table(
     return "".join(f"\n  {_gib(nbytes):>12}  {name}: {remedy}" for name, nbytes, remedy in rows)
 
 
-def _planner(module: str) -> Any:
-    """Return a module of the planner. It stands above this one, so only a frame with a budget imports it."""
-    return import_module(f"compile_muon.planning.{module}")
-
-
 def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.2f} GiB" if nbytes >= 0.1 * _GIB else f"{nbytes / 2**20:,.1f} MiB"
 
@@ -272,12 +274,11 @@ def _simulated(
     halves: Halves,
     ctx: PassContext,
     options: FrameOptions,
-    machine: Any,
+    machine: Machine,
     engine: Engine,
     kept: Kept,
 ) -> _Simulated:
     """Partition and lower a copy of the joint graph ``gm`` under the choice ``kept``, and simulate it."""
-    simulator = _planner("simulate")
     ctx = replace(ctx, chosen=kept, options=replace(ctx.options, dump=None))
     forward, backward = halves(deepcopy(gm), ctx)
     ctx.saved = saved_by(forward, ctx.user_outputs)
@@ -289,11 +290,11 @@ def _simulated(
     graphs = []
     for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
         half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
-        graph = simulator.SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
+        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
         graphs.append(replace(graph, replayed=options.cuda_graphs))
     ranks = 1 if engine.mesh is None else engine.mesh.size
-    groups = _planner("capture").groups_of(engine.params, graphs)
-    step = simulator.simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
+    groups = groups_of(mesh_axes(engine.params), graphs)
+    step = simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
     return _Simulated(
         kept,
         step.seconds,

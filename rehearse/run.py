@@ -40,8 +40,8 @@ from torch import Tensor, nn
 import compile_muon
 from compile_muon.config import FrameOptions, load_config
 from compile_muon.planning import capture_step
-from compile_muon.planning.machine import load_machine
-from compile_muon.planning.simulate.engine import HOST
+from compile_muon.simulate.engine import HOST
+from compile_muon.simulate.machine import load_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS, BATCH, CONTEXT, VOCABULARY = 512, 4, 4, 256, 256

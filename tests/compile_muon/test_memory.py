@@ -13,7 +13,7 @@ from compile_muon.config import load_config, read_options
 from compile_muon.memory import BudgetError
 from compile_muon.passes.torch_private import without_numbers
 from compile_muon.planning import Captured, capture_step
-from compile_muon.planning.machine import load_machine
+from compile_muon.simulate.machine import load_machine
 
 GIB = 2**30
 

@@ -21,9 +21,9 @@ from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.played import SimulatedGraph
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.newton_schulz import Call
+from compile_muon.simulate.played import SimulatedGraph
 
 __all__ = ["LiveBytes", "Memory"]
 

@@ -30,13 +30,13 @@ from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
-from compile_muon.planning.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
-from compile_muon.planning.simulate.memory import LiveBytes, Memory
-from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
-from compile_muon.planning.simulate.played import SimulatedGraph
+from compile_muon.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.memory import LiveBytes, Memory
+from compile_muon.simulate.newton_schulz import Call
+from compile_muon.simulate.offload_transfers import Move, OffloadTransfers, OnHost
+from compile_muon.simulate.played import SimulatedGraph
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Timeline", "simulate", "to_chrome_trace"]
 
