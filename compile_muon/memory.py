@@ -32,6 +32,7 @@ from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes import (
     LOWERING_PASSES,
+    MOVE_OUT,
     BackwardRequest,
     GraphKind,
     PassContext,
@@ -61,10 +62,12 @@ __all__ = ["BudgetError", "FrameMemory", "auto_limit", "mesh_axes", "resident_by
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 
 _GIB = 2**30
-#: ``Kept(weights, activations, buckets)`` from the least memory to the most
+#: ``Kept(weights, activations, moved, buckets)`` from the least memory to the most
 _CHOICES = (
     *(Kept(0.0, part) for part in (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)),
     *(Kept(1.0, part) for part in (0.05, 0.2, 0.5)),
+    *(Kept(0.0, 0.5, moved) for moved in (1.0, 0.5)),
+    *(Kept(part, 1.0, moved) for part in (0.0, 1.0) for moved in (1.0, 0.75, 0.5, 0.25)),
     *(Kept(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
     Kept(1.0, buckets=8),
 )
@@ -136,8 +139,9 @@ class Choice:
     def __str__(self) -> str:
         choice = self.kept
         weights = f"{choice.weights:.0%} of gathered weights stay, with {choice.buckets} buckets at a time, and "
+        moved = f", {choice.moved:.0%} of them in host memory" if choice.moved else ""
         return (
-            f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved; "
+            f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved{moved}; "
             f"peak {_gib(self.peak)} of {_gib(self.limit)}"
         )
 
@@ -196,12 +200,12 @@ class FrameMemory:
             fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
-        choices = self._choices(gm, ctx)
+        choices = self._choices(gm, options, machine)
         frame = fastest(choices)
         if frame is not None and (agreed := self._agreed(read, frame.kept)) != frame.kept:
             # Another rank chose other gathers: take them, and choose activations anew.
             weights, buckets = agreed.weights, agreed.buckets
-            choices = [Kept(weights, choice.activations, buckets) for choice in _CHOICES]
+            choices = list(dict.fromkeys(replace(choice, weights=weights, buckets=buckets) for choice in choices))
             frame = fastest(choices)
         if frame is None:
             table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
@@ -212,15 +216,18 @@ class FrameMemory:
         self.chosen[ctx.frame] = Choice(frame.kept, gathers(gm), peak(frame), limit)
         return frame.kept
 
-    def _choices(self, gm: GraphModule, ctx: PassContext) -> list[Kept]:
+    def _choices(self, gm: GraphModule, options: FrameOptions, machine: Machine) -> list[Kept]:
         """Return the choices open to the frame, from the least memory to the most."""
-        if not ctx.options.reshard_after_forward:
-            return [choice for choice in _CHOICES if choice.weights == 1]
+        # A CUDA graph would record copies to one host buffer, which the next micro-batch overwrites.
+        moves = machine.host_bandwidth and not options.cuda_graphs
+        choices = [choice for choice in _CHOICES if moves or not choice.moved]
+        if not options.reshard_after_forward:
+            return [choice for choice in choices if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
         agrees = not self.engine.compares or self.engine.status.heartbeat is not None
         if agrees and gathers(gm):
-            return list(_CHOICES)
-        return [choice for choice in _CHOICES if choice == Kept(0.0, choice.activations)]
+            return choices
+        return [choice for choice in choices if choice == Kept(0.0, choice.activations, choice.moved)]
 
     def _agreed(self, read: Sequence[ShardedParam], kept: Kept) -> Kept:
         """Return ``kept`` with the weights and buckets of the first rank that compiled a frame of ``read``."""
@@ -298,6 +305,6 @@ def _simulated(
     return _Simulated(
         kept,
         step.seconds,
-        sum(nbytes(storage) for storage in storages if storage.op == "call_function"),
+        sum(nbytes(memory) for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT),
         step.peak.total,
     )
