@@ -11,15 +11,17 @@ of it leave room. Forward has waited for all copies when it ends.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..edit import outputs
+from ..collectives import is_collective
+from ..edit import outputs, replace
 from ..errors import VerificationError
 from ..lowering.aliases import base, nbytes
 from ..markers import Unshard
@@ -63,13 +65,13 @@ def _copy(to: Tensor, source: Tensor, host: Tensor, device: torch.device, way: s
 @torch.library.impl(_LIBRARY, "move_out", "CompositeExplicitAutograd")
 def _move_out(activation: Tensor) -> Tensor:
     on_gpu = activation.is_cuda
-    host = torch.empty(activation.shape, dtype=activation.dtype, device="cpu", pin_memory=on_gpu)
+    host = torch.empty_like(activation, device="cpu", pin_memory=on_gpu)
     return _copy(host, activation, host, activation.device, "out") if on_gpu else host.copy_(activation)
 
 
 @torch.library.impl(_LIBRARY, "bring_back", "CompositeExplicitAutograd")
 def _bring_back(host: Tensor, device: torch.device) -> Tensor:
-    activation = torch.empty(host.shape, dtype=host.dtype, device=device)
+    activation = torch.empty_like(host, device=device)
     return _copy(activation, host, host, device, "in") if activation.is_cuda else activation.copy_(host)
 
 
@@ -82,12 +84,12 @@ def _await_move(activation: Tensor, host: Tensor) -> None:
 
 @torch.library.register_fake("muon_zero::move_out", lib=_LIBRARY)
 def _(activation: Tensor) -> Tensor:
-    return torch.empty(activation.shape, dtype=activation.dtype, device="cpu")
+    return torch.empty_like(activation, device="cpu")
 
 
 @torch.library.register_fake("muon_zero::bring_back", lib=_LIBRARY)
 def _(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(host.shape, dtype=host.dtype, device=device)
+    return torch.empty_like(host, device=device)
 
 
 torch.library.register_fake("muon_zero::await_move", lambda activation, host: None, lib=_LIBRARY)
@@ -100,23 +102,50 @@ BRING_BACK = torch.ops.muon_zero.bring_back.default
 AWAIT_MOVE = torch.ops.muon_zero.await_move.default
 
 
-def _movable(forward: GraphModule, user_outputs: int) -> tuple[list[Node], int]:
-    """Return saved activations that can move, in the order of their makers, and the bytes of all saved activations.
+def _views(node: Node) -> list[Node] | None:
+    """Return the views from the memory of ``node`` to ``node``; None where they depend on more than their input."""
+    views = list[Node]()
+    while node is not base(node):
+        if len(node.all_input_nodes) != 1:
+            return None
+        views.insert(0, node)
+        (node,) = node.all_input_nodes
+    return views
 
-    Views stay, and whatever shares its memory with another output; inputs of the graph are saved for free. Gathered
-    weights stay as well: a second gather is faster.
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether a copy has the strides of ``value``."""
+    return torch.empty_like(value).stride() == value.stride()
+
+
+def _movable(forward: GraphModule, user_outputs: int) -> tuple[dict[Node, list[Node]], int]:
+    """Return saved memory that can move, in the order of its makers, and the bytes of all saved memory.
+
+    Memory is a node, to the saved values that show it. Inputs of the graph are saved for free. Gathered weights stay:
+    a second gather is faster.
     """
     weights = {read.node for read in Unshard.all(forward)}
-    returned = [node for node in outputs(forward) if node is not None and isinstance(node.meta.get("val"), Tensor)]
-    shown = Counter(map(base, returned))
-    kept = {base(node) for node in outputs(forward)[:user_outputs] if node in returned}
-    made = [node for node in forward.graph.nodes if node.op == "call_function" and node in shown and node not in kept]
-    total = sum(map(nbytes, made))
     for node in forward.graph.nodes:
         if is_view_or_cast(node) and node.args[0] in weights:
             weights.add(node)
-    alone = [node for node in made if node in returned and shown[node] == 1 and node not in weights]
-    return [x for x in alone if nbytes(x) > _SMALL * total and tensor_value(x).is_contiguous()], total
+    shown = defaultdict[Node, list[Node]](list)
+    for node in dict.fromkeys(outputs(forward)[user_outputs:]):
+        if node is not None and isinstance(node.meta.get("val"), Tensor):
+            shown[base(node)].append(node)
+    returned = {base(node) for node in outputs(forward)[:user_outputs] if node is not None}
+    made = {node: shown[node] for node in forward.graph.nodes if node in shown and node not in returned}
+    made = {memory: values for memory, values in made.items() if memory.op == "call_function"}
+    total = sum(map(nbytes, made))
+    movable = {
+        memory: values
+        for memory, values in made.items()
+        if memory not in weights
+        and not is_collective(memory)
+        and nbytes(memory) > _SMALL * total
+        and _is_dense(tensor_value(memory))
+        and all(_views(value) is not None for value in values)
+    }
+    return movable, total
 
 
 def _users(node: Node, place: dict[Node, int]) -> Iterator[int]:
@@ -145,55 +174,68 @@ def _await_copies(forward: GraphModule, moved: Sequence[Node], pool: int) -> Non
 def move_activations(forward: GraphModule, backward: GraphModule, user_outputs: int, part: float) -> None:
     """Move at most ``part`` of the bytes that forward saves; both graphs are changed in place."""
     movable, total = _movable(forward, user_outputs)
-    saved = outputs(forward)[user_outputs:]
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    moved, moved_bytes = list[Node](), 0
-    for activation in movable:
-        if moved_bytes + nbytes(activation) <= part * total and inputs[activation.name].users:
-            moved.append(activation)
-            moved_bytes += nbytes(activation)
+    moved, left = dict[Node, list[Node]](), part * total
+    for activation, values in movable.items():
+        if nbytes(activation) <= left and all(inputs[value.name].users for value in values):
+            moved[activation] = values
+            left -= nbytes(activation)
     if not moved:
         return
     pool = 2 * max(map(nbytes, moved))
-    hosts = dict[Node, Node]()
-    for activation in moved:
+    replaced = dict[Node, Node | None]()  # the first value that shows a memory, by the copy; others by nothing
+    backs = list[_Back]()
+    for activation, values in moved.items():
         with forward.graph.inserting_after(activation):
-            hosts[activation] = host = forward.graph.call_function(MOVE_OUT, (activation,))
-        value = tensor_value(activation)
-        host.meta = {k: v for k, v in activation.meta.items() if k == "saved_tensor_with_no_vc_check"}
-        with fake_mode_of([value]):
-            host.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    _await_copies(forward, moved, pool)
-    kept = outputs(forward)[:user_outputs]
-    forward.graph.output_node().args = ((*kept, *(hosts.get(node, node) for node in saved)),)
-    _bring_back_all(backward, [(inputs[activation.name], host) for activation, host in hosts.items()], pool)
+            host = forward.graph.call_function(MOVE_OUT, (activation,))
+        host.meta = {k: v for k, v in values[0].meta.items() if k == "saved_tensor_with_no_vc_check"}
+        with fake_mode_of([value := tensor_value(activation)]):
+            host.meta["val"] = torch.empty_like(value, device="cpu")
+        replaced |= dict.fromkeys(values) | {values[0]: host}
+        backs.append(_Back(activation, host, [(inputs[value.name], _views(value) or []) for value in values]))
+    _await_copies(forward, list(moved), pool)
+    returned = [*outputs(forward)[:user_outputs], *(replaced.get(x, x) for x in outputs(forward)[user_outputs:])]
+    forward.graph.output_node().args = (tuple(x for i, x in enumerate(returned) if x is not None or i < user_outputs),)
+    _bring_back_all(backward, backs, pool)
     for half in (forward, backward):
         half.graph.lint()
         half.recompile()
 
 
-def _bring_back_all(backward: GraphModule, moved: Sequence[tuple[Node, Node]], pool: int) -> None:
-    """Replace the inputs of backward that moved: ``(placeholder, node of forward that holds the host's copy)``."""
+@dataclass
+class _Back:
+    """An activation that comes back; the first two are nodes of forward."""
+
+    activation: Node
+    host: Node
+    values: list[tuple[Node, list[Node]]]  # inputs of backward, and the views of forward that lead to each
+
+
+def _bring_back_all(backward: GraphModule, moved: Sequence[_Back], pool: int) -> None:
+    """Replace the inputs of backward that moved."""
     graph, place = backward.graph, {node: i for i, node in enumerate(backward.graph.nodes)}
-    reader = {activation: min(activation.users, key=place.__getitem__) for activation, _ in moved}
-    in_order = sorted(moved, key=lambda pair: place[reader[pair[0]]])
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    readers = [min((user for value, _ in back.values for user in value.users), key=place.__getitem__) for back in moved]
+    in_order = sorted(zip(readers, moved, strict=True), key=lambda pair: place[pair[0]])
+    start = next(node for node in graph.nodes if node.op != "placeholder")
     ahead, under_way = 0, 0  # the first of the copies that share the pool, and their bytes
-    for activation, host_in_forward in in_order:
-        under_way += nbytes(activation)
+    for reader, back in in_order:
+        under_way += nbytes(back.activation)
         while under_way > pool:
-            under_way -= nbytes(in_order[ahead][0])
+            under_way -= nbytes(in_order[ahead][1].activation)
             ahead += 1
-        with graph.inserting_before(activation):
-            host = graph.placeholder(host_in_forward.name)
-        host.meta = dict(host_in_forward.meta)
-        with graph.inserting_before(reader[in_order[ahead - 1][0]] if ahead else first):
-            back = graph.call_function(BRING_BACK, (host, tensor_value(activation).device))
-        back.meta["val"] = activation.meta["val"]
-        with graph.inserting_before(reader[activation]):
-            graph.call_function(AWAIT_MOVE, (back, host))
-        activation.replace_all_uses_with(back)
-        graph.erase_node(activation)
+        with graph.inserting_before(back.values[0][0]):
+            host = graph.placeholder(back.host.name)
+        host.meta = dict(back.host.meta)
+        with graph.inserting_before(in_order[ahead - 1][0] if ahead else start):
+            activation = graph.call_function(BRING_BACK, (host, tensor_value(back.activation).device))
+        activation.meta["val"] = back.activation.meta["val"]
+        with graph.inserting_before(reader):
+            graph.call_function(AWAIT_MOVE, (activation, host))
+            for value, views in back.values:
+                shown = activation
+                for view in views:
+                    shown = graph.node_copy(view, dict(zip(view.all_input_nodes, [shown], strict=True)).__getitem__)
+                replace(backward, value, shown)
 
 
 def verify_moves(gm: GraphModule) -> None:
