@@ -29,8 +29,8 @@ from tune_tiles import formatted
 from compile_muon.config import load_config, read_options
 from compile_muon.errors import MuonZeroError
 from compile_muon.planning.candidates import planned_for
-from compile_muon.planning.machine import load_machine
-from compile_muon.planning.simulate import Timeline
+from compile_muon.simulate import Timeline
+from compile_muon.simulate.machine import load_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ("H100", "H200", "B200")

@@ -28,7 +28,7 @@ from compile_muon.kernels.ops import plan_of
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
-from compile_muon.planning.machine import load_machine
+from compile_muon.simulate.machine import load_machine
 
 NORMALIZATION = ("partial_norms_kernel", "divide_kernel")
 

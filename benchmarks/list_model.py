@@ -30,8 +30,8 @@ from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.model import Device, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import Table, load_tables
-from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate.newton_schulz import KernelLaunch, Steps, launches
+from compile_muon.simulate.machine import Machine, load_machine
+from compile_muon.simulate.newton_schulz import KernelLaunch, Steps, launches
 
 HELD = (0, 8, 16, 32)
 CHANNELS = 32  # NCCL's on one node, at most

@@ -35,8 +35,8 @@ from compile_muon.kernels.gpu.tiles import Table
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.capture import Captured
-from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate.newton_schulz import Call
+from compile_muon.simulate.machine import Machine, load_machine
+from compile_muon.simulate.newton_schulz import Call
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.05

@@ -29,9 +29,9 @@ from torch._subclasses import FakeTensorMode
 
 from compile_muon.config import FrameOptions, load_config
 from compile_muon.planning.candidates import Price, percent, planned_for, prices, with_micro_batches
-from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.simulate.machine import load_machine
 
 #: tokens of a GPU and step
 TOKENS = tuple(4096 * 2**i for i in range(6))

@@ -39,10 +39,10 @@ from compile_muon.config import Config, FrameOptions, config_from_kwargs
 from compile_muon.passes import LOWERING_PASSES
 from compile_muon.passes.lowering import schedule
 from compile_muon.planning.candidates import planned_for, with_adamw
-from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.models import Batch, load_subject
-from compile_muon.planning.simulate import Timeline, simulate_together
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.simulate import Timeline, simulate_together
+from compile_muon.simulate.machine import Machine, load_machine
 
 SCHEDULES = ("this", "behind backward", "before", "none")
 

@@ -34,8 +34,8 @@ from rich.table import Table
 
 from compile_muon.config import load_config, read_options
 from compile_muon.planning import capture_step
-from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate import simulate_together
+from compile_muon.simulate import simulate_together
+from compile_muon.simulate.machine import Machine, load_machine
 
 matplotlib.use("Agg")
 

@@ -35,6 +35,7 @@ from compile_muon.passes import (
     LOWERING_PASSES,
     GraphKind,
     PassContext,
+    move_activations,
     run_passes,
     saved_by,
 )
@@ -128,6 +129,8 @@ class _Frame:
                     gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
             order_saved_values(forward, backward, num_fwd_outputs)
+            if ctx.kept.moved:
+                move_activations(forward, backward, num_fwd_outputs, ctx.kept.moved)
             return forward, backward
 
         memory = self.sharded_params[0].ledger.memory if self.sharded_params else None

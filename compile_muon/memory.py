@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import import_module
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from compile_muon.engine.dtensors import local_tensor
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes import (
     LOWERING_PASSES,
+    MOVE_OUT,
     BackwardRequest,
     GraphKind,
     PassContext,
@@ -42,26 +42,32 @@ from compile_muon.passes import (
     saved_by,
 )
 from compile_muon.passes.joint.recompute import gathers
+from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import Kept
 from compile_muon.passes.torch_private import ShortenTraceback
+from compile_muon.simulate import SimulatedGraph, simulate
+from compile_muon.simulate.machine import Machine, load_machine
+from compile_muon.simulate.played import groups_of
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
     from compile_muon.engine.sharded_param import ShardedParam
     from compile_muon.engine.state_provider import StateProvider
 
-__all__ = ["BudgetError", "FrameMemory", "auto_limit", "resident_bytes"]
+__all__ = ["BudgetError", "FrameMemory", "auto_limit", "mesh_axes", "resident_bytes"]
 
 #: ``(joint graph with markers, context) -> (forward, backward)``
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 
 _GIB = 2**30
-#: ``Kept(weights, activations, buckets)`` from the least memory to the most
+#: ``Kept(weights, activations, moved, buckets)`` from the least memory to the most
 _CHOICES = (
     *(Kept(0.0, part) for part in (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)),
     *(Kept(1.0, part) for part in (0.05, 0.2, 0.5)),
+    *(Kept(0.0, 0.5, moved) for moved in (1.0, 0.5)),
+    *(Kept(part, 1.0, moved) for part in (0.0, 1.0) for moved in (1.0, 0.75, 0.5, 0.25)),
     *(Kept(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
     Kept(1.0, buckets=8),
 )
@@ -80,6 +86,11 @@ def resident_bytes(
         "parameters": sum(map(_weight_bytes, params)),
         "optimizer": sum(local_tensor(value).nbytes for value in states) - off_device,
     }
+
+
+def mesh_axes(params: Sequence[ShardedParam]) -> list[Axis]:
+    """Return the mesh dimensions over which parameters are sharded or replicated."""
+    return [*dict.fromkeys(axis for sharded in params for axis in sharded.spec.layout.axes)]
 
 
 def auto_limit(memory_bytes: int) -> int:
@@ -128,8 +139,9 @@ class Choice:
     def __str__(self) -> str:
         choice = self.kept
         weights = f"{choice.weights:.0%} of gathered weights stay, with {choice.buckets} buckets at a time, and "
+        moved = f", {choice.moved:.0%} of them in host memory" if choice.moved else ""
         return (
-            f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved; "
+            f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved{moved}; "
             f"peak {_gib(self.peak)} of {_gib(self.limit)}"
         )
 
@@ -165,7 +177,6 @@ class FrameMemory:
         ``gm`` is the joint graph with markers; ``halves`` partitions it into forward and backward; the frame reads the
         parameters ``read``.
         """
-        load_machine = _planner("machine").load_machine
         device = self.engine.device.type
         machine = load_machine(self.engine.step.config.machine or ("cpu" if device == "cpu" else "h100"))
         limit = self._limit(options.memory, machine)
@@ -189,12 +200,12 @@ class FrameMemory:
             fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
-        choices = self._choices(gm, ctx)
+        choices = self._choices(gm, options, machine)
         frame = fastest(choices)
         if frame is not None and (agreed := self._agreed(read, frame.kept)) != frame.kept:
             # Another rank chose other gathers: take them, and choose activations anew.
             weights, buckets = agreed.weights, agreed.buckets
-            choices = [Kept(weights, choice.activations, buckets) for choice in _CHOICES]
+            choices = list(dict.fromkeys(replace(choice, weights=weights, buckets=buckets) for choice in choices))
             frame = fastest(choices)
         if frame is None:
             table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
@@ -205,15 +216,18 @@ class FrameMemory:
         self.chosen[ctx.frame] = Choice(frame.kept, gathers(gm), peak(frame), limit)
         return frame.kept
 
-    def _choices(self, gm: GraphModule, ctx: PassContext) -> list[Kept]:
+    def _choices(self, gm: GraphModule, options: FrameOptions, machine: Machine) -> list[Kept]:
         """Return the choices open to the frame, from the least memory to the most."""
-        if not ctx.options.reshard_after_forward:
-            return [choice for choice in _CHOICES if choice.weights == 1]
+        # A CUDA graph would record copies to one host buffer, which the next micro-batch overwrites.
+        moves = machine.host_bandwidth and not options.cuda_graphs
+        choices = [choice for choice in _CHOICES if moves or not choice.moved]
+        if not options.reshard_after_forward:
+            return [choice for choice in choices if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
         agrees = not self.engine.compares or self.engine.status.heartbeat is not None
         if agrees and gathers(gm):
-            return list(_CHOICES)
-        return [choice for choice in _CHOICES if choice == Kept(0.0, choice.activations)]
+            return choices
+        return [choice for choice in choices if choice == Kept(0.0, choice.activations, choice.moved)]
 
     def _agreed(self, read: Sequence[ShardedParam], kept: Kept) -> Kept:
         """Return ``kept`` with the weights and buckets of the first rank that compiled a frame of ``read``."""
@@ -222,7 +236,7 @@ class FrameMemory:
         weights, buckets = agreed.split()
         return replace(kept, weights=float(weights), buckets=int(buckets))
 
-    def _limit(self, memory: float | str | None, machine: Any) -> int:
+    def _limit(self, memory: float | str | None, machine: Machine) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
         if isinstance(memory, (int, float)):
             return int(memory * _GIB)
@@ -258,11 +272,6 @@ def _table(
     return "".join(f"\n  {_gib(nbytes):>12}  {name}: {remedy}" for name, nbytes, remedy in rows)
 
 
-def _planner(module: str) -> Any:
-    """Return a module of the planner. It stands above this one, so only a frame with a budget imports it."""
-    return import_module(f"compile_muon.planning.{module}")
-
-
 def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.2f} GiB" if nbytes >= 0.1 * _GIB else f"{nbytes / 2**20:,.1f} MiB"
 
@@ -272,12 +281,11 @@ def _simulated(
     halves: Halves,
     ctx: PassContext,
     options: FrameOptions,
-    machine: Any,
+    machine: Machine,
     engine: Engine,
     kept: Kept,
 ) -> _Simulated:
     """Partition and lower a copy of the joint graph ``gm`` under the choice ``kept``, and simulate it."""
-    simulator = _planner("simulate")
     ctx = replace(ctx, chosen=kept, options=replace(ctx.options, dump=None))
     forward, backward = halves(deepcopy(gm), ctx)
     ctx.saved = saved_by(forward, ctx.user_outputs)
@@ -289,14 +297,14 @@ def _simulated(
     graphs = []
     for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
         half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
-        graph = simulator.SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
+        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
         graphs.append(replace(graph, replayed=options.cuda_graphs))
     ranks = 1 if engine.mesh is None else engine.mesh.size
-    groups = _planner("capture").groups_of(engine.params, graphs)
-    step = simulator.simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
+    groups = groups_of(mesh_axes(engine.params), graphs)
+    step = simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
     return _Simulated(
         kept,
         step.seconds,
-        sum(nbytes(storage) for storage in storages if storage.op == "call_function"),
+        sum(nbytes(memory) for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT),
         step.peak.total,
     )

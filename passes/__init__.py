@@ -13,6 +13,7 @@ from .dynamo.local_inputs import TAKE_SHARDS
 from .dynamo.regions import INLINE_REGIONS
 from .errors import MuonZeroError
 from .joint.deduplicate import DEDUPLICATE
+from .joint.move import MOVE_OUT, move_activations
 from .joint.recompute import RECOMPUTE
 from .language.request import BackwardRequest, Purpose, ReducedGrad
 from .lowering.annotate import ANNOTATE
@@ -29,6 +30,7 @@ __all__ = [
     "DYNAMO_PASSES",
     "LOWERING_PASSES",
     "JOINT_PASSES",
+    "MOVE_OUT",
     "BackwardRequest",
     "GraphPass",
     "GraphKind",
@@ -37,6 +39,7 @@ __all__ = [
     "PassOptions",
     "Purpose",
     "ReducedGrad",
+    "move_activations",
     "reduced_grads",
     "run_passes",
     "saved_by",

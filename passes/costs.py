@@ -1,7 +1,7 @@
 """The cost model of a machine that decisions need: the time to start a collective and to run Newton-Schulz.
 
 Bucket sizes and owners follow from one :class:`Costs`, equal on every rank. ``compile_muon.config.machine`` reads it
-from a machine's file; the planner has a larger model (``compile_muon.planning.machine``). docs/reference/machines.md
+from a machine's file; the planner has a larger model (``compile_muon.simulate.machine``). docs/reference/machines.md
 describes both for users.
 """
 

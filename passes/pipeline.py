@@ -59,6 +59,7 @@ class Kept:
 
     weights: float = 0.0  # part of the bytes of gathered weights that stay: those that backward reads first
     activations: float = 1.0  # PyTorch's ``activation_memory_budget``: of the saved bytes, from a graph's inputs on
+    moved: float = 0.0  # part of the bytes of activations that forward saves in host memory: those that it makes first
     buckets: int = 2  # of gathered weights in memory at a time: the one in use, and those ahead
 
 

@@ -29,7 +29,17 @@ KINDS = (
 )  # fmt: skip
 
 #: operators that touch no memory, whatever their schemas say, or whose collectives and copies the library notes itself
-_TOUCH_NOTHING = ("c10d", "detach", "empty", "_record_function_enter", "await_refresh", "muon_zero.lift")
+_TOUCH_NOTHING = (
+    "c10d",
+    "detach",
+    "empty",
+    "_record_function_enter",
+    "await_refresh",
+    "muon_zero.lift",
+    "muon_zero.bring_back",
+    "muon_zero.move_out",
+    "await_move",
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_longlong)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import compile_muon
-from compile_muon.config import FrameOptions, load_config
+from compile_muon.config import load_config, read_options
 from compile_muon.planning import capture_step
-from compile_muon.planning.machine import load_machine
-from compile_muon.planning.simulate.engine import HOST
+from compile_muon.simulate.engine import HOST
+from compile_muon.simulate.machine import load_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS, BATCH, CONTEXT, VOCABULARY = 512, 4, 4, 256, 256
@@ -59,9 +60,10 @@ def model_of() -> nn.Module:
 def planned_step(case: Case) -> tuple[int, float]:
     """Return the bytes and the host's milliseconds of a rank's step by the planner."""
     config = load_config({key: value for key, value in case.config().items() if key != "mesh"})
+    options = read_options({k: v for k, v in case.more.get("compile", {}).items() if k != "nvtx"})
     captured = capture_step(
         model_of, batch_of(), world=case.world, rank=case.rank, config=config,
-        options=FrameOptions(codegen="inductor", cuda_graphs=config.compile.cuda_graphs),
+        options=replace(options, codegen="inductor"),
         axes=case.more.get("mesh"), backend="nccl",
     )  # fmt: skip
     step = captured.simulated(load_machine("h100"))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from compile_muon.kernels import newton_schulz_list
-from compile_muon.planning.machine import load_machine
+from compile_muon.simulate.machine import load_machine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

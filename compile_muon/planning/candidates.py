@@ -12,9 +12,9 @@ from compile_muon.errors import config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype
 from compile_muon.mesh import axis_sizes
 from compile_muon.planning.capture import Captured
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, with_sharing
+from compile_muon.simulate import Timeline
+from compile_muon.simulate.machine import Machine
 
 __all__ = [
     "Candidate", "Price", "candidates", "meshes", "percent", "planned_for", "prices", "with_adamw",
@@ -88,7 +88,7 @@ def meshes(world: int, sharing: int, machine: Machine) -> list[dict[str, int]]:
 def planned_for(config: Config, machine: Machine, name: str) -> Config:
     """Return `config` resolved as it would be on `machine`, wherever the plan is made.
 
-    `name` is the machine as :func:`~compile_muon.planning.machine.load_machine` takes it.
+    `name` is the machine as :func:`~compile_muon.simulate.machine.load_machine` takes it.
     """
     ns = config.muon.ns
     if machine.device == "cuda":

@@ -30,24 +30,23 @@ from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.resident import gathers
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import MuonZeroError
-from compile_muon.memory import resident_bytes
+from compile_muon.memory import mesh_axes, resident_bytes
 from compile_muon.mesh import Mesh
 from compile_muon.offload import keeps_momentum_alone
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes.collectives import axis_of_group, collectives
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.spec import decode_dtype
-from compile_muon.passes.language.work import Category
 from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.methods import matrix_method
-from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
-from compile_muon.planning.machine import Machine
+from compile_muon.passes.torch_private import fake_group, fake_mode_of
 from compile_muon.planning.recorder import Recorder, Visit
-from compile_muon.planning.simulate import SimulatedGraph, Timeline, simulate
-from compile_muon.planning.simulate.offload_transfers import OffloadTransfers
 from compile_muon.planning.step import fetches, step_graphs
+from compile_muon.simulate import SimulatedGraph, Timeline, simulate
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.offload_transfers import OffloadTransfers
+from compile_muon.simulate.played import groups_of
 
-__all__ = ["Captured", "capture_step", "captured", "groups_of", "run_micro_batches", "shard", "simulated_job"]
+__all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard", "simulated_job"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Captured:
     def simulated(
         self, machine: Machine, *, others: Mapping[tuple[int, ...], Sequence[float]] | None = None
     ) -> Timeline:
-        """See :func:`~compile_muon.planning.simulate.simulate`."""
+        """See :func:`~compile_muon.simulate.simulate`."""
         host_bytes = self.on_host if machine.device == "cuda" else 0
         resident = {**self.resident, "parameters": self.resident["parameters"] - host_bytes}
         play = partial(
@@ -192,7 +191,7 @@ def captured(
     sharded_params, mesh, provider = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.state_provider
     resident = resident_bytes(sharded_params, optimizer.state, provider)
     return Captured(
-        tuple(all_graphs), groups_of(sharded_params, all_graphs), 1 if mesh is None else mesh.size, resident,
+        tuple(all_graphs), groups_of(mesh_axes(sharded_params), all_graphs), 1 if mesh is None else mesh.size, resident,
         options.codegen, _states(optimizer, trained), optimizer.config.zero.offload,
         {frame: str(choice) for frame, choice in optimizer.engine.ledger.memory.chosen.items()},
         on_host=sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
@@ -231,13 +230,3 @@ def _awaits(played: SimulatedGraph, states: Mapping[int, str], number: Mapping[s
     waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
     names = {node: states.get(inputs[node.args[1]], "") for node in waits}
     return {node: number[name] for node, name in names.items() if name in number}
-
-
-def groups_of(sharded_params: Sequence[ShardedParam], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:
-    """Return the ranks of each process group: of the parameters' mesh dimensions and of the model's own collectives."""
-    mesh_dims = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
-    axes = {served.group: served for axis in mesh_dims for served in map(axis.serving, Category)}
-    for played in graphs:
-        for node, _ in collectives(played.gm):
-            axes.setdefault(node.args[-1], axis_of_group(node.args[-1]))
-    return {axis: tuple(dist.get_process_group_ranks(group_named(name))) for name, axis in axes.items()}

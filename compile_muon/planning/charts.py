@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compile_muon.planning.plan import Figures, World, mesh_text
-from compile_muon.planning.simulate import Timeline
-from compile_muon.planning.simulate.engine import COMPUTE
+from compile_muon.simulate import Timeline
+from compile_muon.simulate.engine import COMPUTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

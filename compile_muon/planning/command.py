@@ -22,10 +22,10 @@ from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Price, percent, planned_for
 from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
 from compile_muon.planning.fit import fits
-from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan, mesh_text, size
-from compile_muon.planning.simulate import to_chrome_trace
+from compile_muon.simulate import to_chrome_trace
+from compile_muon.simulate.machine import load_machine
 
 __all__ = ["page", "price_text", "report", "rows", "run"]
 

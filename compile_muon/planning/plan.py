@@ -24,11 +24,11 @@ from compile_muon.planning.candidates import (
     with_adamw,
     with_micro_batches,
 )  # fmt: skip
-from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, naming_model
-from compile_muon.planning.simulate import Timeline
-from compile_muon.planning.simulate.engine import OFFLOAD
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.simulate import Timeline
+from compile_muon.simulate.engine import OFFLOAD
+from compile_muon.simulate.machine import Machine
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
 

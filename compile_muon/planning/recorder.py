@@ -22,8 +22,8 @@ from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.language.work import Work, note_work
 from compile_muon.passes.torch_private import expected_size
-from compile_muon.planning.simulate import SimulatedGraph
-from compile_muon.planning.simulate.offload_transfers import Moves
+from compile_muon.simulate import SimulatedGraph
+from compile_muon.simulate.offload_transfers import Moves
 
 __all__ = ["EagerGraph", "Recorder", "Visit"]
 

@@ -38,8 +38,8 @@ from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.planning.recorder import EagerGraph, Recorder
-from compile_muon.planning.simulate import SimulatedGraph
-from compile_muon.planning.simulate.offload_transfers import Move, Moves, OnHost
+from compile_muon.simulate import SimulatedGraph
+from compile_muon.simulate.offload_transfers import Move, Moves, OnHost
 
 __all__ = ["fetches", "step_graphs"]
 

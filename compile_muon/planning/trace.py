@@ -36,7 +36,7 @@ from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.capture import Captured, capture_step, captured, run_micro_batches, shard, simulated_job
 from compile_muon.planning.recorder import Visit
-from compile_muon.planning.simulate import SimulatedGraph
+from compile_muon.simulate import SimulatedGraph
 
 __all__ = ["Target", "Trace", "trace_step", "with_sharing"]
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 
 from ..collectives import is_collective, is_wait
+from ..joint.move import MOVE_OUT
 from ..pipeline import GraphKind, GraphPass, PassContext
 from .aliases import base, nbytes
 
@@ -30,7 +31,8 @@ _LIMIT = 8
 
 
 def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
-    """Map activations that ``forward`` makes and saves but does not return to the nodes of their memory, by name."""
+    """Map activations that ``forward`` makes and saves on the device but does not return to the nodes of their memory,
+    by name."""
     output = forward.graph.output_node()
     values = [value for value in output.args[0] if isinstance(value, Node)]
     returned = {base(value) for value in output.args[0][:user_outputs] if isinstance(value, Node)}
@@ -38,7 +40,10 @@ def saved_by(forward: GraphModule, user_outputs: int) -> dict[str, str]:
     return {
         name: memory.name
         for name, memory in saved.items()
-        if memory.op == "call_function" and memory not in returned and _is_tensor(memory)
+        if memory.op == "call_function"
+        and memory not in returned
+        and memory.target is not MOVE_OUT
+        and _is_tensor(memory)
     }
 
 

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
+from ..joint.move import verify_moves
 from ..joint.recompute import is_view_or_cast
 from ..language.work import Category, work_of
 from ..markers import MARKERS
@@ -80,6 +81,7 @@ def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _one_wait_each(gm)
     if ctx.kind is GraphKind.FORWARD and not ctx.kept.weights:
         _no_gathered_weight_saved(gm, ctx.user_outputs)
+    verify_moves(gm)
     ctx.exchange_bytes = _exchanges_under_way(gm)
     if ctx.exchange_bytes > ctx.options.exchange_bytes:
         raise VerificationError(

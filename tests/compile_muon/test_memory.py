@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from compile_muon.config import load_config, read_options
 from compile_muon.memory import BudgetError
 from compile_muon.passes.torch_private import without_numbers
 from compile_muon.planning import Captured, capture_step
-from compile_muon.planning.machine import load_machine
+from compile_muon.simulate.machine import load_machine
 
 GIB = 2**30
 
@@ -40,9 +42,11 @@ class Tower(nn.Module):
 
 
 @functools.cache
-def planned(memory: float | None, stage: int = 3, rows: int = 8192, **options: object) -> Captured:
+def planned(
+    memory: float | None, stage: int = 3, rows: int = 8192, machine: str = "h100", **options: object
+) -> Captured:
     chosen = {"codegen": "inductor", **options, **({} if memory is None else {"memory": memory})}
-    config = load_config({"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": "h100"})
+    config = load_config({"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": machine})
     with without_numbers():
         batch = (torch.zeros(rows, 1024),)
 
@@ -57,8 +61,8 @@ def peak(captured: Captured) -> float:
     return captured.simulated(load_machine("h100")).peak.total / GIB
 
 
-def seconds(captured: Captured) -> float:
-    return captured.simulated(load_machine("h100")).seconds
+def seconds(captured: Captured, machine: str = "h100") -> float:
+    return captured.simulated(load_machine(machine)).seconds
 
 
 def least(stage: int = 3) -> float:
@@ -87,6 +91,19 @@ def test_the_ends_are_those_of_reshard_after_forward() -> None:
     """All that fits is at least as fast as keeping all weights; what PyTorch saves by default needs no budget."""
     assert seconds(planned(100.0)) <= seconds(planned(None, reshard_after_forward=False)) * 1.02
     assert seconds(planned(peak(planned(None)) * 1.001)) <= seconds(planned(None)) * 1.02
+
+
+@pytest.mark.full
+def test_activations_move_where_the_link_is_fast(tmp_path: Path) -> None:
+    """Over a link that costs nothing, the least memory takes little longer than all of it."""
+    link = tmp_path / "link.json"
+    link.write_text(json.dumps({**load_machine("h100").to_json(), "name": "link", "host_bandwidth": 1e15}))
+    full = seconds(planned(None, 3))
+    step = planned(least(3) * 1.02, machine=str(link))
+    (words,) = step.kept.values()
+    assert "in host memory" in words
+    assert peak(step) <= least(3) * 1.05
+    assert seconds(step, str(link)) <= full * 1.02
 
 
 @pytest.mark.full

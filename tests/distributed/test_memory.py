@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from support.reference import full
 from torch import Tensor, nn
 
 import compile_muon
+from compile_muon import memory as memory_module
 from compile_muon.memory import BudgetError, Choice
+from compile_muon.passes.pipeline import Kept
 
 
 class Tower(nn.Module):
@@ -30,9 +33,24 @@ class Tower(nn.Module):
 
 
 def trained(
-    memory: float | None, rows: int = 256, codegen: str = "eager", regional: bool = False, **settings: Any
+    memory: float | None,
+    rows: int = 256,
+    codegen: str = "eager",
+    regional: bool = False,
+    kept: Kept | None = None,
+    **settings: Any,
 ) -> tuple[dict[str, Tensor], int, list[Choice]]:
-    """Two steps: parameters, bytes that forward saves, and what was chosen."""
+    """Two steps: parameters, bytes that forward saves, and what was chosen: ``kept``, if it is given."""
+    choices, memory_module._CHOICES = memory_module._CHOICES, (kept,) if kept else memory_module._CHOICES
+    try:
+        return _trained(memory, rows, codegen, regional, **settings)
+    finally:
+        memory_module._CHOICES = choices
+
+
+def _trained(
+    memory: float | None, rows: int, codegen: str, regional: bool, **settings: Any
+) -> tuple[dict[str, Tensor], int, list[Choice]]:
     torch.manual_seed(0)
     model = Tower()
     optimizer = compile_muon.MuonZero(model, ns_dtype="float32", **settings)
@@ -100,6 +118,30 @@ def test_budgets_change_no_bit_and_less_is_saved(ranks: Callable[[int], Ranks], 
         if settings["stage"] == 3:
             assert most > usual  # gathered weights stay
             assert all(c.kept.weights == 1 for c in rank[1][1])
+
+
+MOVED: list[dict[str, Any]] = [
+    {"stage": 3, "codegen": "eager"},
+    {"stage": 1, "codegen": "inductor"},
+    {"stage": 3, "codegen": "inductor", "regional": True, "gradient_accumulation_steps": 1},
+]
+
+
+def moved() -> None:
+    """Activations in host memory of a GPU that is described, and gathered weights that stay beside them."""
+    for settings in MOVED:
+        usual, *_ = trained(None, **settings)
+        for kept in (Kept(0.0, 1.0, 0.4), Kept(1.0, 1.0, 1.0) if settings["stage"] == 3 else Kept(0.0, 0.5, 1.0)):
+            now, _, chosen = trained(1.0, kept=kept, machine="h100", **settings)
+            assert {choice.kept for choice in chosen} <= {kept, replace(kept, weights=0.0)}, chosen
+            assert any(choice.kept.moved for choice in chosen)
+            for name, value in usual.items():
+                assert torch.equal(value, now[name]), (name, kept, settings)
+
+
+@pytest.mark.full
+def test_moved_activations_change_no_bit(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(moved)
 
 
 def apart() -> tuple[list[Choice], list[Choice]]:

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from compile_muon.errors import config_error
-from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.machines.fit import Measured, completed, fit
 from compile_muon.planning.machines.measure import cores, measure
+from compile_muon.simulate.machine import Machine, load_machine
 
 __all__ = ["run", "write_machine"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from compile_muon.passes.costs import Link, Table
-from compile_muon.planning.machine import Machine
+from compile_muon.simulate.machine import Machine
 
 __all__ = ["Measured", "Sample", "completed", "fit"]
 

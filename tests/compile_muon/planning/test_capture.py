@@ -27,11 +27,11 @@ from compile_muon.passes.lowering.schedule import SCHEDULE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.capture import shard, simulated_job
-from compile_muon.planning.simulate import simulate, simulate_together
-from compile_muon.planning.simulate.engine import COMPUTE
-from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.offload_transfers import Move
 from compile_muon.planning.step import step_graphs
+from compile_muon.simulate import simulate, simulate_together
+from compile_muon.simulate.engine import COMPUTE
+from compile_muon.simulate.newton_schulz import Call
+from compile_muon.simulate.offload_transfers import Move
 
 WORLD = 4
 

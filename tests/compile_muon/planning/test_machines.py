@@ -13,9 +13,9 @@ from compile_muon import config
 from compile_muon.config.machine import costs_for, known_machines, load_costs, read_machine
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import COLLECTIVES, Link
-from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.machines.calibrate import write_machine
 from compile_muon.planning.machines.fit import Measured, Sample, completed, fit
+from compile_muon.simulate.machine import Machine, load_machine
 
 H100 = load_machine("h100")
 

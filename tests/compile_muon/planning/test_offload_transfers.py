@@ -18,9 +18,9 @@ from compile_muon.offload import store
 from compile_muon.passes import GraphKind
 from compile_muon.passes.costs import Link
 from compile_muon.planning import capture_step
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate import SimulatedGraph, simulate
-from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
+from compile_muon.simulate import SimulatedGraph, simulate
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.offload_transfers import Move, OffloadTransfers, OnHost
 
 PAGE = 4096
 OPEN, LEAVE, CLOSE, COMMIT, COMPUTE = Move

@@ -21,11 +21,11 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import Candidate, Price, candidates, planned_for, with_adamw
 from compile_muon.planning.command import page, price_text, rows
-from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
-from compile_muon.planning.simulate import Event, LiveBytes, Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.simulate import Event, LiveBytes, Timeline
+from compile_muon.simulate.machine import load_machine
 
 H100 = load_machine("h100")
 

@@ -17,8 +17,8 @@ from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import with_adamw
 from compile_muon.planning.capture import shard, simulated_job
 from compile_muon.planning.models import Batch, load_subject
-from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.simulate import Timeline
 
 AXES = ({"shard": 4}, {"replicate": 2, "shard": 2})
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
 from compile_muon.passes.costs import Link
-from compile_muon.planning.machine import load_machine
+from compile_muon.simulate.machine import load_machine
 
 WIDTH = 48
 TOKENS = torch.arange(16).reshape(2, 8)

@@ -17,12 +17,12 @@ from compile_muon.passes import GraphKind
 from compile_muon.passes.costs import Link
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category, Work, note_work
-from compile_muon.planning.machine import Machine, load_machine
-from compile_muon.planning.simulate import SimulatedGraph, simulate, simulate_together
-from compile_muon.planning.simulate.cost import kernel_seconds, operations
-from compile_muon.planning.simulate.engine import _Player, _Sent, _Wires
-from compile_muon.planning.simulate.fusion import fused_step, gpu_kernels, kernels, moved_bytes
-from compile_muon.planning.simulate.newton_schulz import Call
+from compile_muon.simulate import SimulatedGraph, simulate, simulate_together
+from compile_muon.simulate.cost import kernel_seconds, operations
+from compile_muon.simulate.engine import _Player, _Sent, _Wires
+from compile_muon.simulate.fusion import fused_step, gpu_kernels, kernels, moved_bytes
+from compile_muon.simulate.machine import Machine, load_machine
+from compile_muon.simulate.newton_schulz import Call
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
-from compile_muon.planning.simulate.engine import Timeline
+from compile_muon.simulate.engine import Timeline
 
 __all__ = ["simulate_together"]
 

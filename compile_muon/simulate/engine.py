@@ -26,17 +26,18 @@ from torch.fx import Node
 from compile_muon.offload.store import Bucket
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
 from compile_muon.passes.exchange.lift import LIFT
+from compile_muon.passes.joint.move import AWAIT_MOVE, BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
-from compile_muon.planning.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
-from compile_muon.planning.simulate.memory import LiveBytes, Memory
-from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.offload_transfers import Move, OffloadTransfers, OnHost
-from compile_muon.planning.simulate.played import SimulatedGraph
+from compile_muon.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.memory import LiveBytes, Memory
+from compile_muon.simulate.newton_schulz import Call
+from compile_muon.simulate.offload_transfers import Move, OffloadTransfers, OnHost
+from compile_muon.simulate.played import SimulatedGraph
 
 __all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Timeline", "simulate", "to_chrome_trace"]
 
@@ -231,7 +232,7 @@ class _Player:
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters or 0)
         sending = dict(collectives(played.gm))
         collective_of: dict[Node, _Sent] = {}
-        lifted: dict[Node, float] = {}
+        copied: dict[Node, float] = {}
         refresh_of = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
             for move, bucket in played.moves.get(node, ()):
@@ -245,11 +246,16 @@ class _Player:
                 seconds = kernel_seconds(kernel.nodes, self.machine, kernel.moved)
                 launched = Call(node, self.machine).launched() if kind == "newton_schulz" else 1
                 act = partial(self._compute, node.name, kind, seconds, launched, self._slower(node, kind))
-                if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
-                    act = partial(self._lift, node, lifted)
+                if node.target in (MOVE_OUT, BRING_BACK):
+                    host = node if node.target is MOVE_OUT else node.args[0]
+                    act = partial(self._copy, node, "out" if host is node else "in", host, copied)
+                elif node.target is AWAIT_MOVE:
+                    act = partial(self._arrive, copied[node.args[1]])
+                elif node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
+                    act = partial(self._copy, node, "in", node, copied)
                 else:
                     read = (x for of in kernel.nodes for view in of.all_input_nodes for x in view.all_input_nodes)
-                    if behind := [lifted[x] for x in read if x in lifted]:
+                    if behind := [copied[x] for x in read if x in copied]:
                         act = partial(self._landed, max(behind), act)
             elif is_wait(node) and node.args[0] in collective_of:
                 act = partial(self._wait, node, collective_of[node.args[0]])
@@ -278,15 +284,19 @@ class _Player:
         elif seconds:
             self._compute(name, "host", seconds)
 
-    def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
-        """Start copying the shards of a bucket from host memory."""
-        lifted[node] = self._ways.travel("in", nbytes(node), max(self.now, self.host))
+    def _copy(self, node: Node, way: str, copy: Node, copied: dict[Node, float]) -> None:
+        """Start a copy of the result of `node` to or from host memory; `copied[copy]` is its end."""
+        copied[copy] = self._ways.travel(way, nbytes(node), max(self.now, self.host))
 
-    def _landed(self, until: float, act: Callable[[], None]) -> None:
-        """Wait for the copies that `act` reads, then run it."""
+    def _arrive(self, until: float) -> None:
+        """Wait for a copy."""
         if until > self.now:
             self._wires.advance(until)
             self._expose(OFFLOAD, until)
+
+    def _landed(self, until: float, act: Callable[[], None]) -> None:
+        """Wait for the copies that `act` reads, then run it."""
+        self._arrive(until)
         act()
 
     def _expose(self, cause: str, until: float) -> None:

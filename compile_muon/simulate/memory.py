@@ -18,12 +18,13 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.passes.collectives import is_collective, is_wait
+from compile_muon.passes.joint.move import BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.newton_schulz import Call
-from compile_muon.planning.simulate.played import SimulatedGraph
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.newton_schulz import Call
+from compile_muon.simulate.played import SimulatedGraph
 
 __all__ = ["LiveBytes", "Memory"]
 
@@ -113,7 +114,9 @@ class Memory:
             if node.op != "call_function" or roots.get(node, node) is not node:
                 continue
             memory = base(node)
-            if memory.op == "call_function" and memory not in storages and _is_tensor(memory):
+            if memory.op != "call_function" or memory.target is MOVE_OUT:
+                continue
+            if memory not in storages and _is_tensor(memory):
                 category = _category(memory, kind, saved_memory, output_memory)
                 storages[memory] = _Storage(pool, category, nbytes(memory), memory)
                 allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
@@ -188,7 +191,7 @@ def _category(memory: Node, kind: GraphKind, saved: Collection[Node], returned: 
     work = work_of(memory)
     if work is not None:
         return _OF_WORK[work.category]
-    if memory in saved:
+    if memory in saved or memory.target is BRING_BACK or any(user.target is MOVE_OUT for user in memory.users):
         return "activations"
     if kind is GraphKind.STEP:
         return "step"

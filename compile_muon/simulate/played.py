@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
+from compile_muon.passes.collectives import axis_of_group, collectives
+from compile_muon.passes.language.layout import Axis
+from compile_muon.passes.language.work import Category
 from compile_muon.passes.pipeline import GraphKind, PassContext
-from compile_muon.planning.simulate.offload_transfers import Moves
+from compile_muon.passes.torch_private import group_named
+from compile_muon.simulate.offload_transfers import Moves
 
-__all__ = ["SimulatedGraph"]
+__all__ = ["SimulatedGraph", "groups_of"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,12 @@ class SimulatedGraph:
     @property
     def title(self) -> str:
         return f"{self.frame}.{self.kind.value}"
+
+
+def groups_of(mesh_dims: Iterable[Axis], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:
+    """Return the ranks of each process group: of the parameters' mesh dimensions and of the model's own collectives."""
+    axes = {served.group: served for axis in mesh_dims for served in map(axis.serving, Category)}
+    for played in graphs:
+        for node, _ in collectives(played.gm):
+            axes.setdefault(node.args[-1], axis_of_group(node.args[-1]))
+    return {axis: tuple(dist.get_process_group_ranks(group_named(name))) for name, axis in axes.items()}

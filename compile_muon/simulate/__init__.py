@@ -5,9 +5,9 @@
 and ``together`` simulates several ranks that wait for each other. docs/reference/machines.md explains it to users.
 """
 
-from compile_muon.planning.simulate.engine import Event, Timeline, simulate, to_chrome_trace
-from compile_muon.planning.simulate.memory import LiveBytes
-from compile_muon.planning.simulate.played import SimulatedGraph
-from compile_muon.planning.simulate.together import simulate_together
+from compile_muon.simulate.engine import Event, Timeline, simulate, to_chrome_trace
+from compile_muon.simulate.memory import LiveBytes
+from compile_muon.simulate.played import SimulatedGraph
+from compile_muon.simulate.together import simulate_together
 
 __all__ = ["Event", "LiveBytes", "SimulatedGraph", "Timeline", "simulate", "simulate_together", "to_chrome_trace"]

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_muon.config.machine import READERS, load_costs, read_machine
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import Costs, Link, Protocol
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import operations
+from compile_muon.simulate.cost import operations
+from compile_muon.simulate.machine import Machine
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
 NODES = Machine(

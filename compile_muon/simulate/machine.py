@@ -1,7 +1,7 @@
 """A machine as the planner sees it: the costs that the core reads, and compute rates and memory on top.
 
-``compile_muon.config.machine`` reads it from a file; ``.machines`` measures new ones. docs/reference/machines.md
-explains it to users.
+``compile_muon.config.machine`` reads it from a file; ``compile_muon.planning.machines`` measures new ones.
+docs/reference/machines.md explains it to users.
 """
 
 from __future__ import annotations

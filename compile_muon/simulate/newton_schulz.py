@@ -28,7 +28,7 @@ from compile_muon.kernels.gpu.tiles import Table, choose
 from compile_muon.kernels.iterations import FORMS
 from compile_muon.kernels.stability import Triple
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.planning.machine import Machine
+from compile_muon.simulate.machine import Machine
 
 __all__ = ["Call", "KernelLaunch", "Steps", "launches"]
 

@@ -13,9 +13,9 @@ from compile_muon.kernels.gpu.model import seconds as launch_seconds
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import flop_formula
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
-from compile_muon.planning.simulate.newton_schulz import Call
+from compile_muon.simulate.fusion import function_entries, moved_bytes
+from compile_muon.simulate.machine import Machine
+from compile_muon.simulate.newton_schulz import Call
 
 __all__ = ["kernel_kind", "kernel_seconds", "operations"]
 
