@@ -42,7 +42,8 @@ for _schema in (
     # The declared write orders the wait: behind all readers of what left, ahead of all readers of what came back.
     "await_move(Tensor(a!) activation, Tensor host) -> ()",
 ):
-    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
+    # Exact strides: those of the copy are the traced ones.
+    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe, torch.Tag.needs_exact_strides))
 
 
 @cache
@@ -52,13 +53,14 @@ def _stream(device: torch.device, way: str) -> torch.Stream:
 
 
 def _copy(to: Tensor, source: Tensor, host: Tensor, device: torch.device, way: str) -> Tensor:
-    """Start the copy behind the kernels queued so far; ``host`` carries the event of its end."""
+    """Start the copy behind the kernels queued so far; ``host`` carries the event of its end, and its source."""
     stream = _stream(device, way)
     # The allocator may hand out memory that queued kernels still read.
     stream.wait_event(torch.accelerator.current_stream(device).record_event())
     with stream:
         to.copy_(source, non_blocking=True)
-        setattr(host, _COPIED, stream.record_event())
+        # Inductor may pass a copy of its own, which nothing else keeps.
+        setattr(host, _COPIED, (stream.record_event(), source))
     return to
 
 
@@ -77,8 +79,9 @@ def _bring_back(host: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "await_move", "CompositeExplicitAutograd")
 def _await_move(activation: Tensor, host: Tensor) -> None:
-    copied = getattr(host, _COPIED, None)
-    if copied is not None:
+    if hasattr(host, _COPIED):
+        copied, _ = getattr(host, _COPIED)
+        delattr(host, _COPIED)
         torch.accelerator.current_stream(activation.device).wait_event(copied)
 
 
