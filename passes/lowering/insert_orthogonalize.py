@@ -37,8 +37,9 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     with gm.graph.inserting_before(output):
         for i, gradient in zip(request.speculated, gradients, strict=True):
             reduction = reductions[i]
-            marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.graph_scalars, reduction.spec)
-            directions.append(marker.node)
+            directions += Orthogonalize.insert(
+                gm.graph, gradient, reduction.state, reduction.graph_scalars, reduction.spec
+            )
     insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients, by_kind=True))
     return gm
 
