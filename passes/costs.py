@@ -284,8 +284,8 @@ def reduce_start(layout: Layout, costs: Costs) -> int:
 
 
 def _start(layout: Layout, costs: Costs, collective: str, over_shard: str) -> int:
-    """Return the largest start, in bytes of full tensors, over the axes of ``collective``, a key of
-    :data:`~.formulas.WEIGHT_BYTES`; ``over_shard`` is the kind of its collective along ``shard``."""
+    """Return the largest start, in bytes of full tensors, over the axes of ``collective``, a name in
+    :mod:`~.formulas`; ``over_shard`` is the kind of its collective along ``shard``."""
     shards, replicas = layout.shard.size, layout.replicate.size
     # Ranks are numbered row-major: neighbours along a data-parallel axis are this far apart.
     stride = layout.expert.size * layout.tensor.size

@@ -8,7 +8,7 @@ Momenta and states at owners never travel. Splits and owners follow from the spe
 run time. One file a strategy; each matrix is orthogonalized once:
 
 ========== ======= ======================================== ========================================
-strategy   sends   bytes a rank sends (formulas.BYTES_SENT) used for
+strategy   sends   bytes a rank sends (see passes.formulas) used for
 ========== ======= ======================================== ========================================
 local      3       S (M-1) / (N M)                          matrices whole on a rank: world 1, stacks
 owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
