@@ -162,8 +162,8 @@ def _orthogonalize_several(given: list[Given], plan: Plan, products: newton_schu
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(counts.values())} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
-        folding = newton_schulz.folding(grouped, plan)
-        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folding)
+        folded = newton_schulz.folds(plan)
+        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
 
 
 def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:

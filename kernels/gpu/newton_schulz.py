@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
 import torch
 import triton
@@ -21,9 +20,7 @@ from .product import product
 from .symmetric import symmetric_product
 from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-M = TypeVar("M")
-
-__all__ = ["Products", "folding", "orthogonalize_into", "products_on", "serves"]
+__all__ = ["Products", "folds", "orthogonalize_into", "products_on", "serves"]
 
 
 @dataclass(frozen=True)
@@ -120,10 +117,10 @@ def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan,
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
             normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
-            plan.steps, plan.restarts, products, out=out, folding=folding(products, plan),
+            plan.steps, plan.restarts, products, out=out, folded=folds(plan),
         )  # fmt: skip
 
 
-def folding(products: M, plan: Plan) -> M | None:
-    """Return the products that fold aI + Z into one matrix; None in bfloat16, which would round it too coarsely."""
-    return products if plan.dtype == torch.float16 else None
+def folds(plan: Plan) -> bool:
+    """Tell whether steps fold aI + Z into one matrix; not in bfloat16, which would round it too coarsely."""
+    return plan.dtype == torch.float16

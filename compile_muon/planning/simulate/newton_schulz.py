@@ -105,15 +105,14 @@ def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[K
             counts[k, width] = counts.get((k, width), 0) + b
         layout = Layout(tuple((b, k, width) for (k, width), b in counts.items()))
         noted = _Noted(layout, results, listed=len(results) > 1)
-        folding = noted if steps.folds else None
-        FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folding=folding)
+        FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folded=steps.folds)
         launched += noted.launched
     return tuple(launched)
 
 
 @dataclass
 class _Noted:
-    """``iterations.Products`` and ``Folding`` that record launches in place of computing.
+    """``iterations.Products`` that record launches in place of computing.
 
     A matrix is represented by one bool: whether it is square.
     """
