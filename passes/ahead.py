@@ -4,8 +4,6 @@ The operators of Newton-Schulz, fingerprints and momentum name their kernels: ru
 launches. Without workers, or for a kernel that they failed to compile, the first launch compiles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

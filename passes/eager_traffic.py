@@ -1,7 +1,5 @@
 """Traffic of markers that run eagerly, counted like that of graphs."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

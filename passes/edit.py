@@ -1,7 +1,5 @@
 """Edits of graphs that several passes need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -22,8 +22,6 @@ fingerprints of a list in one pass and few launches, the same bits.
 ``torch.hash_tensor`` is no substitute: an exclusive or does not see swaps or an even number of equal edits.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

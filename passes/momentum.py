@@ -13,8 +13,6 @@ as elsewhere, Inductor would fuse each with what makes the gradient: as many byt
 half of the time that a first step took beyond that of AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Norms of many tensors in few launches, without waiting for the device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

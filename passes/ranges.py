@@ -5,8 +5,6 @@ only torch.profiler sees ranges. Each thread has a stack of open ranges, as in N
 closes those that an error left open inside.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -8,8 +8,6 @@ Equal values share one node. The parameters of a bucket read the same rates and 
 same numbers; recorded for each, these were half of the nodes that Muon adds to a backward graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ checkpointed regions. Attention over all positions has the shape of attention ov
 changes, and AOTAutograd traces and differentiates the replacement with the rest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ which knows the placements of gradients; AOTAutograd would work these out again 
 refuses graphs that have subclass inputs and return two views of one tensor, as frames between graph breaks do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -7,8 +7,6 @@ the holder of the weight's state when its backward runs. So a forward without ba
 not affect a step, and a recomputed one counts once. Source: Kimi K2, arXiv 2507.20534.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Markers of different weights in one subgraph could be neither gathered together nor given directions of their own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

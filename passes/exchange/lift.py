@@ -5,8 +5,6 @@ reads and writes over its link: optimizers, checkpoints and weight averages need
 its shards at every use of the weights, reads copies that the copy engine makes ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The strategy without an exchange, for matrices that are whole on a rank (one rank, replicated gradients, experts)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

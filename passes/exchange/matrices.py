@@ -1,7 +1,5 @@
 """Newton-Schulz on whole matrices, with the method around it: common to all exchange strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
 ========== ======= ======================================== ========================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType

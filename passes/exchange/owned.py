@@ -4,8 +4,6 @@ A state at owners is one tensor on each rank. It holds the states of the matrice
 in the order in which a method's ``whole`` receives the matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

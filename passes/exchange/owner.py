@@ -1,7 +1,5 @@
 """Owners: each matrix is orthogonalized by one rank, to which pieces travel and from which directions return."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

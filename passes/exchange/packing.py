@@ -5,8 +5,6 @@ a 12-layer model has kernels of its own. An op is one batched copy, and kernels 
 compiled once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

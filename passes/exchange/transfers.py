@@ -4,8 +4,6 @@
 group or synchronizes with the host: groups are passed by name, and routing follows from the specs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

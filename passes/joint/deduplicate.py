@@ -1,7 +1,5 @@
 """The pass that leaves one unshard and one reduction per parameter and graph (tied weights, repeated reads)."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -1,7 +1,5 @@
 """Holders: the way from an op in a graph, which receives tensors only, to the runtime state of a parameter."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar

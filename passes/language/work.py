@@ -1,7 +1,5 @@
 """Labels on nodes that passes insert: category and bucket of their collective, for schedule, profiler and simulator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """Aliasing between nodes of a graph, from the schemas of their ops: views, writes, and nodes that compute nothing."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator

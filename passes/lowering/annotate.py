@@ -6,8 +6,6 @@ which keeps it at its place. Graph inputs, from which a bucket may be packed, mu
 would copy a declared write back: there ``pack`` reads the token, as a tensor of width 0.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Bucketing: which tensors of a graph share a collective."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Lowering of ``orthogonalize`` markers: momentum, exchange and Newton-Schulz, one bucket at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Lowering of ``reduce_grad`` markers: to reductions, bucket by bucket, or to unreduced gradients that accumulate."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 

@@ -4,8 +4,6 @@ Each direction is an ``orthogonalize`` marker and an extra output; the gradient 
 the gradient that it was made from lets ``step()`` detect a later change of ``.grad``.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.fx import GraphModule, Node
 

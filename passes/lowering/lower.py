@@ -1,7 +1,5 @@
 """The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file for each marker."""
 
-from __future__ import annotations
-
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait

@@ -9,8 +9,6 @@ of the graph and that later nodes read in place of the input. The op therefore d
 it got a copy, it copies the refreshed weight into it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node

@@ -9,8 +9,6 @@ graph outputs from their maker on. The memory at a call is an upper bound: every
 code generation keeps some in registers.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -27,8 +27,6 @@ Places follow from the order of buckets and legs alone, never from a rank's node
 run collectives in the same order.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The pass that checks every lowered graph: a graph that breaks a rule would hang, or train on wrong numbers."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 

@@ -1,7 +1,5 @@
 """Lowering of ``unshard`` markers: resident weights, or gathers."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 

@@ -1,7 +1,5 @@
 """AdamW: torch's functional implementation, on the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any

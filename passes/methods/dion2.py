@@ -7,8 +7,6 @@ As in the authors' code (github.com/microsoft/dion), but chosen from whole matri
 number of ranks. Newton-Schulz takes a ``fraction`` of Muon's time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

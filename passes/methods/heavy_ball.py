@@ -4,8 +4,6 @@ Newton-Schulz divides by the norm, so with a constant ``beta``, from a momentum 
 schedule changes ``beta``, the sum weighs old gradients differently from the average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The engine knows no method by name. It makes the states that a record names, has
 docs/how-to/methods.md writes one from the beginning.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence

@@ -7,8 +7,6 @@ Blocks are those of a view (``muon_views``), not the shards, so steps do not dep
 hold whole blocks a block step sends nothing. The first step is a whole one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ No weight decay; the scale by shape cancels. A weight of zeros never moves. Each
 <W, D>, in code ``ww``, ``dd``, ``wd``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ The size of a gain is always the norm of its row of W, so it follows other write
 stored gain only the sign is read, which is positive at first. In code ``gw`` is <G, W> by rows, and so on.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ division would cancel. dion takes the Frobenius norm of a rank's own rows, so it
 as these do not; nanogpt, nanochat and Megatron take columns where a matrix is wide.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

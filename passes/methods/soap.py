@@ -12,8 +12,6 @@ matrix: a gradient travels to the owner and a direction back, as for Muon, both 
 8,192 has no basis; with both sides longer SOAP is AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -9,8 +9,6 @@ Gradients are those of the sum of all ranks' losses; the gradient reduction divi
 function runs eagerly, and is traced into graphs as it is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Gimelshein, arXiv 1805.02867). Backward takes output and log-sum-exp over all ke
 part.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Places: which positions of a shared sequence a rank has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

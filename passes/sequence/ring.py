@@ -10,8 +10,6 @@ Elements sent per position, for widths k and v of a rank's keys and values: (k +
 backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
