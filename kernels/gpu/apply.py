@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..momentum import Averages
-from .launch import Launch, addresses, coded, decoded, element_type, filled
+from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "supports"]
@@ -32,6 +32,7 @@ def apply_kernel(
     us,
     ms,
     gs,
+    starts,
     elements,
     scales,
     lr,
@@ -50,7 +51,8 @@ def apply_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write BLOCK elements of one of COUNT parameters. ``ps``, ``us``, ``ms`` and ``gs`` are addresses of elements of
-    the types P, U, M and G, ``elements`` the numbers of elements: COUNT :func:`launch.coded` integers each."""
+    the types P, U, M and G, ``elements`` the numbers of elements: COUNT :func:`launch.coded` integers each, as are
+    ``starts``, :func:`launch.firsts`."""
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
@@ -62,39 +64,20 @@ def apply_kernel(
     if LR_ON_DEVICE == 3:
         weight_decay = tl.load(lr + 1).to(tl.float32)
         weight = tl.load(lr + 2).to(tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    # Find the parameter that this program writes: only this is repeated COUNT times. ``program * 0`` is 0 in 64 bits.
-    first_program = program * 0
-    numel = first_program
-    scale = scales[0]
-    p_ptr = first_program
-    u_ptr = first_program
-    m_ptr = first_program
-    g_ptr = first_program
-    start = program * 0
-    for i in tl.static_range(COUNT):
-        numel_i = (program * 0 + elements[i] - 3) // 2
-        programs_i = tl.cdiv(numel_i, BLOCK)
-        is_mine = (program >= start) & (program < start + programs_i)
-        first_program = tl.where(is_mine, start, first_program)
-        numel = tl.where(is_mine, numel_i, numel)
-        scale = tl.where(is_mine, scales[i], scale)
-        p_ptr = tl.where(is_mine, ps[i], p_ptr)
-        u_ptr = tl.where(is_mine, us[i], u_ptr)
-        m_ptr = tl.where(is_mine, ms[i], m_ptr)
-        g_ptr = tl.where(is_mine, gs[i], g_ptr)
-        start += programs_i
-    p_ptr = decoded(p_ptr).to(tl.pointer_type(P))
-    u_ptr = decoded(u_ptr).to(tl.pointer_type(U))
-    m_ptr = decoded(m_ptr).to(tl.pointer_type(M))
-    g_ptr = decoded(g_ptr).to(tl.pointer_type(G))
+    index, block = found(starts, COUNT)
+    numel = picked(elements, index, COUNT).to(tl.int64)
+    scale = picked(scales, index, COUNT)
+    p_ptr = picked(ps, index, COUNT).to(tl.pointer_type(P))
+    u_ptr = picked(us, index, COUNT).to(tl.pointer_type(U))
+    m_ptr = picked(ms, index, COUNT).to(tl.pointer_type(M))
+    g_ptr = picked(gs, index, COUNT).to(tl.pointer_type(G))
     if WIDE:
         p_ptr = tl.multiple_of(p_ptr, 16)
         u_ptr = tl.multiple_of(u_ptr, 16)
         m_ptr = tl.multiple_of(m_ptr, 16)
         g_ptr = tl.multiple_of(g_ptr, 16)
         numel = tl.multiple_of(numel, 16)
-    offsets = (program - first_program) * BLOCK + tl.arange(0, BLOCK)
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     p = tl.load(p_ptr + offsets, mask=mask)
     u = tl.load(u_ptr + offsets, mask=mask).to(tl.float32)
@@ -186,12 +169,20 @@ def launch(
     elements = [p.numel() for p in params]
     averages_or_any = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
     tensors = (params, updates, averages_or_any.momenta, averages_or_any.grads)
-    pointers = [addresses(xs, MOST) for xs in tensors]
-    sizes_and_scales = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)
+    pointers = [coded(xs, MOST) for xs in tensors]
+    sizes_and_scales = coded(elements, MOST), coded([float(scale) for scale in scales], MOST)
     rates = (0.0, 0.0) if lr_numbers == 3 else (weight_decay, averages_or_any.weight)
-    arguments = (*pointers, *sizes_and_scales, lr if lr_numbers else float(lr), found_inf, *rates)
+    programs = [ceildiv(n, BLOCK) for n in elements]
+    arguments = (
+        *pointers,
+        firsts(programs, MOST),
+        *sizes_and_scales,
+        lr if lr_numbers else float(lr),
+        found_inf,
+        *rates,
+    )
     constants: dict[str, Any] = {name: element_type(xs[0]) for name, xs in zip("PUMG", tensors, strict=True)}
     constants |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": lr_numbers}
     constants |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
     constants["WIDE"] = all(is_wide(*xs) for xs in zip(*tensors, strict=True))
-    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, constants)
+    return Launch(apply_kernel, sum(programs), params[0], arguments, constants)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .apply import is_wide
-from .launch import Launch, addresses, coded, decoded, element_type, filled
+from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
 __all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "supports"]
@@ -91,6 +91,7 @@ def _pieces(size, columns, ROWS: tl.constexpr, SPAN: tl.constexpr):
 @triton.jit
 def sums_kernel(
     integers,
+    starts,
     sizes,
     columns,
     sums,
@@ -108,39 +109,22 @@ def sums_kernel(
 ):
     """Add row sums to the buffers ``sums`` of COUNT tensors; with SQUARES store, in MOST places ahead of them, each
     program's sum of squares, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
-    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`. WIDE: four integers of all tensors may
-    be read at once."""
+    addresses, ``sizes`` and ``columns`` numbers, all :func:`launch.coded`; ``starts`` are :func:`launch.firsts`.
+    WIDE: four integers of all tensors may be read at once."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    program = tl.program_id(0)
-    # Find this program's tensor: only this is repeated COUNT times, or the kernel takes half a minute to compile.
-    first_program = program * 0
-    programs = first_program
-    numel = (first_program + sizes[0]) * 0
-    row_numel = (first_program + columns[0]) * 0 + 1
-    x_address = first_program.to(tl.int64)
-    sums_address = x_address
-    start = program * 0
-    for i in tl.static_range(COUNT):
-        numel_i = (program * 0 + sizes[i] - 3) // 2
-        row_numel_i = (program * 0 + columns[i] - 3) // 2
-        programs_i = tl.minimum(_pieces(numel_i, tl.maximum(row_numel_i, 1), ROWS, SPAN), MOST)
-        is_mine = (program >= start) & (program < start + programs_i)
-        first_program = tl.where(is_mine, start, first_program)
-        programs = tl.where(is_mine, programs_i, programs)
-        numel = tl.where(is_mine, numel_i, numel)
-        row_numel = tl.where(is_mine, row_numel_i, row_numel)
-        x_address = tl.where(is_mine, integers[i], x_address)
-        sums_address = tl.where(is_mine, sums[i], sums_address)
-        start += programs_i
-    x_ptr = decoded(x_address).to(tl.pointer_type(INTEGER))
+    index, program = found(starts, COUNT)
+    numel = picked(sizes, index, COUNT)
+    row_numel = picked(columns, index, COUNT)
+    x_ptr = picked(integers, index, COUNT).to(tl.pointer_type(INTEGER))
     if WIDE:
         x_ptr = tl.multiple_of(x_ptr, INTEGER.primitive_bitwidth // 2)
-        row_numel = tl.multiple_of(row_numel, 16)
-    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
+        row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
+    sums_ptr = picked(sums, index, COUNT).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(numel, row_numel)
+    pieces = _pieces(numel, row_numel, ROWS, SPAN)
     pieces_across = tl.cdiv(row_numel, SPAN)
     squares = tl.zeros((ROWS, LANES), dtype=tl.float32)
-    for piece in range(program - first_program, _pieces(numel, row_numel, ROWS, SPAN), programs):
+    for piece in range(program, pieces, tl.minimum(pieces, MOST)):
         row = piece // pieces_across * ROWS + tl.arange(0, ROWS)
         row_starts = row.to(tl.int64) * row_numel
         row_ptrs = x_ptr + row_starts[:, None]
@@ -160,7 +144,7 @@ def sums_kernel(
                 squares += in_lanes(value * value, LANES)
         tl.atomic_add(sums_ptr + SQUARES * MOST + row, joined(low_sums, high_sums), mask=row < rows)
     if SQUARES:
-        tl.store(sums_ptr + program - first_program, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(sums_ptr + program, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
@@ -179,12 +163,8 @@ def mix_kernel(
     """Add F of COUNT tensors, of ``sizes`` rows, to ``out``, [COUNT], from their buffers ``sums``, by SPLIT programs
     each; write the total of PARTS sums of squares, if any, to ``squares``, [COUNT]."""
     tensor = tl.program_id(0) // SPLIT
-    rows = (tensor + sizes[0]) * 0
-    sums_address = sums[0]
-    for i in tl.static_range(COUNT):
-        rows = tl.where(tensor == i, (sizes[i] - 3) // 2, rows)
-        sums_address = tl.where(tensor == i, sums[i], sums_address)
-    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
+    rows = picked(sizes, tensor, COUNT)
+    sums_ptr = picked(sums, tensor, COUNT).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for block in range(tl.program_id(0) % SPLIT, tl.cdiv(rows, BLOCK), SPLIT):
         row = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -237,10 +217,10 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
         for start in range(0, len(group), MOST):
             integers, columns, results = zip(*group[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
-            programs = sum(min(MOST_PROGRAMS, _pieces_of(*each)) for each in zip(counts, columns, strict=True))
-            coded_sizes = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
-            arguments = (addresses(integers, MOST), *coded_sizes, addresses(results, MOST))
-            Launch(sums_kernel, programs, out, arguments, group_constants).run()
+            programs = [min(MOST_PROGRAMS, _pieces_of(*each)) for each in zip(counts, columns, strict=True)]
+            first, *others = (coded(values, MOST) for values in (integers, counts, columns, results))
+            arguments = (first, firsts(programs, MOST), *others)
+            Launch(sums_kernel, sum(programs), out, arguments, group_constants).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 
 
@@ -254,7 +234,7 @@ def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, 
     constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
     constants |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
     for start in range(0, len(sums), MOST):
-        chunk = [coded(size) for size in sizes[start : start + MOST]]
-        arguments = (addresses(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
+        chunk = sizes[start : start + MOST]
+        arguments = (coded(sums[start : start + MOST], MOST), coded(chunk, MOST), out[start:], squares[start:])
         Launch(mix_kernel, SPLIT * len(chunk), out, arguments, constants).run()
     return squares
