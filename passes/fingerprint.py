@@ -32,6 +32,7 @@ from torch import Tensor
 from compile_muon.kernels.apply import may_launch
 
 from .norms import squares
+from .operators import operator
 
 __all__ = [
     "EXAMINE",
@@ -45,12 +46,6 @@ __all__ = [
     "finish_by_kernel",
     "row_sums",
 ]
-
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
-_LIBRARY.define("fingerprint_of_rows(Tensor[] sums) -> Tensor")
-_LIBRARY.define("row_sums(Tensor x) -> Tensor")
-_LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
 
 #: entries that a row has at least: from so many in its last dimension on, a tensor's rows are those of its fingerprint
 LEAST_ROW = 64
@@ -134,7 +129,6 @@ def _finish(sums: Sequence[Tensor]) -> Tensor:
     return torch.stack([running[end] for end in itertools.accumulate(sizes, initial=0)]).diff()
 
 
-@torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
@@ -144,17 +138,10 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     return by_aten(xs)
 
 
-@torch.library.impl(_LIBRARY, "fingerprint_of_rows", "CompositeExplicitAutograd")
 def _fingerprint_of_rows(sums: Sequence[Tensor]) -> Tensor:
     return finish_by_kernel(sums) if may_launch(list(sums)) else _finish(sums)
 
 
-@torch.library.impl(_LIBRARY, "row_sums", "CompositeExplicitAutograd")
-def _row_sums(x: Tensor) -> Tensor:
-    return row_sums(x)
-
-
-@torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
 def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
@@ -182,35 +169,25 @@ def by_aten(xs: Sequence[Tensor]) -> Tensor:
     return _finish([_row_sums_in_parts(x) for x in xs])
 
 
-@torch.library.register_fake("muon_zero::fingerprint", lib=_LIBRARY)
-def _(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0].new_empty(len(xs), dtype=torch.int64)
+def _one_each(xs: Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    return xs[0].new_empty(len(xs), dtype=dtype)
 
 
-@torch.library.register_fake("muon_zero::fingerprint_of_rows", lib=_LIBRARY)
-def _(sums: Sequence[Tensor]) -> Tensor:
-    return sums[0].new_empty(len(sums))
-
-
-@torch.library.register_fake("muon_zero::row_sums", lib=_LIBRARY)
-def _(x: Tensor) -> Tensor:
+def _one_a_row(x: Tensor) -> Tensor:
     words = max(1, x.element_size() // 4)
     shape = (*x.shape[:-1], x.shape[-1] * words)
     return x.new_empty(-(-math.prod(shape) // _columns(shape)), dtype=torch.int64)
 
 
-@torch.library.register_fake("muon_zero::examine", lib=_LIBRARY)
-def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return xs[0].new_empty(len(xs), dtype=torch.int64), xs[0].new_empty(len(xs), dtype=torch.float32)
-
-
-FINGERPRINT = torch.ops.muon_zero.fingerprint.default
+FINGERPRINT = operator("fingerprint(Tensor[] xs) -> Tensor", _fingerprint, _one_each)
 #: of tensors whose :func:`row_sums` it is given
-FINGERPRINT_OF_ROWS = torch.ops.muon_zero.fingerprint_of_rows.default
+FINGERPRINT_OF_ROWS = operator("fingerprint_of_rows(Tensor[] sums) -> Tensor", _fingerprint_of_rows, _one_each)
 #: :func:`row_sums` as one node, until the gradients are lowered
-ROW_SUMS = torch.ops.muon_zero.row_sums.default
+ROW_SUMS = operator("row_sums(Tensor x) -> Tensor", row_sums, _one_a_row)
 #: the fingerprints of tensors and the squares of their norms, on CUDA in one pass over them
-EXAMINE = torch.ops.muon_zero.examine.default
+EXAMINE = operator(
+    "examine(Tensor[] xs) -> (Tensor, Tensor)", _examine, lambda xs: (_one_each(xs), _one_each(xs, torch.float32))
+)
 
 
 def fingerprint(xs: Sequence[Tensor]) -> Tensor:

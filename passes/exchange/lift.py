@@ -11,12 +11,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..operators import operator
+
 __all__ = ["LIFT", "land"]
 
 _ARRIVED = "_muon_zero_arrived"
-
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("lift(Tensor[] shards) -> Tensor[]", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 @cache
@@ -25,9 +24,8 @@ def _copies(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-@torch.library.impl(_LIBRARY, "lift", "CompositeExplicitAutograd")
 def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
-    copies = [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
+    copies = _like(shards)
     if not shards[0].is_cuda:
         return [out.copy_(shard) for out, shard in zip(copies, shards, strict=True)]
     stream = _copies(shards[0].device)
@@ -42,8 +40,7 @@ def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-@torch.library.register_fake("muon_zero::lift", lib=_LIBRARY)
-def _(shards: Sequence[Tensor]) -> list[Tensor]:
+def _like(shards: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
 
 
@@ -54,4 +51,4 @@ def land(tensors: Sequence[Tensor]) -> None:
 
 
 #: ``lift(shards)``: copies on the device, still under way at return. Only ``pack`` may read them, as it calls ``land``.
-LIFT = torch.ops.muon_zero.lift.default
+LIFT = operator("lift(Tensor[] shards) -> Tensor[]", _lift, _like, calls_python=True)

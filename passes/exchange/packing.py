@@ -10,15 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..language.spec import decode_dtype
+from ..language.spec import decode_dtype, encode_dtype
+from ..operators import operator
 from .lift import land
 
 __all__ = ["pack", "unpack", "unpack_into"]
-
-# torch.library.custom_op would cost the host 90 µs a call instead of 13, twice for every bucket of a step.
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("pack(Tensor[] xs, SymInt[] widths, SymInt world, str dtype, float divisor) -> Tensor")
-_LIBRARY.define("unpack(Tensor flat, SymInt[] widths, SymInt[] numels, SymInt world) -> Tensor[]")
 
 
 def _rows(x: Tensor, world: int, width: int) -> Tensor:
@@ -29,7 +25,6 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
     return torch.cat([x.reshape(-1), x.new_zeros(missing)]).view(world, width)
 
 
-@torch.library.impl(_LIBRARY, "pack", "CompositeExplicitAutograd")
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
     land(xs)
@@ -38,21 +33,24 @@ def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, d
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)
 
 
-@torch.library.register_fake("muon_zero::pack", lib=_LIBRARY)
-def _(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
-    return xs[0].new_empty(world * sum(widths), dtype=decode_dtype(dtype))
+_PACK = operator(
+    "pack(Tensor[] xs, SymInt[] widths, SymInt world, str dtype, float divisor) -> Tensor",
+    _pack,
+    lambda xs, widths, world, dtype, _: xs[0].new_empty(world * sum(widths), dtype=decode_dtype(dtype)),
+)
 
 
-@torch.library.impl(_LIBRARY, "unpack", "CompositeExplicitAutograd")
 def _unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
     pieces = [flat.new_empty(world * width) for width in widths]
     unpack_into(flat, [piece.view(world, width) for piece, width in zip(pieces, widths, strict=True)])
     return [x if x.numel() == numel else x[:numel] for x, numel in zip(pieces, numels, strict=True)]
 
 
-@torch.library.register_fake("muon_zero::unpack", lib=_LIBRARY)
-def _(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
-    return [flat.new_empty(numel) for numel in numels]
+_UNPACK = operator(
+    "unpack(Tensor flat, SymInt[] widths, SymInt[] numels, SymInt world) -> Tensor[]",
+    _unpack,
+    lambda flat, widths, numels, world: [flat.new_empty(numel) for numel in numels],
+)
 
 
 def pack(
@@ -60,7 +58,7 @@ def pack(
 ) -> Tensor:
     """Return a flat bucket of ``world`` rows, one for each rank: row r is the r-th ``widths[i]`` elements of every
     ``xs[i]``, in order. Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
-    return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
+    return _PACK(list(xs), list(widths), world, encode_dtype(dtype), float(divisor))
 
 
 def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
@@ -71,4 +69,4 @@ def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
 
 def unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], *, world: int = 1) -> list[Tensor]:
     """Invert :func:`pack`: return 1-D tensors of ``numels[i]`` elements, without padding, each with its own storage."""
-    return torch.ops.muon_zero.unpack(flat, list(widths), list(numels), world)
+    return _UNPACK(flat, list(widths), list(numels), world)
