@@ -17,11 +17,15 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .errors import MuonZeroError
 
@@ -166,8 +170,6 @@ def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequenc
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context outside of all dispatch modes, for tensors that are not traced or compiled."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 
@@ -355,8 +357,6 @@ def collective_failed(error: BaseException) -> bool:
 
 def mark_for_backward(node: torch.fx.Node, *, save: bool) -> None:
     """Let the partitioner recompute ``node`` in backward, or with ``save`` keep it."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
     # With a checkpoint region's id, the partitioner would also save it for later regions that read it.
     node.meta.pop("ac_graph_id", None)
@@ -401,8 +401,6 @@ def _place_among_saved(node: torch.fx.Node) -> int:
 
 def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return the fake mode of these fake tensors, as a context in which new tensors are fake too."""
-    from torch._guards import detect_fake_mode
-
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
 
 
@@ -410,10 +408,8 @@ def another_fake(
     value: torch.Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return a fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own."""
-    from torch._subclasses import FakeTensor
-
     # A fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
-    fake, dtype = cast("FakeTensor", value), dtype or value.dtype
+    fake, dtype = cast(FakeTensor, value), dtype or value.dtype
     with without_modes():
         if shape is None:
             meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
@@ -424,9 +420,7 @@ def another_fake(
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
     """Return, inside a backend, a stand-in for a tensor new to Dynamo, whose shape would otherwise be dynamic."""
-    from torch._subclasses import FakeTensor
-
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if isinstance(tensor, FakeTensor) or context is None or context.fake_mode is None:
         return tensor
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -434,8 +428,6 @@ def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tensors have shapes but neither values nor memory; reading a value raises."""
-    from torch._subclasses import FakeTensorMode
-
     # Unlike meta tensors these can be told apart (``isinstance(x, FakeTensor)``), so that Transformers reads no values.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -482,8 +474,6 @@ def storage_holders(tensor: torch.Tensor) -> int:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Hide computations in the block from dispatch modes, tensor subclasses and autograd."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -577,8 +567,6 @@ def meets_plain_tensor(error: Exception) -> bool:
 
 def being_compiled() -> bool:
     """Whether a frame is being compiled: then Dynamo itself reads tensors, as user code would."""
-    from torch._guards import TracingContext
-
     return TracingContext.try_get() is not None
 
 
@@ -593,17 +581,15 @@ class SavedContext:
     """The ambient compile state when a graph is built, for compiling a variant of the graph later."""
 
     def __init__(self) -> None:
-        from torch._guards import TracingContext
         from torch._inductor.virtualized import V
 
         self._tracing = TracingContext.try_get()
         fake_mode = V.get_fake_mode()
-        self._fake_mode = fake_mode if isinstance(fake_mode, torch._subclasses.FakeTensorMode) else None
+        self._fake_mode = fake_mode if isinstance(fake_mode, FakeTensorMode) else None
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state within the block."""
-        from torch._guards import tracing
         from torch._inductor.virtualized import V
 
         with contextlib.ExitStack() as stack:
@@ -618,7 +604,6 @@ class SavedContext:
 @contextlib.contextmanager
 def fresh_context(fake_mode: Any) -> Iterator[None]:
     """Trace and compile graphs of ``fake_mode``'s tensors separately within the block."""
-    from torch._guards import TracingContext, tracing
     from torch._inductor.virtualized import V
 
     with torch._C._DisableAutocast(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), torch.no_grad():

@@ -117,20 +117,13 @@ def note_logits(
     return grad.clone()
 
 
-@torch.library.custom_op("muon_zero::watch_logits", mutates_args=())
-def watch_logits(
-    x: Tensor,
-    largest: Tensor,
-    query_state: Tensor,
-    key_state: Tensor,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    size: int,
-    dims: list[int],
-    own: int,
-    part: int,
-    parts: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "muon_zero::watch_logits",
+    mutates_args=(),
+    schema="(Tensor x, Tensor largest, Tensor query_state, Tensor key_state, Tensor? query_bias, Tensor? key_bias, "
+    "SymInt size, SymInt[] dims, SymInt own, SymInt part, SymInt parts) -> Tensor",
+)
+def watch_logits(x: Tensor, *_: Any) -> Tensor:
     """Return ``x``; its backward runs :func:`note_logits`."""
     return x.clone()
 

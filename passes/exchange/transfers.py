@@ -205,7 +205,7 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
             flat = _reduce_scatter(flat, replicas, layout.pairwise)
         elif not replicas.alone:
             flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", replicas.group))
-    pieces = unpack(flat, widths, [spec.layout.local_numel for spec in specs])
+    pieces = unpack(flat, widths, [math.prod(spec.layout.local_shape) for spec in specs])
     return [
         piece.view(spec.layout.local_shape).to(decode_dtype(spec.dtype))
         for piece, spec in zip(pieces, specs, strict=True)

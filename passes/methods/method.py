@@ -219,7 +219,7 @@ class MatrixMethod(Method):
             ``before`` gets an empty tensor, and None stands for the gradient itself.
         orthogonalizes: whether ``whole`` calls ``newton_schulz``. Where it does not, the settings of Newton-Schulz have
             no effect, and gradients and directions travel in float32 at least.
-        nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
+        nesterov: whether the update heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
             rates, its direction is the gradient, and its states are those of rows. With it directions are made in
             ``step()`` alone.
@@ -296,7 +296,8 @@ class MatrixMethod(Method):
         """Compute a shard of the matrix that ``whole`` orthogonalizes: see :attr:`before`."""
         if self.before is not None:
             return self.before(grad, momentum, beta, nesterov, out_dtype)
-        return averaged(grad, momentum, beta, nesterov, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
+        look_ahead = nesterov and self.nesterov
+        return averaged(grad, momentum, beta, look_ahead, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
 
 
 ElementStep = Callable[

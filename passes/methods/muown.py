@@ -12,18 +12,12 @@ stored gain only the sign is read, which is positive at first. In code ``gw`` is
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State, averaged
+from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State
 
 __all__ = ["MUOWN"]
 
 #: smallest norm that is divided by
 _LEAST = 1e-12
-
-
-def _before(
-    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
-) -> Tensor:
-    return averaged(grad, momentum, beta, False, out_dtype)
 
 
 def _gain(squares: Tensor, piece: Piece) -> Tensor:
@@ -90,7 +84,6 @@ MUOWN = MatrixMethod(
         State("gain_second_moment", "second moment of gains", each="row"),
     ),
     adjust_lr="match_rms_adamw",
-    before=_before,
     nesterov=False,
     project=_project,
     project_sums=_project_sums,
