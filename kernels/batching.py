@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .call_plan import Plan
 
-__all__ = ["Implementation", "Stack", "batch_bytes", "chunked", "one_batch_per_shape", "one_by_one", "wide"]
-
 # orthogonalizes one matrix [m, n] or a batch [b, m, n], never empty, into a new contiguous tensor of that shape
 Implementation = Callable[[Tensor, Plan], Tensor]
 

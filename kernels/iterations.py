@@ -36,8 +36,6 @@ from typing import Protocol, TypeVar
 from .coefficients import MIRRORED
 from .stability import Triple
 
-__all__ = ["FORMS", "Products", "gram", "standard"]
-
 # an operand of a product: a tensor [..., k, l] of matrices of one shape, or a list's matrices of several
 M = TypeVar("M")
 

@@ -24,8 +24,6 @@ from .dispatch import DTYPES, chosen_form, orthogonalize
 from .operations import gram_flops, standard_flops
 from .reference import summed_in_float32
 
-__all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
-
 OpArguments = tuple[list[float], str, str, float, float, list[int], str, int, list[Tensor]]
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from .call_plan import Plan
 from .iterations import FORMS, Products
 
-__all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "summed_in_float32"]
-
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None, *, folded: bool = False) -> Tensor:
     """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".

@@ -22,8 +22,6 @@ from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kerne
 from compile_muon.passes.momentum import MOMENTUM_UPDATES, make_updates
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
 
-__all__ = ["compile_launches", "kernels_ahead", "kernels_of"]
-
 #: seconds to wait for workers; kernels that are missing then are compiled by their first launch
 _PATIENCE = 300.0
 

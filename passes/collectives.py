@@ -16,19 +16,6 @@ from .language.work import Category, work_of
 from .pipeline import tensor_value
 from .torch_private import expected_size, group_named
 
-__all__ = [
-    "Traffic",
-    "axis_of_group",
-    "bytes_received",
-    "bytes_sent",
-    "collectives",
-    "is_collective",
-    "is_hop",
-    "is_wait",
-    "matrices",
-    "measure_traffic",
-]
-
 _c10d = torch.ops._c10d_functional
 _KINDS = {
     _c10d.all_gather_into_tensor.default: "all_gather",

@@ -21,19 +21,6 @@ from .language.spec import MuonSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "COLLECTIVES",
-    "Costs",
-    "Link",
-    "Protocol",
-    "Table",
-    "exchange_start",
-    "gather_start",
-    "interpolated",
-    "owned_work",
-    "reduce_start",
-]
-
 #: kinds of :meth:`Costs.collective_seconds`, as :mod:`.collectives` counts them
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 

@@ -12,8 +12,6 @@ from .language.spec import ParamSpec, decode_dtype
 from .language.work import Category, Work, note_work
 from .torch_private import unobserved
 
-__all__ = ["traffic_of_gather", "traffic_of_reduction"]
-
 
 @lru_cache(maxsize=4096)
 def traffic_of_gather(text: str) -> Traffic:

@@ -10,8 +10,6 @@ from .pipeline import tensor_value
 from .record import Alike, record
 from .torch_private import fake_mode_of
 
-__all__ = ["append_inputs", "inline", "insert_outputs", "outputs", "replace"]
-
 
 def replace(gm: GraphModule, node: Node, new: Node) -> None:
     """Replace all uses of ``node`` by ``new``, and erase ``node``."""

@@ -34,19 +34,6 @@ from compile_muon.kernels.apply import may_launch
 from .norms import squares
 from .operators import operator
 
-__all__ = [
-    "EXAMINE",
-    "FINGERPRINT",
-    "FORMULA",
-    "LEAST_ROW",
-    "FINGERPRINT_OF_ROWS",
-    "ROW_SUMS",
-    "by_aten",
-    "fingerprint",
-    "finish_by_kernel",
-    "row_sums",
-]
-
 #: entries that a row has at least: from so many in its last dimension on, a tensor's rows are those of its fingerprint
 LEAST_ROW = 64
 #: entries of a row of a vector

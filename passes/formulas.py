@@ -6,8 +6,6 @@ byte table in docs/why/exchange.md (one matrix of S bytes, N shards x M replicas
 
 import math
 
-__all__ = ["OVER_ALL", "bucket_bytes", "bytes_by_axis"]
-
 #: suffix of names below for state that is sharded over all ranks (``Layout.cut_twice``)
 OVER_ALL = "_over_all"
 

@@ -29,16 +29,6 @@ from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .pipeline import tensor_value
 from .torch_private import another_fake
 
-__all__ = [
-    "MARKERS",
-    "ORTHOGONALIZE",
-    "REDUCE_GRAD",
-    "UNSHARD",
-    "Orthogonalize",
-    "ReduceGrad",
-    "Unshard",
-]
-
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return ``result`` without aliasing inputs, as custom ops have to; only the eager path pays for the copy."""

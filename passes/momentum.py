@@ -28,8 +28,6 @@ from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .methods import matrix_method
 from .operators import operator
 
-__all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "supports", "updates_of"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

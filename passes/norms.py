@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["norms", "not_finite", "squares"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["operator"]
-
 #: operators are unregistered when this object is freed
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 

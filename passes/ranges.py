@@ -17,8 +17,6 @@ from torch.profiler import record_function
 from .language.work import Category
 from .torch_private import profiler_enabled, unrecorded_op
 
-__all__ = ["COLORS", "DOMAIN", "NEWTON_SCHULZ", "RANGE_POP", "RANGE_PUSH", "nvtx_installed", "ranged"]
-
 DOMAIN = "muon_zero"
 
 #: a category of ranges beside :class:`Category`

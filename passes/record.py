@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from .torch_private import another_fake, decomposition_table, fake_mode_of, without_modes
 
-__all__ = ["Alike", "call", "record"]
-
 #: ``(kind, function, tensors) -> function(*tensors)``, a tensor. Calls of one kind record the same nodes for tensors
 #: that differ in content only.
 Alike = Callable[[Hashable, Callable[..., Tensor], Sequence[Tensor]], Tensor]

@@ -20,8 +20,6 @@ from ..momentum import Averages
 from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["apply_kernel", "apply_updates", "launch", "supports"]
-
 BLOCK, WARPS = 2048, 4
 MOST = 8  # tensors per launch
 

@@ -22,8 +22,6 @@ from .apply import is_wide
 from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "supports"]
-
 ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
 SPAN = 1024  # columns of a piece
 MOST = 16  # tensors per launch

@@ -22,8 +22,6 @@ from .normalize import normalize
 from .tile_order import results_of
 from .tiles import choose
 
-__all__ = ["GroupedProducts", "orthogonalize_list"]
-
 # (matrices [b, k, l] with k ≤ l, tensor for their results, norms [b, 1, n] of n parts of each, such as rows, if known)
 Given = tuple[Tensor, Tensor, Tensor | None]
 

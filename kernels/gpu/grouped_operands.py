@@ -16,17 +16,6 @@ from .model import Tile
 from .operands import constants
 from .tile_order import dealt, tables
 
-__all__ = [
-    "beside_others",
-    "first_tile",
-    "grouped_launch",
-    "last_tile",
-    "load_part",
-    "place_in_list",
-    "read_shape",
-    "source_of",
-]
-
 # Columns that a descriptor stores at a time, WIDE; the next ones wait until these have left shared memory. Two pieces
 # of a tile's 256 columns make room for a fourth stage, as four would, with half as many barriers.
 PIECE = 128

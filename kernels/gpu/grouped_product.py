@@ -15,8 +15,6 @@ from .launch import Launch
 from .model import Tile
 from .operands import store_pieces
 
-__all__ = ["grouped_product", "grouped_product_kernel"]
-
 
 @triton.jit
 def grouped_product_kernel(

@@ -22,8 +22,6 @@ from .launch import Launch
 from .model import Tile
 from .operands import shifted, store_triangle
 
-__all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
-
 
 @triton.jit
 def _tiles_of_shapes(

@@ -22,8 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch
 
-__all__ = ["Job", "NoDevice", "Pointer", "compile_job", "jobs_of"]
-
 
 @dataclass(frozen=True)
 class Pointer:

@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Launch", "coded", "element_type", "firsts", "found", "noting", "picked", "where_it_runs"]
-
 #: the address of a tensor without memory, empty or on "meta": wider than 32 bits, as real addresses are
 _ELSEWHERE = 1 << 40
 

@@ -24,8 +24,6 @@ from .fingerprint import in_lanes, joined, row_weights, weighted
 from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["Updates", "momentum_updates"]
-
 ROWS, WIDTH, WARPS = 4, 512, 4  # of a tile
 MOST = 8  # tensors per launch
 # Most registers of a thread, by WIDE: without a bound ptxas aims at 64 and spills on 10.0; without WIDE the kernel

@@ -20,8 +20,6 @@ from .product import product
 from .symmetric import symmetric_product
 from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-__all__ = ["Products", "folds", "orthogonalize_into", "products_on", "serves"]
-
 
 @dataclass(frozen=True)
 class Products(Aten):

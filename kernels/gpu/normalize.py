@@ -16,8 +16,6 @@ from .launch import Launch
 from .model import ceildiv
 from .operands import empty_matrices
 
-__all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
-
 ROWS, COLS = 32, 128  # a tile: wide where most inputs are contiguous, tall enough for inputs with contiguous columns
 MOST_PARTIALS = 256  # a matrix, so that every program of the second pass can combine all of them
 TINY = torch.finfo(torch.float32).tiny

@@ -10,17 +10,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .model import Tile, ceildiv
 
-__all__ = [
-    "constants",
-    "empty_matrices",
-    "load_tile",
-    "operand",
-    "place_of",
-    "shifted",
-    "store_pieces",
-    "store_triangle",
-]
-
 
 @triton.jit
 def load_tile(

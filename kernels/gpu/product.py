@@ -14,8 +14,6 @@ from .launch import Launch
 from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of
 
-__all__ = ["product", "product_kernel"]
-
 
 @triton.jit
 def product_kernel(

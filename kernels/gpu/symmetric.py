@@ -18,8 +18,6 @@ from .launch import Launch
 from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of, shifted, store_triangle
 
-__all__ = ["symmetric_kernel", "symmetric_product"]
-
 
 @triton.jit
 def symmetric_kernel(

@@ -20,8 +20,6 @@ from torch import Tensor
 from .arena import Layout
 from .model import Result, Tile, ceildiv, waves
 
-__all__ = ["FIELDS", "Deal", "Tables", "dealt", "packed", "places", "results_of", "tables"]
-
 # int64 entries of a row of Tables.shapes, one row a shape, read by grouped_operands.read_shape: the list's tiles up to
 # the end of this shape; matrices, k, l; start and pitch, in elements, of the k × k matrices in their arena, and of the
 # k × l matrices in theirs.

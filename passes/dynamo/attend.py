@@ -15,8 +15,6 @@ from ..pipeline import GraphKind, GraphPass, PassContext
 from ..sequence.exchange_heads import attention
 from ..sequence.place import Place
 
-__all__ = ["ATTEND", "LOOK_UP_OWN", "SEQUENCE"]
-
 #: key of the annotation of blocks; its value is ``Place.fields``
 SEQUENCE = "muon_zero_sequence"
 

@@ -14,8 +14,6 @@ from torch.fx import GraphModule, Node
 from ..markers import UNSHARD
 from ..pipeline import GraphKind, GraphPass, PassContext
 
-__all__ = ["TAKE_SHARDS", "called", "example_value"]
-
 
 def example_value(node: Node) -> Any:
     """Return the value with which Dynamo traced a node."""

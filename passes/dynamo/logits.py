@@ -23,8 +23,6 @@ from ..language.spec import ParamSpec
 from ..markers import UNSHARD
 from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
 
-__all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]
-
 #: ``Holder.notify`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of
 #: a head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
 LOGITS = "logits"

@@ -11,8 +11,6 @@ from torch.fx import GraphModule
 from ..pipeline import GraphKind, GraphPass, PassContext
 from .local_inputs import example_value
 
-__all__ = ["INLINE_REGIONS"]
-
 
 def _inline_regions(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for inner in gm.children():

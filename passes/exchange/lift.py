@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..operators import operator
 
-__all__ = ["LIFT", "land"]
-
 _ARRIVED = "_muon_zero_arrived"
 
 

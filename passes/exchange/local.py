@@ -10,8 +10,6 @@ from ..language.work import Category
 from .matrices import MethodInputs, as_matrices, orthogonalized
 from .transfers import hand_round
 
-__all__ = ["local"]
-
 
 def local(
     updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int] | None, inputs: Sequence[MethodInputs]

@@ -13,8 +13,6 @@ from ..language.views import View
 from ..methods import WholeInputs, WholeOutputs, matrix_method
 from ..methods.method import MOMENTUM
 
-__all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
-
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
     """Return the dtype in which updates travel to owners: the compute dtype, but bfloat16 for float16.

@@ -31,8 +31,6 @@ from .local import local
 from .matrices import MethodInputs, wire_dtype
 from .owner import owner
 
-__all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
-
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[MethodInputs]], list[Tensor]]
 
 #: by name in ``MuonSpec.exchange``: (updates, specs, owners, inputs) -> directions

@@ -15,8 +15,6 @@ from ..language.work import Category
 from ..methods import State
 from .shares import shares
 
-__all__ = ["Owned", "matrix_shapes", "owned", "parts_of_state", "state_shape"]
-
 
 @dataclass(frozen=True)
 class Owned:

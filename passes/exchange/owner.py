@@ -16,8 +16,6 @@ from .packing import pack, unpack
 from .shares import Share, by_parameter, shares
 from .transfers import all_to_all, hand_round
 
-__all__ = ["assign_owners", "owner"]
-
 
 def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Return the owner of each share (:func:`~.shares.shares`), parameter by parameter, the same on every rank.

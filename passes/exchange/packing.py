@@ -14,8 +14,6 @@ from ..language.spec import decode_dtype, encode_dtype
 from ..operators import operator
 from .lift import land
 
-__all__ = ["pack", "unpack", "unpack_into"]
-
 
 def _rows(x: Tensor, world: int, width: int) -> Tensor:
     """Return ``x`` flattened and zero-padded as ``[world, width]``."""

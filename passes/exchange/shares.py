@@ -18,8 +18,6 @@ from ..language.spec import ParamSpec
 from ..language.views import Block, View
 from .matrices import as_matrices
 
-__all__ = ["Share", "by_parameter", "shares"]
-
 T = TypeVar("T")
 
 

@@ -16,20 +16,6 @@ from ..language.work import Category
 from .lift import LIFT
 from .packing import pack, unpack
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "gather",
-    "gather_pieces",
-    "gather_slices",
-    "hand_round",
-    "piece_widths",
-    "reduce_grad",
-    "reduce_grads",
-    "shard_widths",
-    "unshard",
-]
-
 _c10d = torch.ops._c10d_functional
 
 

@@ -10,8 +10,6 @@ from ..language.spec import ParamSpec
 from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..pipeline import GraphPass, PassContext, tensor_value
 
-__all__ = ["DEDUPLICATE"]
-
 
 def _drop_empty_views(gm: GraphModule) -> None:
     """Remove the no-op views that DTensor puts around its shard, so that markers read each other directly."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..operators import operator
 
-__all__ = ["FETCH", "Holder", "hold", "holder_of"]
-
 _ATTRIBUTE = "_muon_zero_holder"
 
 

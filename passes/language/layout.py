@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .work import Category
 
-__all__ = ["Axis", "Layout"]
-
 
 @dataclass(frozen=True)
 class Axis:

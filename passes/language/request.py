@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 from ..errors import RequestError
 from .spec import ParamSpec
 
-__all__ = ["BackwardRequest", "Extras", "Purpose", "ReducedGrad"]
-
 T = TypeVar("T")
 
 

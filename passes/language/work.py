@@ -5,8 +5,6 @@ from enum import Enum
 
 from torch.fx import Node
 
-__all__ = ["Category", "Work", "note_work", "work_of"]
-
 #: key of node.meta
 _KEY = "muon_zero_work"
 

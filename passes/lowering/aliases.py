@@ -13,8 +13,6 @@ from ..collectives import is_collective, is_wait
 from ..torch_private import expected_size
 from .refresh import AWAIT_REFRESH_OP
 
-__all__ = ["arguments", "base", "is_free", "mutated", "nbytes", "tensors"]
-
 _aten = torch.ops.aten
 #: ops that may return a view of their argument although their schema declares new memory
 _HANDED_ON = (_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default)

@@ -20,8 +20,6 @@ from ..language.work import Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
 
-__all__ = ["ANNOTATE"]
-
 
 @dataclass(frozen=True)
 class _Range:

@@ -11,8 +11,6 @@ from ..exchange.shares import shares
 from ..formulas import bucket_bytes
 from ..language.spec import ParamSpec, decode_dtype
 
-__all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
-
 # Least number of buckets in a graph: one in use and the next prefetched are then at most a quarter of the weights,
 # however small the model. Buckets are not cut below a mebibyte, where the host's time for a collective prevails.
 _COLLECTIVES = 8

@@ -18,8 +18,6 @@ from ..pipeline import PassContext, tensor_value
 from ..record import Alike
 from .buckets import bucket_matrices, exchanged_bytes
 
-__all__ = ["lower_directions"]
-
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -12,8 +12,6 @@ from ..markers import ReduceGrad
 from ..pipeline import PassContext, tensor_value
 from .buckets import group_neighbours
 
-__all__ = ["lower_gradients", "reduced_grads"]
-
 
 def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
     """Return the parameters whose gradients a backward graph with markers makes, in graph order."""

@@ -15,8 +15,6 @@ from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
 from ..record import Alike
 from .gradients import reduced_grads
 
-__all__ = ["INSERT_ORTHOGONALIZE"]
-
 
 def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     request = ctx.request

@@ -10,8 +10,6 @@ from .directions import lower_directions
 from .gradients import lower_gradients
 from .weights import lower_weights
 
-__all__ = ["LOWER"]
-
 
 def _has_effects(node: Node) -> bool:
     """Whether dead-code elimination has to keep ``node``: impure nodes, but for ring hops and their waits."""

@@ -16,8 +16,6 @@ from ..language.holder import holder_of
 from ..operators import operator
 from ..pipeline import GraphKind, GraphPass, PassContext
 
-__all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]
-
 #: key of node.meta on a resident weight's placeholder: the placeholder of its parameter's state
 _KEY = "muon_zero_resident"
 

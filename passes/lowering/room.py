@@ -20,8 +20,6 @@ from ..collectives import is_collective, is_wait
 from ..pipeline import GraphKind, GraphPass, PassContext
 from .aliases import base, nbytes
 
-__all__ = ["ROOM", "saved_by"]
-
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 #: index of ``memory_limit`` among its arguments
 _LIMIT = 8

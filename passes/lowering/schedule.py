@@ -42,8 +42,6 @@ from ..language.work import Category, Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
 from .buckets import largest_bucket
 
-__all__ = ["SCHEDULE"]
-
 
 @dataclass(eq=False)
 class _Leg:

@@ -10,8 +10,6 @@ from ..language.work import Category, work_of
 from ..markers import MARKERS
 from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 
-__all__ = ["VERIFY"]
-
 #: Reads no element. The model's own collectives may have sizes that depend on data.
 _SIZE = torch.ops.aten.sym_size.int
 

@@ -12,8 +12,6 @@ from ..pipeline import PassContext
 from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident
 
-__all__ = ["lower_weights"]
-
 
 def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
     """Replace every ``unshard`` marker of ``gm``; a gather makes at most ``bucket_bytes`` of full weights."""

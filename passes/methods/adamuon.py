@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, averaged, summed
 
-__all__ = ["ADAMUON"]
-
 
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype

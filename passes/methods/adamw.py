@@ -9,8 +9,6 @@ from torch.optim.adamw import adamw
 
 from .method import DECAY, LR, ElementMethod, Rate, State
 
-__all__ = ["ADAMW"]
-
 
 def _step(
     params: list[Tensor],

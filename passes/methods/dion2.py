@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, MatrixMethod, NewtonSchulz, Rate, WholeInputs
 
-__all__ = ["DION2"]
-
 
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, MatrixMethod, multiply
 
-__all__ = ["HEAVY_BALL"]
-
 
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, ElementMethod, Rate, State, multiply
 
-__all__ = ["LION"]
-
 
 def _step(
     params: list[Tensor],

@@ -16,24 +16,6 @@ from torch import Tensor
 
 from compile_muon.kernels import muon_momentum
 
-__all__ = [
-    "DECAY",
-    "LR",
-    "MOMENTUM",
-    "STEP",
-    "After",
-    "ElementMethod",
-    "MatrixMethod",
-    "Method",
-    "Piece",
-    "Rate",
-    "State",
-    "WholeInputs",
-    "WholeOutputs",
-    "averaged",
-    "multiply",
-]
-
 
 @dataclass(frozen=True)
 class Rate:

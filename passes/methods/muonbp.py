@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, STEP, MatrixMethod, Piece, Rate
 
-__all__ = ["MUONBP"]
-
 
 def _joined(rates: Mapping[str, Any]) -> Any:
     return (rates["step"] - 1) % rates["period"] == 0

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate, summed
 
-__all__ = ["MUONH"]
-
 
 def _after(piece: Piece) -> After:
     w, d = piece.weight, piece.direction

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State
 
-__all__ = ["MUOWN"]
-
 #: smallest norm that is divided by
 _LEAST = 1e-12
 

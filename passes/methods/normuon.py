@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, summed
 
-__all__ = ["NORMUON"]
-
 
 def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
     return direction.square().sum(-1, keepdim=True)

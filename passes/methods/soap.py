@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .method import DECAY, LR, STEP, MatrixMethod, NewtonSchulz, Rate, State, WholeInputs, WholeOutputs
 
-__all__ = ["SOAP"]
-
 #: values of :attr:`MatrixMethod.phase`, which choose a step's graph
 _FIRST, _KEEP, _TURN = "first", "keep", "turn"
 _LARGEST = 8192

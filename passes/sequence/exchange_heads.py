@@ -21,8 +21,6 @@ from ..errors import RequestError
 from .place import Place
 from .ring import ring_attention
 
-__all__ = ["attention", "from_heads", "heads_of", "join", "mean_over", "over_ring", "to_heads"]
-
 _c10d = torch.ops._c10d_functional
 
 

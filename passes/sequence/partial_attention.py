@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attend", "attend_backward", "merge"]
-
 _aten = torch.ops.aten
 #: head sizes are padded to a multiple of this, as flash attention on CUDA requires
 _WIDTH = 8

@@ -18,8 +18,6 @@ from torch import Tensor
 from .partial_attention import attend, attend_backward, merge
 from .place import Place
 
-__all__ = ["ring_attention"]
-
 _c10d = torch.ops._c10d_functional
 
 
