@@ -43,13 +43,9 @@ _AT_ONCE = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FACTOR = _signed(0xBF58476D1CE4E5B9)
+# As int64, with the bits of unsigned words.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 #: the formula's numbers, as the kernels take them
 FORMULA = {"golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
 
@@ -120,7 +116,7 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if all(map(gpu.supports, xs)):
+        if all(x.is_contiguous() for x in xs):
             return gpu.fingerprint(list(map(_as_rows, xs)), **FORMULA)
     return by_aten(xs)
 
@@ -133,7 +129,7 @@ def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.supports, xs)):
+        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(x.is_contiguous() for x in xs):
             return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **FORMULA)
     return _fingerprint(xs), squares(xs)
 

@@ -33,7 +33,6 @@ class GroupedProducts:
     alone: newton_schulz.Products  # the products of one tensor of matrices
 
     def outer(self, x: Matrices) -> Matrices:
-        """Return ``x xᵀ``, k × k, new."""
         return self.symmetric(x, x)
 
     def symmetric(
@@ -76,7 +75,6 @@ class GroupedProducts:
         beta: float = 0.0,
         out: Matrices | None = None,
     ) -> Matrices:
-        """Return ``left right + beta plus``, in ``out`` where given, else new."""
         if out is None:
             out = right.new(square=right.square)
             tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
@@ -90,7 +88,6 @@ class GroupedProducts:
         return out
 
     def add_to_diagonal(self, x: Matrices, a: float) -> None:
-        """Add ``aI`` to ``x``, in place."""
         for view in x.views:
             view.diagonal(dim1=-2, dim2=-1).add_(a)
 

@@ -64,13 +64,13 @@ def firsts(programs: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 @triton.jit
-def found(starts, COUNT: tl.constexpr):
-    """Return the index of this program's tensor among COUNT, and its number among the tensor's programs; ``starts``
-    are :func:`firsts`."""
+def found(starts):
+    """Return the index of this program's tensor, and its number among the tensor's programs; ``starts``: by
+    :func:`firsts`."""
     program = tl.program_id(0)
     index = program * 0
     first = program * 0
-    for i in tl.static_range(1, COUNT):
+    for i in tl.static_range(1, len(starts)):
         start = (starts[i] >> 1) - 1
         index = tl.where(program >= start, i, index)
         first = tl.where(program >= start, start, first)
@@ -78,10 +78,10 @@ def found(starts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def picked(values, index, COUNT: tl.constexpr):
+def picked(values, index):
     """Return the number, or the address as an integer, that ``values[index]`` of a :func:`coded` tuple stands for."""
     value = values[0]
-    for i in tl.static_range(1, COUNT):
+    for i in tl.static_range(1, len(values)):
         value = tl.where(index == i, values[i], value)
     # The caller casts to a pointer: a cast here would lose the caller's tl.multiple_of.
     if value.dtype == tl.float32:
@@ -121,7 +121,3 @@ class Launch:
             device = self.on.device
             triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
         self.kernel[(self.programs,)](*self.arguments, **self.constants)
-
-    def compile(self) -> Any:
-        """Compile the kernel that ``run`` would start, for the target of Triton's active driver."""
-        return self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)

@@ -24,7 +24,7 @@ from .fingerprint import in_lanes, joined, row_weights, weighted
 from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-ROWS, WIDTH, WARPS = 4, 512, 4  # of a tile
+ROWS, WIDTH, WARPS = tl.constexpr(4), tl.constexpr(512), 4  # of a tile
 MOST = 8  # tensors per launch
 # Most registers of a thread, by WIDE: without a bound ptxas aims at 64 and spills on 10.0; without WIDE the kernel
 # spills below 168.
@@ -64,31 +64,28 @@ def momentum_kernel(
     W: tl.constexpr,
     M: tl.constexpr,
     U: tl.constexpr,
-    COUNT: tl.constexpr,
     NESTEROV: tl.constexpr,
     WIDEN: tl.constexpr,
     CARRIED: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Write the results of ROWS rows of one of COUNT gradients. Addresses: ``gs`` of gradients (of type G), ``cs``
+    """Write the results of ROWS rows of one of the gradients. Addresses: ``gs`` of gradients (of type G), ``cs``
     carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``, ``hypers``;
     ``starts`` are :func:`launch.firsts`, the others :func:`launch.coded`. WIDE: four entries of all tensors may be read
     at once. Eight of a half would make another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    index, program = found(starts, COUNT)
-    n_rows = picked(rows, index, COUNT).to(tl.int32)
-    row_numel = picked(columns, index, COUNT).to(tl.int32)
-    g_ptr = picked(gs, index, COUNT).to(tl.pointer_type(G))
-    c_ptr = picked(cs, index, COUNT).to(tl.pointer_type(W))
-    m_ptr = picked(ms, index, COUNT).to(tl.pointer_type(M))
-    u_ptr = picked(us, index, COUNT).to(tl.pointer_type(U))
-    w_ptr = picked(ws, index, COUNT).to(tl.pointer_type(W))
-    norms_ptr = picked(norms, index, COUNT).to(tl.pointer_type(tl.float32))
-    sums_ptr = picked(sums, index, COUNT).to(tl.pointer_type(tl.int64))
+    index, program = found(starts)
+    n_rows = picked(rows, index).to(tl.int32)
+    row_numel = picked(columns, index).to(tl.int32)
+    g_ptr = picked(gs, index).to(tl.pointer_type(G))
+    c_ptr = picked(cs, index).to(tl.pointer_type(W))
+    m_ptr = picked(ms, index).to(tl.pointer_type(M))
+    u_ptr = picked(us, index).to(tl.pointer_type(U))
+    w_ptr = picked(ws, index).to(tl.pointer_type(W))
+    norms_ptr = picked(norms, index).to(tl.pointer_type(tl.float32))
+    sums_ptr = picked(sums, index).to(tl.pointer_type(tl.int64))
     if WIDE:
         g_ptr = tl.multiple_of(g_ptr, G.primitive_bitwidth // 2)
         c_ptr = tl.multiple_of(c_ptr, W.primitive_bitwidth // 2)
@@ -96,7 +93,7 @@ def momentum_kernel(
         u_ptr = tl.multiple_of(u_ptr, U.primitive_bitwidth // 2)
         w_ptr = tl.multiple_of(w_ptr, W.primitive_bitwidth // 2)
         row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
-    hyper_ptr = picked(hypers, index, COUNT).to(tl.pointer_type(tl.float32))
+    hyper_ptr = picked(hypers, index).to(tl.pointer_type(tl.float32))
     one_minus_beta = tl.load(hyper_ptr)
     beta = tl.load(hyper_ptr + 1)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -172,8 +169,14 @@ def momentum_updates(
     )
     examples = (grads[0], out.wide[0], momenta[0], out.updates[0])
     constants: dict[str, Any] = {name: element_type(x) for name, x in zip("GWMU", examples, strict=True)}
-    constants |= {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
-    constants |= {"NESTEROV": nesterov, "WIDEN": grads[0].dtype is not wide, "CARRIED": bool(carried)}
+    constants |= {
+        "GOLDEN": golden,
+        "FACTOR": factor,
+        "num_warps": WARPS,
+        "NESTEROV": nesterov,
+        "WIDEN": grads[0].dtype is not wide,
+        "CARRIED": bool(carried),
+    }
     addends = carried or out.wide  # stand-ins that the kernel does not read
     tensors_of = list(zip(grads, addends, momenta, out.updates, out.wide, out.norms, out.sums, hypers, strict=True))
     aligned = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:5]) for tensors in tensors_of]
@@ -184,7 +187,7 @@ def momentum_updates(
             row_counts = [tensors[5].numel() for tensors in chunk]
             columns = [tensors[0].shape[-1] for tensors in chunk]
             pointers = [coded(xs, MOST) for xs in zip(*chunk, strict=True)]
-            programs = [ceildiv(n, ROWS) for n in row_counts]
+            programs = [ceildiv(n, ROWS.value) for n in row_counts]
             arguments = (*pointers, firsts(programs, MOST), coded(row_counts, MOST), coded(columns, MOST))
             settings = constants | {"WIDE": reads_wide, "maxnreg": REGISTERS[reads_wide]}
             Launch(momentum_kernel, sum(programs), chunk[0][0], arguments, settings).run()

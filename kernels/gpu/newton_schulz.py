@@ -29,7 +29,6 @@ class Products(Aten):
     processors: int
 
     def outer(self, x: Tensor) -> Tensor:
-        """Return ``x xᵀ``, [b, k, k], new."""
         return self.symmetric(x, None)
 
     def symmetric(
@@ -58,7 +57,6 @@ class Products(Aten):
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """Return ``left right + beta plus``, [b, k, l], in ``out`` where given, else new."""
         if out is None:
             matrices, rows, cols = right.shape
             out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
