@@ -141,9 +141,7 @@ class _Marker:
 
     @classmethod
     def of(cls: type[_View], node: Node) -> _View:
-        """View ``node``; TypeError for other targets."""
-        if node.target is not cls.target:
-            raise TypeError(f"node {node} is {node.target}, not {cls.target}")
+        """View ``node``, a call of this marker."""
         *inputs, text = node.args
         return cls(node, ParamSpec.decode(cast("str", text)), *inputs)
 

@@ -54,9 +54,6 @@ def lacks_compiler(error: BaseException) -> Exception | None:
     return error if isinstance(error, InvalidCxxCompiler) else None
 
 
-PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
-
-
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Run Inductor's graph compiler, joint passes and AOTAutograd included."""
     from torch._inductor.compile_fx import compile_fx as implementation
@@ -157,7 +154,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
 class Partitioner(CustomPartitionerFn):
     """A partition function for ``config.custom_partitioner_fn``; ``identity`` keys Inductor's caches."""
 
-    def __init__(self, function: PartitionFunction | None, identity: bytes) -> None:
+    def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]] | None, identity: bytes) -> None:
         self._function = function
         self._identity = identity
 
@@ -424,14 +421,9 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def transforming() -> bool:
-    """Whether a ``torch.func`` transform (grad, jvp, vmap, ...) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Return a context that hides computations from ``torch.func`` transforms: results are constants to them."""
-    if not transforming():
+    if torch._C._functorch.peek_interpreter_stack() is None:  # none is active
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

@@ -25,10 +25,6 @@ def called(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _is_to_local(node: Node) -> bool:
-    return "to_local" in called(node)
-
-
 def _returns_views(gm: GraphModule) -> bool:
     """Whether two results of Dynamo's graph share memory."""
     (results,) = gm.graph.output_node().args
@@ -41,7 +37,7 @@ def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
     must, positions = _returns_views(gm), []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
-        local = [user for user in users if _is_to_local(user) and user.args == (node,)]
+        local = [user for user in users if "to_local" in called(user) and user.args == (node,)]
         if not isinstance(example_value(node), DTensor) or not users or len(local) < len(users):
             continue
         # Where AOTAutograd would refuse the graph, shards that the model's own code reads are replaced too.

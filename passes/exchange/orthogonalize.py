@@ -15,7 +15,7 @@ owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
 ========== ======= ======================================== ========================================
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -30,11 +30,6 @@ from ..record import Alike, call
 from .local import local
 from .matrices import MethodInputs, wire_dtype
 from .owner import owner
-
-_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[MethodInputs]], list[Tensor]]
-
-#: by name in ``MuonSpec.exchange``: (updates, specs, owners, inputs) -> directions
-STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
 def route(spec: ParamSpec) -> tuple[object, ...]:
@@ -95,7 +90,8 @@ def orthogonalize_group(
             zip(all_graph_scalars, specs, states or [()] * len(specs), strict=True)
         )
     ]
-    directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
+    strategy = local if specs[0].muon_settings.exchange == "local" else owner
+    directions = strategy(updates, specs, owners, inputs)
     return [*directions, *(new for each in inputs for new in each.new_states)]
 
 

@@ -1,18 +1,54 @@
-"""Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``.
+"""Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``, and ``lift`` for shards in host memory.
 
 Inductor would generate one kernel for every copy into and out of a bucket, since offsets differ: five times as many as
 a 12-layer model has kernels of its own. An op is one batched copy, and kernels of equal layers stay equal: they are
 compiled once.
+
+With ``offload_param``, shards are CUDA tensors whose memory is pinned host memory (unified addressing), which a GPU
+reads and writes over its link: optimizers, checkpoints and weight averages need no special case. A gather, which reads
+its shards at every use of the weights, reads copies that the copy engine makes ahead.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..language.spec import decode_dtype, encode_dtype
 from ..operators import operator
-from .lift import land
+
+_ARRIVED = "_muon_zero_arrived"
+
+
+@cache
+def _copies(device: torch.device) -> torch.Stream:
+    """Return the one stream of the device on which all copies of shards queue up."""
+    return torch.Stream(device)
+
+
+def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
+    copies = _like(shards)
+    if not shards[0].is_cuda:
+        return [out.copy_(shard) for out, shard in zip(copies, shards, strict=True)]
+    stream = _copies(shards[0].device)
+    # The allocator may reuse memory that queued kernels still read, and the step may still be writing the shards.
+    stream.wait_event(torch.accelerator.current_stream(shards[0].device).record_event())
+    with stream:
+        for out, shard in zip(copies, shards, strict=True):
+            out.copy_(shard, non_blocking=True)
+        arrived = stream.record_event()
+    for out in copies:
+        setattr(out, _ARRIVED, arrived)
+    return copies
+
+
+def _like(shards: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
+
+
+#: ``lift(shards)``: copies on the device, still under way at return. Only ``pack`` may read them, as it waits.
+LIFT = operator("lift(Tensor[] shards) -> Tensor[]", _lift, _like, calls_python=True)
 
 
 def _rows(x: Tensor, world: int, width: int) -> Tensor:
@@ -25,7 +61,8 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
 
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
-    land(xs)
+    for arrived in {event for x in xs if (event := getattr(x, _ARRIVED, None)) is not None}:
+        torch.accelerator.current_stream(xs[0].device).wait_event(arrived)
     # cat casts while it copies: one pass over the tensors.
     torch.cat([_rows(x, world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)

@@ -2,7 +2,7 @@
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ class Holder(Protocol):
 
     def reducing(self) -> AbstractContextManager[object]:
         """Return the context in which a backward outside of this backend's graphs reduces."""
-
-
-_Holder = TypeVar("_Holder", bound=Holder)
 
 
 def hold(state: Tensor, holder: Holder) -> None:

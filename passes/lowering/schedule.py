@@ -36,7 +36,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
-from ..exchange.lift import LIFT
+from ..exchange.packing import LIFT
 from ..language.holder import FETCH
 from ..language.work import Category, Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext

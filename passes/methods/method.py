@@ -101,11 +101,7 @@ class Method:
 
     def has(self, rate: str) -> bool:
         """Tell whether the method's groups hold a rate of this name."""
-        return rate in self._names
-
-    @functools.cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(rate.name for rate in self.rates)
+        return any(each.name == rate for each in self.rates)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from compile_muon.offload.store import Bucket
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
-from compile_muon.passes.exchange.lift import LIFT
+from compile_muon.passes.exchange.packing import LIFT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
