@@ -146,11 +146,12 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
         flat = torch.empty(4096, dtype=dtype)
         half = torch.empty(4096, dtype=torch.bfloat16)
         for about, params, updates in (("", flat, half), (" unaligned", flat[1:], half[1:])):
-            launch = apply.launch(
-                [params], [updates], lr=torch.empty(()), weight_decay=0.1, scales=[1.0],
-                averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
-            )  # fmt: skip
-            yield f"apply {_name(dtype)}{about}", launch
+            with noting(params.device) as launched:
+                apply.apply_updates(
+                    [params], [updates], lr=torch.empty(()), weight_decay=0.1, scales=[1.0],
+                    averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
+                )  # fmt: skip
+            yield f"apply {_name(dtype)}{about}", launched[0]
     yield from _examined()
 
 
@@ -184,7 +185,7 @@ def _name(dtype: torch.dtype) -> str:
 def measure(architecture: str, name: str, launch: Launch) -> Resources:
     """Compile a launch for ``architecture``; replaces Triton's active driver, so this process can launch nothing."""
     triton.runtime.driver.set_active(NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
-    compiled = launch.compile()
+    compiled = launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()

@@ -14,12 +14,13 @@ output.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from compile_muon.passes.formulas import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows
+from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 
 BFLOAT16, FLOAT32 = 2, 4
 
@@ -119,10 +120,11 @@ def cost(model: Model, mesh: Mesh, stage: int, over: str = "shard", tokens: int 
         sent += _weight_traffic(weight, mesh, stage, over)
     pairs = 2 * len(model.layers) + 1  # attention and MLP of each layer; embedding and head
     mixtures = sum(any(weight.experts for weight in layer) for layer in model.layers)
-    # Ranks along ``tensor`` all work on the tokens of all of them.
-    size = {"tokens": tokens * mesh.tensor, "hidden": model.hidden, "itemsize": BFLOAT16}
-    sent["tensor", "activations"] += round(pairs * activation_bytes("tensor_pair", ranks=mesh.tensor, **size))
-    dispatched = activation_bytes("dispatch", ranks=mesh.expert, slots=max(model.slots, 1), **size)
+    # Ranks along ``tensor`` all work on the tokens of all of them. A pair of column-wise and row-wise parallel matrices
+    # takes an all-reduce of its output and one of its input's gradient; experts get tokens and send them back, twice.
+    activations = 4 * tokens * mesh.tensor * model.hidden * BFLOAT16
+    sent["tensor", "activations"] += round(pairs * activations * (mesh.tensor - 1) / mesh.tensor)
+    dispatched = activations * max(model.slots, 1) * (mesh.expert - 1) / mesh.expert
     sent["expert", "dispatch"] += round(mixtures * dispatched)
     layer = max(sum(_here(weight, mesh).numel for weight in layer) for layer in model.layers)
     return Cost(kept_bytes, layer * BFLOAT16, sent)
@@ -145,14 +147,19 @@ def _rows(weight: Weight, mesh: Mesh, over: str) -> tuple[int, int, int, bool]:
     return rows, row, shards, over == "all" and mesh.replicate > 1 and shards > 1
 
 
+def _padded(rows: int, shards: int, replicas: int = 1) -> int:
+    """Return ``rows`` with padding: equally many for each shard, and for each of ``replicas`` that cut its slice."""
+    return math.ceil(math.ceil(rows / shards) / replicas) * shards * replicas
+
+
 def _kept(weight: Weight, mesh: Mesh, stage: int, over: str) -> float:
     rows, row, shards, over_all = _rows(weight, mesh, over)
     state = 1 if weight.muon else 2  # momentum; both of Adam's moments
-    slices = padded_rows(rows, shards=shards) / shards
+    slices = _padded(rows, shards) / shards
     pieces = slices
     if over_all:
         ranks = shards * mesh.replicate
-        pieces = padded_rows(rows, shards=shards, replicas=mesh.replicate, state_over_all=True) / ranks
+        pieces = _padded(rows, shards, mesh.replicate) / ranks
     nbytes = pieces * row * FLOAT32 * (2 + state)
     if stage < 3:
         return nbytes + rows * row * BFLOAT16
@@ -165,9 +172,9 @@ def _weight_traffic(weight: Weight, mesh: Mesh, stage: int, over: str) -> Counte
     inner = ("shard",) if weight.experts else ("shard", "expert")
     names = {"shard": mesh.name(*inner), "replicate": "replicate"}
     # Slices are padded to a multiple of the ranks of ``shard``, their pieces to one of the ranks of ``replicate``.
-    rows_over = {"shard": padded_rows(rows, shards=shards)}
+    rows_over = {"shard": _padded(rows, shards)}
     size = {"shards": shards, "replicas": mesh.replicate}
-    rows_over["replicate"] = padded_rows(rows, **size, state_over_all=True) if over_all else rows_over["shard"]
+    rows_over["replicate"] = _padded(rows, shards, mesh.replicate) if over_all else rows_over["shard"]
 
     def send(collective: str, purpose: str) -> None:
         for axis, padded in rows_over.items():

@@ -36,8 +36,6 @@ from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
 from compile_muon.weights.pretrained import saves_whole
 
-__all__ = ["OptimizerParts", "assemble", "warn_of_half_masters"]
-
 
 @dataclass(frozen=True, eq=False)
 class OptimizerParts:

@@ -56,8 +56,6 @@ from compile_muon.passes.torch_private import (
 )
 from compile_muon.progress import compiling
 
-__all__ = ["compile_frame", "muon_zero"]
-
 #: of the partitioner in Inductor's cache keys: another list of passes makes other graphs
 _IDENTITY = f"muon_zero {GraphKind.__module__} {[p.name for p in (*JOINT_PASSES, *LOWERING_PASSES)]}".encode()
 

@@ -22,8 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Check", "Verdict", "diagnose", "run"]
-
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 #: minor version of the newest tested torch; a test compares README, the policy and the limits with it

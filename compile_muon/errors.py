@@ -12,30 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_muon.passes.errors import MuonZeroError, PassContractError, VerificationError
-
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DamagedError",
-    "LedgerError",
-    "MuonZeroError",
-    "MuonZeroWarning",
-    "NonFiniteError",
-    "OffloadError",
-    "PassContractError",
-    "PeerError",
-    "UnsupportedModelError",
-    "VerificationError",
-    "config_error",
-    "join_errors",
-    "listed",
-    "raise_all",
-    "printable",
-    "shortened",
-    "shown",
-    "warn_user",
-]
+from compile_muon.passes.errors import MuonZeroError
 
 #: Packages whose frames `warn_user` skips; ours is known by its module name, wherever its folders are.
 _LIBRARIES = {"compile_muon", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "torchtitan"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["folded"]
-
 _Same = TypeVar("_Same", bound=Hashable)
 
 

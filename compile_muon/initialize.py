@@ -19,8 +19,6 @@ from compile_muon.launched import at_exit, begin_group
 from compile_muon.model.support import check_is_module
 from compile_muon.optimizer import MuonZero
 
-__all__ = ["compile_in_place", "initialize"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from compile_muon.errors import config_error
 
-__all__ = ["at_exit", "begin_group"]
-
 #: variables of a rank, of the number of ranks, of the rank among those of its host, and of their number
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun

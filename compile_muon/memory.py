@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from compile_muon.engine.sharded_param import ShardedParam
     from compile_muon.engine.state_provider import StateProvider
 
-__all__ = ["BudgetError", "FrameMemory", "auto_limit", "mesh_axes", "resident_bytes"]
-
 #: ``(joint graph with markers, context) -> (forward, backward)``
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 

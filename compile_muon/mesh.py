@@ -22,8 +22,6 @@ from compile_muon.passes.language.layout import Axis, Layout
 from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 
-__all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "data_places", "resolve_mesh", "target_device"]
-
 _NAMES = ("replicate", "shard", "sequence", "expert", "tensor")
 _DIVIDE = "give a size that divides the ranks along shard"
 #: variables with the number of processes under torchrun, SLURM, Open MPI and other MPIs

@@ -50,8 +50,6 @@ from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, tak
 from compile_muon.passes.collectives import Traffic
 from compile_muon.summary import Summary, summarize
 
-__all__ = ["MuonZero"]
-
 
 class MuonZero(Optimizer):
     """Shards ``model`` in place (ZeRO stage 0 to 3) and optimizes it with Muon and AdamW.

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from compile_muon.passes.torch_private import inductor_cache
 
-__all__ = ["Compilation", "Work", "compiling", "is_first_rank", "underway"]
-
 _log = logging.getLogger("compile_muon")
 _PAUSES = (5.0, 15.0, 30.0, 60.0)  # seconds ahead of each line; the last repeats
 

@@ -23,8 +23,6 @@ from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Row", "Summary", "summarize"]
-
 
 @dataclass(frozen=True)
 class Row:

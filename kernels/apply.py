@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from .dispatch import triton_kernels
 from .momentum import Averages
 
-__all__ = ["average", "may_launch", "muon_apply", "not_traced"]
-
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -6,8 +6,6 @@ import torch
 
 from .stability import Triple
 
-__all__ = ["AUTO_LIMIT", "MEMORY_LIMIT", "Plan"]
-
 MEMORY_LIMIT = 2**30
 #: tells the operator to take MEMORY_LIMIT, or as many bytes as the graph around it has room for
 AUTO_LIMIT = -1

@@ -37,8 +37,6 @@ from .stability import (
     survives_rounding,
 )
 
-__all__ = ["COEFFICIENTS", "MIRRORED", "CoefficientSet", "resolve_coefficients"]
-
 MAX_STEPS = 99  # torch.optim.Muon's limit
 DEFAULT_STEPS = 5  # of one bare triple, which has no length of its own
 

@@ -17,17 +17,6 @@ from .call_plan import Plan
 from .coefficients import CoefficientSet
 from .operations import gram_flops, standard_flops
 
-__all__ = [
-    "BACKENDS",
-    "FORMS",
-    "admissible_form",
-    "chosen_form",
-    "check_backend",
-    "orthogonalize",
-    "resolve_dtype",
-    "symmetric_kernels",
-]
-
 BACKENDS = ("auto", "aten", "triton")
 FORMS = ("auto", "standard", "gram")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}

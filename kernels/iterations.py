@@ -36,8 +36,6 @@ from typing import Protocol, TypeVar
 from .coefficients import MIRRORED
 from .stability import Triple
 
-__all__ = ["FORMS", "Products", "gram", "standard"]
-
 # an operand of a product: a tensor [..., k, l] of matrices of one shape, or a list's matrices of several
 M = TypeVar("M")
 
@@ -48,24 +46,17 @@ class Products(Protocol[M]):
     def outer(self, x: M) -> M:
         """Return ``x xᵀ``, new."""
 
-    def symmetric(self, left: M, right: M, *, plus: M, beta: float, alpha: float = 1.0) -> M:
-        """Return ``alpha left right + beta plus``, new. Operands are symmetric, and up to rounding the result: one
-        triangle may be computed and mirrored."""
+    def symmetric(
+        self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
+    ) -> M:
+        """Return ``alpha left right + beta plus + gamma I``, new, rounded once; γ with a summand alone. Operands are
+        symmetric, and up to rounding the result: one triangle may be computed and mirrored."""
 
     def general(self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, out: M | None = None) -> M:
         """Return ``left right + beta plus``, in ``out`` where given, else new."""
 
     def add_to_diagonal(self, x: M, a: float) -> None:
         """Add ``aI`` to ``x``, k × k, in place."""
-
-
-class Folding(Protocol[M]):
-    """The products of the folded form: F = aI + bR + cR² is one, and the others have no summand."""
-
-    def symmetric(
-        self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, alpha: float = 1.0, gamma: float = 0.0
-    ) -> M:
-        """Return ``alpha left right + beta plus + gamma I``, new, rounded once, as ``Products.symmetric``."""
 
 
 def standard(
@@ -75,21 +66,17 @@ def standard(
     products: Products[M],
     *,
     out: M | None = None,
-    folding: Folding[M] | None = None,
+    folded: bool = False,
 ) -> M:
     """Return ``steps`` (a, b, c) of Newton-Schulz as it is defined, in ``out`` or new.
 
     ``x``: normalized k × l matrices with k ≤ l, unmodified. ``restarts``, for the gram form alone: numbers of steps
-    after which a segment begins. ``out`` has any strides and shares no memory with ``x``. ``folding``: makes the steps
-    folded; None for products with summands.
+    after which a segment begins. ``out`` has any strides and shares no memory with ``x``.
     """
     for i, (a, b, c) in enumerate(steps):
-        A = products.outer(x)
+        Z = _factor(products.outer(x), (a, b, c), products, folded=folded)
         step_out = out if i + 1 == len(steps) else None
-        if folding is None:
-            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=step_out)
-        else:
-            x = products.general(folding.symmetric(A, A, plus=A, beta=b, alpha=c, gamma=a), x, out=step_out)
+        x = products.general(Z, x, plus=None if folded else x, beta=0.0 if folded else a, out=step_out)
     return x
 
 
@@ -100,48 +87,38 @@ def gram(
     products: Products[M],
     *,
     out: M | None = None,
-    folding: Folding[M] | None = None,
+    folded: bool = False,
 ) -> M:
     """Return the same polynomial, iterated on k × k matrices between restarts; arguments as for :func:`standard`."""
+    mirrored = folded and MIRRORED.issuperset(steps)
     for start, stop in pairwise((0, *restarts, len(steps))):
-        segment = steps[start:stop]
-        if folding is None:
-            Q = _segment(products.outer(x), segment, products)
-        else:
-            Q = _folded(products.outer(x), segment, products, folding, mirrored=MIRRORED.issuperset(steps))
+        Q = _segment(products.outer(x), steps[start:stop], products, folded=folded, mirrored=mirrored)
         x = products.general(Q, x, out=out if stop == len(steps) else None)
     return x
 
 
-def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
+def _factor(R: M, step: Triple, products: Products[M], *, folded: bool) -> M:
+    """Return Z = bR + cR², or ``folded`` F = aI + Z."""
+    a, b, c = step
+    return products.symmetric(R, R, plus=R, beta=b, alpha=c, gamma=a if folded else 0.0)
+
+
+def _segment(R: M, steps: Sequence[Triple], products: Products[M], *, folded: bool, mirrored: bool) -> M:
     """Return Q after these steps, from R = XXᵀ and Q = I; the module's docstring has the order of the factors."""
     Q: M | None = None
     for i, (a, b, c) in enumerate(steps):
-        Z = products.symmetric(R, R, plus=R, beta=b, alpha=c)
+        Z, beta = _factor(R, (a, b, c), products, folded=folded), 0.0 if folded else a
         if i + 1 < len(steps):
-            S = products.symmetric(R, Z, plus=R, beta=a)
-            R = products.symmetric(Z, S, plus=S, beta=a)
+            S = products.symmetric(R, Z, plus=None if folded else R, beta=beta)
+            R = products.symmetric(Z, S, plus=None if folded else S, beta=beta)
         if Q is None:  # Q was I: aI + Z without a product, in Z's own memory
             Q = Z
-            products.add_to_diagonal(Q, a)
+            if not folded:
+                products.add_to_diagonal(Q, a)
+        elif mirrored:
+            Q = products.symmetric(Z, Q)
         else:
-            Q = products.general(Z, Q, plus=Q, beta=a)
-    assert Q is not None
-    return Q
-
-
-def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M], *, mirrored: bool) -> M:
-    """Return Q as :func:`_segment` does, with F for aI + Z."""
-    Q: M | None = None
-    for i, (a, b, c) in enumerate(steps):
-        F = folding.symmetric(R, R, plus=R, beta=b, alpha=c, gamma=a)
-        if i + 1 < len(steps):
-            S = folding.symmetric(R, F)
-            R = folding.symmetric(F, S)
-        if Q is None:
-            Q = F
-        else:
-            Q = folding.symmetric(F, Q) if mirrored else products.general(F, Q)
+            Q = products.general(Z, Q, plus=None if folded else Q, beta=beta)
     assert Q is not None
     return Q
 

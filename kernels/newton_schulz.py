@@ -11,8 +11,6 @@ from .coefficients import CoefficientsLike, resolve_coefficients
 from .dispatch import admissible_form, check_backend, resolve_dtype
 from .ops import arguments, newton_schulz_op
 
-__all__ = ["make_plan", "newton_schulz", "newton_schulz_list"]
-
 
 def newton_schulz(
     x: Tensor,

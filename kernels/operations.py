@@ -8,8 +8,6 @@ symmetric ones, equal at α = 4/3. A second restart makes gram 12α + 22 and 9α
 
 from typing import Any
 
-__all__ = ["gram_flops", "standard_flops"]
-
 
 def standard_flops(k: Any, l: Any, steps: Any, *, symmetric: bool = False) -> Any:  # noqa: E741
     """Count the standard form: per step the symmetric A = XXᵀ (2k²l) and A² (2k³), and BX (2k²l)."""

@@ -24,8 +24,6 @@ from .dispatch import DTYPES, chosen_form, orthogonalize
 from .operations import gram_flops, standard_flops
 from .reference import summed_in_float32
 
-__all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
-
 OpArguments = tuple[list[float], str, str, float, float, list[int], str, int, list[Tensor]]
 
 
@@ -70,26 +68,15 @@ def _(info, in_dims, xs, *plan):  # type: ignore[no-untyped-def]
 
 
 @register_flop_formula(torch.ops.muon_zero.newton_schulz)
-def newton_schulz_flops(
-    xs_shapes: Sequence[Sequence[int]],
-    coefficients: Sequence[float],
-    method: str,
-    dtype: str,
-    eps: float,
-    safety: float,
-    restarts: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
+def newton_schulz_flops(xs_shapes: Sequence[Sequence[int]], *plan: Any, **_: Any) -> int:
     """Count dense matrix products only, as torch's flop_counter does for other operators."""
-    settings = (len(coefficients) // 3, method, len(restarts))
-    return sum(math.prod(batch) * _matrix_flops(m, n, *settings) for *batch, m, n in xs_shapes)
-
-
-def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:
-    k, l = min(m, n), max(m, n)  # noqa: E741
-    gram = chosen_form(method, m, n, steps, restarts) == "gram"
-    return gram_flops(k, l, steps, restarts) if gram else standard_flops(k, l, steps)
+    steps, method, restarts = len(plan[0]) // 3, plan[1], len(plan[5])
+    flops = 0
+    for *batch, m, n in xs_shapes:
+        k, l = sorted((m, n))  # noqa: E741
+        gram = chosen_form(method, m, n, steps, restarts) == "gram"
+        flops += math.prod(batch) * (gram_flops(k, l, steps, restarts) if gram else standard_flops(k, l, steps))
+    return flops
 
 
 def arguments(plan: Plan) -> OpArguments:

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from .call_plan import Plan
-from .iterations import FORMS, Folding, Products
-
-__all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize", "summed_in_float32"]
+from .iterations import FORMS, Products
 
 
-def orthogonalize(
-    x: Tensor, plan: Plan, products: Products[Tensor] | None = None, folding: Folding[Tensor] | None = None
-) -> Tensor:
+def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None, *, folded: bool = False) -> Tensor:
     """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".
 
     The result is a new contiguous tensor of x's shape in ``plan.dtype``.
@@ -30,8 +26,7 @@ def orthogonalize(
         x = normalize_as_torch_muon(x, eps=plan.eps, safety=plan.safety)
     else:
         x = normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-    products = Aten() if products is None else products
-    x = FORMS[plan.method](x, plan.steps, plan.restarts, products, folding=folding)
+    x = FORMS[plan.method](x, plan.steps, plan.restarts, products or Aten(), folded=folded)
     return x.mT.clone(memory_format=torch.contiguous_format) if tall else x
 
 
@@ -68,8 +63,23 @@ class Aten:
     def outer(self, x: Tensor) -> Tensor:
         return x @ x.mT
 
-    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        return _fused(plus)(plus, left, right, beta=beta, alpha=alpha)
+    def symmetric(
+        self,
+        left: Tensor,
+        right: Tensor,
+        *,
+        plus: Tensor | None = None,
+        beta: float = 0.0,
+        alpha: float = 1.0,
+        gamma: float = 0.0,
+    ) -> Tensor:
+        if plus is None:
+            return left @ right
+        if not gamma:
+            return _fused(plus)(plus, left, right, beta=beta, alpha=alpha)
+        whole = _fused(plus)(plus.float(), left.float(), right.float(), beta=beta, alpha=alpha)
+        self.add_to_diagonal(whole, gamma)
+        return whole.to(plus.dtype)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None

@@ -23,18 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "Precision",
-    "Triple",
-    "amplification",
-    "choose_restarts",
-    "factors_are_accurate",
-    "survives_rounding",
-]
-
 Triple = tuple[float, float, float]
 
 

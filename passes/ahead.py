@@ -4,8 +4,6 @@ The operators of Newton-Schulz, fingerprints and momentum name their kernels: ru
 launches. Without workers, or for a kernel that they failed to compile, the first launch compiles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +21,6 @@ from compile_muon.kernels.ops import plan_of
 from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kernel
 from compile_muon.passes.momentum import MOMENTUM_UPDATES, make_updates
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
-
-__all__ = ["compile_launches", "kernels_ahead", "kernels_of"]
 
 #: seconds to wait for workers; kernels that are missing then are compiled by their first launch
 _PATIENCE = 300.0

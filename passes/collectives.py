@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +15,6 @@ from .language.layout import Axis
 from .language.work import Category, work_of
 from .pipeline import tensor_value
 from .torch_private import expected_size, group_named
-
-__all__ = [
-    "Traffic",
-    "axis_of_group",
-    "bytes_received",
-    "bytes_sent",
-    "collectives",
-    "is_collective",
-    "is_hop",
-    "is_wait",
-    "matrices",
-    "measure_traffic",
-]
 
 _c10d = torch.ops._c10d_functional
 _KINDS = {
@@ -90,9 +77,8 @@ class Traffic:
 
 
 def _sums(left: tuple[tuple[str, int], ...], right: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    counts = dict(left)
-    for name, number in right:
-        counts[name] = counts.get(name, 0) + number
+    counts = Counter(dict(left))
+    counts.update(dict(right))
     return tuple(sorted(counts.items()))
 
 
@@ -102,18 +88,18 @@ def _size(size: Any) -> int:
 
 
 def _sent(node: Node, kind: str, axis: Axis) -> float:
-    value = tensor_value(node.args[0])
     if kind == "all_to_all":
-        sizes = [_size(size) for peer, size in enumerate(node.args[2]) if peer != axis.index]
-        return sum(sizes) * math.prod(_size(size) for size in value.shape[1:]) * value.element_size()
-    nbytes = math.prod(_size(size) for size in value.shape) * value.element_size()
-    if kind == "all_gather":
-        return nbytes * (axis.size - 1)
-    if kind == "reduce_scatter":
-        return nbytes * (axis.size - 1) / axis.size
-    if kind == "all_reduce":
-        return 2 * nbytes * (axis.size - 1) / axis.size
-    raise ValueError(f"no formula for {kind}")
+        return _beyond(node, node.args[2], axis)
+    value = tensor_value(node.args[0])
+    others = math.prod(map(_size, value.shape)) * value.element_size() * (axis.size - 1)
+    return {"all_gather": others, "reduce_scatter": others / axis.size, "all_reduce": 2 * others / axis.size}[kind]
+
+
+def _beyond(node: Node, splits: Sequence[Any], axis: Axis) -> int:
+    """Bytes of the ``splits`` of an all-to-all that are other ranks'."""
+    value = tensor_value(node.args[0])
+    rows = sum(_size(size) for peer, size in enumerate(splits) if peer != axis.index)
+    return rows * math.prod(map(_size, value.shape[1:])) * value.element_size()
 
 
 def axis_of_group(name: str) -> Axis:
@@ -134,9 +120,7 @@ def bytes_sent(node: Node, kind: str, axis: Axis | None = None) -> int:
 
 def bytes_received(node: Node, axis: Axis) -> int:
     """Bytes that this rank receives in an all-to-all; the splits in and out may differ."""
-    sizes = [_size(size) for peer, size in enumerate(node.args[1]) if peer != axis.index]
-    value = tensor_value(node.args[0])
-    return sum(sizes) * math.prod(_size(size) for size in value.shape[1:]) * value.element_size()
+    return _beyond(node, node.args[1], axis)
 
 
 def matrices(node: Node) -> int:

@@ -21,19 +21,6 @@ from .language.spec import MuonSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "COLLECTIVES",
-    "Costs",
-    "Link",
-    "Protocol",
-    "Table",
-    "exchange_start",
-    "gather_start",
-    "interpolated",
-    "owned_work",
-    "reduce_start",
-]
-
 #: kinds of :meth:`Costs.collective_seconds`, as :mod:`.collectives` counts them
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -284,8 +271,8 @@ def reduce_start(layout: Layout, costs: Costs) -> int:
 
 
 def _start(layout: Layout, costs: Costs, collective: str, over_shard: str) -> int:
-    """Return the largest start, in bytes of full tensors, over the axes of ``collective``, a key of
-    :data:`~.formulas.WEIGHT_BYTES`; ``over_shard`` is the kind of its collective along ``shard``."""
+    """Return the largest start, in bytes of full tensors, over the axes of ``collective``, a name in
+    :mod:`~.formulas`; ``over_shard`` is the kind of its collective along ``shard``."""
     shards, replicas = layout.shard.size, layout.replicate.size
     # Ranks are numbered row-major: neighbours along a data-parallel axis are this far apart.
     stride = layout.expert.size * layout.tensor.size

@@ -1,7 +1,5 @@
 """Traffic of markers that run eagerly, counted like that of graphs."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
@@ -13,8 +11,6 @@ from .exchange import transfers
 from .language.spec import ParamSpec, decode_dtype
 from .language.work import Category, Work, note_work
 from .torch_private import unobserved
-
-__all__ = ["traffic_of_gather", "traffic_of_reduction"]
 
 
 @lru_cache(maxsize=4096)

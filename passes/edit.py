@@ -1,7 +1,5 @@
 """Edits of graphs that several passes need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,8 +9,6 @@ from .language.work import Work, note_work
 from .pipeline import tensor_value
 from .record import Alike, record
 from .torch_private import fake_mode_of
-
-__all__ = ["append_inputs", "inline", "insert_outputs", "outputs", "replace"]
 
 
 def replace(gm: GraphModule, node: Node, new: Node) -> None:

@@ -1,7 +1,5 @@
 """Errors that graph passes raise, and the base of every error of compile_muon."""
 
-__all__ = ["MuonZeroError", "PassContractError", "RequestError", "VerificationError"]
-
 
 class MuonZeroError(Exception):
     """Base of every error of compile_muon."""

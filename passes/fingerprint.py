@@ -22,8 +22,6 @@ fingerprints of a list in one pass and few launches, the same bits.
 ``torch.hash_tensor`` is no substitute: an exclusive or does not see swaps or an even number of equal edits.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -34,25 +32,7 @@ from torch import Tensor
 from compile_muon.kernels.apply import may_launch
 
 from .norms import squares
-
-__all__ = [
-    "EXAMINE",
-    "FINGERPRINT",
-    "FORMULA",
-    "LEAST_ROW",
-    "FINGERPRINT_OF_ROWS",
-    "ROW_SUMS",
-    "by_aten",
-    "fingerprint",
-    "finish_by_kernel",
-    "row_sums",
-]
-
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
-_LIBRARY.define("fingerprint_of_rows(Tensor[] sums) -> Tensor")
-_LIBRARY.define("row_sums(Tensor x) -> Tensor")
-_LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
+from .operators import operator
 
 #: entries that a row has at least: from so many in its last dimension on, a tensor's rows are those of its fingerprint
 LEAST_ROW = 64
@@ -63,13 +43,9 @@ _AT_ONCE = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FACTOR = _signed(0xBF58476D1CE4E5B9)
+# As int64, with the bits of unsigned words.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 #: the formula's numbers, as the kernels take them
 FORMULA = {"golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
 
@@ -136,32 +112,24 @@ def _finish(sums: Sequence[Tensor]) -> Tensor:
     return torch.stack([running[end] for end in itertools.accumulate(sizes, initial=0)]).diff()
 
 
-@torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if all(map(gpu.supports, xs)):
+        if all(x.is_contiguous() for x in xs):
             return gpu.fingerprint(list(map(_as_rows, xs)), **FORMULA)
     return by_aten(xs)
 
 
-@torch.library.impl(_LIBRARY, "fingerprint_of_rows", "CompositeExplicitAutograd")
 def _fingerprint_of_rows(sums: Sequence[Tensor]) -> Tensor:
     return finish_by_kernel(sums) if may_launch(list(sums)) else _finish(sums)
 
 
-@torch.library.impl(_LIBRARY, "row_sums", "CompositeExplicitAutograd")
-def _row_sums(x: Tensor) -> Tensor:
-    return row_sums(x)
-
-
-@torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
 def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
-        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.supports, xs)):
+        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(x.is_contiguous() for x in xs):
             return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **FORMULA)
     return _fingerprint(xs), squares(xs)
 
@@ -184,35 +152,25 @@ def by_aten(xs: Sequence[Tensor]) -> Tensor:
     return _finish([_row_sums_in_parts(x) for x in xs])
 
 
-@torch.library.register_fake("muon_zero::fingerprint", lib=_LIBRARY)
-def _(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0].new_empty(len(xs), dtype=torch.int64)
+def _one_each(xs: Sequence[Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    return xs[0].new_empty(len(xs), dtype=dtype)
 
 
-@torch.library.register_fake("muon_zero::fingerprint_of_rows", lib=_LIBRARY)
-def _(sums: Sequence[Tensor]) -> Tensor:
-    return sums[0].new_empty(len(sums))
-
-
-@torch.library.register_fake("muon_zero::row_sums", lib=_LIBRARY)
-def _(x: Tensor) -> Tensor:
+def _one_a_row(x: Tensor) -> Tensor:
     words = max(1, x.element_size() // 4)
     shape = (*x.shape[:-1], x.shape[-1] * words)
     return x.new_empty(-(-math.prod(shape) // _columns(shape)), dtype=torch.int64)
 
 
-@torch.library.register_fake("muon_zero::examine", lib=_LIBRARY)
-def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return xs[0].new_empty(len(xs), dtype=torch.int64), xs[0].new_empty(len(xs), dtype=torch.float32)
-
-
-FINGERPRINT = torch.ops.muon_zero.fingerprint.default
+FINGERPRINT = operator("fingerprint(Tensor[] xs) -> Tensor", _fingerprint, _one_each)
 #: of tensors whose :func:`row_sums` it is given
-FINGERPRINT_OF_ROWS = torch.ops.muon_zero.fingerprint_of_rows.default
+FINGERPRINT_OF_ROWS = operator("fingerprint_of_rows(Tensor[] sums) -> Tensor", _fingerprint_of_rows, _one_each)
 #: :func:`row_sums` as one node, until the gradients are lowered
-ROW_SUMS = torch.ops.muon_zero.row_sums.default
+ROW_SUMS = operator("row_sums(Tensor x) -> Tensor", row_sums, _one_a_row)
 #: the fingerprints of tensors and the squares of their norms, on CUDA in one pass over them
-EXAMINE = torch.ops.muon_zero.examine.default
+EXAMINE = operator(
+    "examine(Tensor[] xs) -> (Tensor, Tensor)", _examine, lambda xs: (_one_each(xs), _one_each(xs, torch.float32))
+)
 
 
 def fingerprint(xs: Sequence[Tensor]) -> Tensor:

@@ -1,13 +1,12 @@
 """The three marker ops: the intermediate language between model and passes.
 
-``unshard`` reads a weight, ``reduce_grad`` is its backward, ``orthogonalize`` turns a gradient into a Muon direction;
-``orthogonalize_with`` does so for methods that keep states at the owners of matrices. Each has an eager implementation
-with real collectives, so that graph breaks and eager training give the same numbers. Optimizer state travels as tensor
-arguments, never as a handle, and static facts as one string (:class:`ParamSpec`).
+``unshard`` reads a weight, ``reduce_grad`` is its backward, ``orthogonalize`` turns a gradient into a Muon direction.
+Each has an eager implementation with real collectives, so that graph breaks and eager training give the same numbers.
+Optimizer state travels as tensor arguments, never as a handle, and static facts as one string (:class:`ParamSpec`).
 
 ``state`` is the momentum of a Muon parameter, else an empty tensor; at run time it identifies the parameter. ``hyper``
 is the fp32 tensor ``(1 - momentum, momentum)``, followed by the rates that the method is given: a tensor, so that
-changing them never recompiles.
+changing them never recompiles. ``states`` are those that the method keeps at the owners of matrices, mostly none.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import ClassVar, TypeVar, cast
 
 import torch
@@ -30,18 +28,6 @@ from .language.holder import holder_of
 from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .pipeline import tensor_value
 from .torch_private import another_fake
-
-__all__ = [
-    "MARKERS",
-    "ORTHOGONALIZE",
-    "ORTHOGONALIZE_WITH",
-    "REDUCE_GRAD",
-    "UNSHARD",
-    "Orthogonalize",
-    "OrthogonalizeWith",
-    "ReduceGrad",
-    "Unshard",
-]
 
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -78,26 +64,14 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
-def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
+def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
     facts = ParamSpec.decode(spec)
-    (direction,) = orthogonalize_group([grad], [state], [hyper], [facts], [0] * len(shares(facts)))
-    return _no_alias(direction, grad, state)
-
-
-@orthogonalize.register_fake
-def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    return grad.new_empty(grad.shape, dtype=decode_dtype(ParamSpec.decode(spec).muon_settings.dtype))
-
-
-@torch.library.custom_op("muon_zero::orthogonalize_with", mutates_args=())
-def orthogonalize_with(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
-    facts = ParamSpec.decode(spec)
-    owners = facts.muon_settings.owners
+    owners = facts.muon_settings.owners or [0] * len(shares(facts))
     results = orthogonalize_group([grad], [state], [hyper], [facts], owners, [states])
     return [_no_alias(each, grad, state, *states) for each in results]
 
 
-@orthogonalize_with.register_fake
+@orthogonalize.register_fake
 def _(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
     dtype = decode_dtype(ParamSpec.decode(spec).muon_settings.dtype)
     return [grad.new_empty(grad.shape, dtype=dtype), *map(torch.empty_like, states)]
@@ -147,19 +121,16 @@ def _orthogonalize_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tens
 
 reduce_grad.register_autograd(_reduce_grad_backward, setup_context=_save_for_gather)
 orthogonalize.register_autograd(_orthogonalize_backward)
-orthogonalize_with.register_autograd(_orthogonalize_backward)
 
 UNSHARD = torch.ops.muon_zero.unshard.default
 REDUCE_GRAD = torch.ops.muon_zero.reduce_grad.default
 ORTHOGONALIZE = torch.ops.muon_zero.orthogonalize.default
-ORTHOGONALIZE_WITH = torch.ops.muon_zero.orthogonalize_with.default
-MARKERS = (UNSHARD, REDUCE_GRAD, ORTHOGONALIZE, ORTHOGONALIZE_WITH)
+MARKERS = (UNSHARD, REDUCE_GRAD, ORTHOGONALIZE)
 
 
 # --- typed views of the markers in a graph: the only code that knows the order of their arguments ---------------------
 
 _View = TypeVar("_View", bound="_Marker")
-_Made = TypeVar("_Made", bound="_GradientMarker")
 
 
 @dataclass(frozen=True)
@@ -170,9 +141,7 @@ class _Marker:
 
     @classmethod
     def of(cls: type[_View], node: Node) -> _View:
-        """View ``node``; TypeError for other targets."""
-        if node.target is not cls.target:
-            raise TypeError(f"node {node} is {node.target}, not {cls.target}")
+        """View ``node``, a call of this marker."""
         *inputs, text = node.args
         return cls(node, ParamSpec.decode(cast("str", text)), *inputs)
 
@@ -194,62 +163,49 @@ class Unshard(_Marker):
 
 
 @dataclass(frozen=True)
-class _GradientMarker(_Marker):
-    grad: Node
-    state: Node
-    graph_scalars: Node
-    dtype: ClassVar[attrgetter[str]]  # of the marker's result
-
-    @classmethod
-    def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec) -> _Made:
-        """Insert a marker at the graph's insertion point."""
-        node = graph.call_function(cls.target, (grad, state, graph_scalars, spec.encode()))
-        like, shape, dtype = tensor_value(grad), spec.layout.local_shape, decode_dtype(cls.dtype(spec))
-        node.meta["val"] = another_fake(like, shape=shape, dtype=dtype)
-        return cls.of(node)
-
-
-class ReduceGrad(_GradientMarker):
+class ReduceGrad(_Marker):
     """A ``reduce_grad`` marker: ``node`` is the piece's gradient, ``spec.layout.local_shape`` in ``spec.dtype``,
     averaged from ``grad``, the gradient of the full weight, ``spec.layout.shape``."""
 
+    grad: Node
+    state: Node
+    graph_scalars: Node
     target = REDUCE_GRAD
-    dtype = attrgetter("dtype")
 
-
-class Orthogonalize(_GradientMarker):
-    """An ``orthogonalize`` marker: ``node`` is the direction, ``spec.layout.local_shape`` in ``spec.muon.dtype``,
-    ``grad`` the shard's averaged gradient, same shape, master dtype, ``state`` the momentum."""
-
-    target = ORTHOGONALIZE
-    dtype = attrgetter("muon_settings.dtype")
+    @classmethod
+    def insert(cls, graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec) -> ReduceGrad:
+        """Insert a marker at the graph's insertion point."""
+        node = graph.call_function(cls.target, (grad, state, graph_scalars, spec.encode()))
+        shape, dtype = spec.layout.local_shape, decode_dtype(spec.dtype)
+        node.meta["val"] = another_fake(tensor_value(grad), shape=shape, dtype=dtype)
+        return cls.of(node)
 
 
 @dataclass(frozen=True)
-class OrthogonalizeWith(_Marker):
-    """An ``orthogonalize_with`` marker in a step graph; ``node`` is the list of the direction and the new states."""
+class Orthogonalize(_Marker):
+    """An ``orthogonalize`` marker: ``node`` is the list of the direction, ``spec.layout.local_shape`` in
+    ``spec.muon.dtype``, and of the new states; ``grad`` is the shard's averaged gradient, ``state`` the momentum."""
 
     grad: Node
     state: Node
     graph_scalars: Node
-    states: tuple[Node, ...]  # that this rank owns, ``[count, a, b]`` each
-    target = ORTHOGONALIZE_WITH
+    states: Sequence[Node]  # that this rank owns, ``[count, a, b]`` each
+    target = ORTHOGONALIZE
 
     @classmethod
     def insert(
-        cls, graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec, states: Sequence[Node]
+        cls, graph: Graph, grad: Node, state: Node, graph_scalars: Node, spec: ParamSpec, states: Sequence[Node] = ()
     ) -> list[Node]:
         """Insert a marker at the graph's insertion point and return the nodes of its results."""
         node = graph.call_function(cls.target, (grad, state, graph_scalars, list(states), spec.encode()))
-        example = tensor_value(grad)
-        direction = example.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
-        node.meta["val"] = [direction, *map(tensor_value, states)]
+        shape, dtype = spec.layout.local_shape, decode_dtype(spec.muon_settings.dtype)
+        node.meta["val"] = [another_fake(tensor_value(grad), shape=shape, dtype=dtype), *map(tensor_value, states)]
         results = [graph.call_function(operator.getitem, (node, place)) for place in range(1 + len(states))]
         for result, value in zip(results, node.meta["val"], strict=True):
             result.meta["val"] = value
         return results
 
     @property
-    def found(self) -> list[Node]:
+    def results(self) -> list[Node]:
         """The nodes of the marker's results: the direction, then the new states."""
         return sorted(self.node.users, key=lambda user: cast("int", user.args[1]))

@@ -13,8 +13,6 @@ as elsewhere, Inductor would fuse each with what makes the gradient: as many byt
 half of the time that a first step took beyond that of AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,14 +26,7 @@ from compile_muon.kernels.momentum import muon_momentum
 from .fingerprint import FORMULA, LEAST_ROW, row_sums
 from .language.spec import ParamSpec, decode_dtype, encode_dtype
 from .methods import matrix_method
-
-__all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "supports", "updates_of"]
-
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define(
-    "momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, Tensor[] carried, bool nesterov, str dtype, str wide)"
-    " -> Tensor[]"
-)
+from .operators import operator
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,7 +44,7 @@ class Updated:
 def supports(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
     """Tell whether the operator takes this gradient: on CUDA with Triton, of a method that averages gradients."""
     method = matrix_method(spec.muon_settings.method)
-    if method.before is not None or method.project is not None or not method.keeps_momentum:
+    if method.before is not None or method.project is not None or not (method.keeps_momentum and method.nesterov):
         return False
     if spec.muon_settings.fetched:
         return False
@@ -86,19 +77,15 @@ def updates_of(
     or none. ``dtype`` is that of the updates.
     """
     results = list(MOMENTUM_UPDATES(grads, momenta, hypers, carried, nesterov, encode_dtype(dtype), encode_dtype(wide)))
-    count = len(grads)
-    updates, results = results[:count], results[count:]
-    wide_grads = list(grads)
-    if grads[0].dtype is not wide:
-        wide_grads, results = results[:count], results[count:]
-    norms, sums = results[:count], results[count:]
+    lists = [results[start : start + len(grads)] for start in range(0, len(results), len(grads))]
+    if grads[0].dtype is wide:
+        lists.insert(1, list(grads))
     return [
-        Updated(update, grad, rows.view(update.shape[:-1]), row_sum)
-        for update, grad, rows, row_sum in zip(updates, wide_grads, norms, sums, strict=True)
+        Updated(update, grad, norms.view(update.shape[:-1]), sums)
+        for update, grad, norms, sums in zip(*lists, strict=True)
     ]
 
 
-@torch.library.impl(_LIBRARY, "momentum", "CompositeExplicitAutograd")
 def make_updates(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -117,10 +104,9 @@ def make_updates(
 
         # A compiler may have padded the rows of what a product wrote.
         dense_grads, dense_momenta, carry = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
-        outputs = gpu.momentum_updates(
+        updates, wide_grads, norms, sums = gpu.momentum_updates(
             dense_grads, dense_momenta, hypers, carry, nesterov=nesterov, dtype=out, wide=full, **FORMULA
         )
-        updates, wide_grads, norms, sums = outputs.updates, outputs.wide, outputs.norms, outputs.sums
     else:
         wide_grads = [grad.to(full) for grad in grads]
         totals = [carry + grad for carry, grad in zip(carried, wide_grads, strict=True)] if carried else wide_grads
@@ -134,8 +120,7 @@ def make_updates(
     return [*updates, *widened, *norms, *sums]
 
 
-@torch.library.register_fake("muon_zero::momentum", lib=_LIBRARY)
-def _(grads, momenta, hypers, carried, nesterov, dtype, wide):  # type: ignore[no-untyped-def]
+def _fake(grads, momenta, hypers, carried, nesterov, dtype, wide):  # type: ignore[no-untyped-def]
     def like(dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(grad.shape, dtype=dtype, device=grad.device) for grad in grads]
 
@@ -145,4 +130,9 @@ def _(grads, momenta, hypers, carried, nesterov, dtype, wide):  # type: ignore[n
     return [*like(decode_dtype(dtype)), *widened, *row_results]
 
 
-MOMENTUM_UPDATES = torch.ops.muon_zero.momentum.default
+MOMENTUM_UPDATES = operator(
+    "momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, Tensor[] carried, bool nesterov, str dtype, str wide)"
+    " -> Tensor[]",
+    make_updates,
+    _fake,
+)

@@ -1,14 +1,10 @@
 """Norms of many tensors in few launches, without waiting for the device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-__all__ = ["norms", "not_finite", "squares"]
 
 _HALF = (torch.float16, torch.bfloat16)
 

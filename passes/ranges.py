@@ -5,8 +5,6 @@ only torch.profiler sees ranges. Each thread has a stack of open ranges, as in N
 closes those that an error left open inside.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
@@ -18,8 +16,6 @@ from torch.profiler import record_function
 
 from .language.work import Category
 from .torch_private import profiler_enabled, unrecorded_op
-
-__all__ = ["COLORS", "DOMAIN", "NEWTON_SCHULZ", "RANGE_POP", "RANGE_PUSH", "nvtx_installed", "ranged"]
 
 DOMAIN = "muon_zero"
 

@@ -8,8 +8,6 @@ Equal values share one node. The parameters of a bucket read the same rates and 
 same numbers; recorded for each, these were half of the nodes that Muon adds to a backward graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .torch_private import another_fake, decomposition_table, fake_mode_of, without_modes
-
-__all__ = ["Alike", "call", "record"]
 
 #: ``(kind, function, tensors) -> function(*tensors)``, a tensor. Calls of one kind record the same nodes for tensors
 #: that differ in content only.

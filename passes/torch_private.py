@@ -17,70 +17,18 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .errors import MuonZeroError
-
-__all__ = [
-    "BEFORE_2_13",
-    "NoCompilerError",
-    "ShortenTraceback",
-    "Partitioner",
-    "SavedContext",
-    "accumulators_of",
-    "activation_budget",
-    "another_fake",
-    "autograd_cache_disabled",
-    "below_autograd",
-    "collective_failed",
-    "compile_fx",
-    "compile_fx_inner",
-    "compiled_as_frame",
-    "compiling_alone",
-    "compiled_autograd_active",
-    "current_backward",
-    "decomposition_table",
-    "dispatch_through_python",
-    "expected_size",
-    "fake_group",
-    "fake_mode_of",
-    "flex_with_maxima",
-    "flop_formula",
-    "flattened",
-    "fresh_context",
-    "group_named",
-    "in_compile_workers",
-    "is_autograd_function",
-    "is_flex_attention",
-    "is_from_local",
-    "lacks_compiler",
-    "inductor_cache",
-    "lacks_sharding",
-    "mark_for_backward",
-    "never_a_frame",
-    "order_saved_values",
-    "partial_first",
-    "profiler_enabled",
-    "being_compiled",
-    "meets_plain_tensor",
-    "of_constant_shape",
-    "storage_holders",
-    "unflattened",
-    "store_of",
-    "another_group",
-    "timeout_of",
-    "trace_artifact",
-    "triton_cache",
-    "unobserved",
-    "unrecorded_op",
-    "will_execute",
-    "without_modes",
-]
 
 #: whether torch is older than 2.13
 BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -105,9 +53,6 @@ def lacks_compiler(error: BaseException) -> Exception | None:
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     return error if isinstance(error, InvalidCxxCompiler) else None
-
-
-PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
 
 
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -169,8 +114,6 @@ def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequenc
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context outside of all dispatch modes, for tensors that are not traced or compiled."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 
@@ -212,7 +155,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
 class Partitioner(CustomPartitionerFn):
     """A partition function for ``config.custom_partitioner_fn``; ``identity`` keys Inductor's caches."""
 
-    def __init__(self, function: PartitionFunction | None, identity: bytes) -> None:
+    def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]] | None, identity: bytes) -> None:
         self._function = function
         self._identity = identity
 
@@ -358,8 +301,6 @@ def collective_failed(error: BaseException) -> bool:
 
 def mark_for_backward(node: torch.fx.Node, *, save: bool) -> None:
     """Let the partitioner recompute ``node`` in backward, or with ``save`` keep it."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
     # With a checkpoint region's id, the partitioner would also save it for later regions that read it.
     node.meta.pop("ac_graph_id", None)
@@ -404,8 +345,6 @@ def _place_among_saved(node: torch.fx.Node) -> int:
 
 def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return the fake mode of these fake tensors, as a context in which new tensors are fake too."""
-    from torch._guards import detect_fake_mode
-
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
 
 
@@ -413,10 +352,8 @@ def another_fake(
     value: torch.Tensor, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return a fake tensor like ``value``, contiguous where ``shape`` is given, with memory of its own."""
-    from torch._subclasses import FakeTensor
-
     # A fifth of the time of ``torch.empty_strided`` in the mode of ``value``.
-    fake, dtype = cast("FakeTensor", value), dtype or value.dtype
+    fake, dtype = cast(FakeTensor, value), dtype or value.dtype
     with without_modes():
         if shape is None:
             meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
@@ -427,9 +364,7 @@ def another_fake(
 
 def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
     """Return, inside a backend, a stand-in for a tensor new to Dynamo, whose shape would otherwise be dynamic."""
-    from torch._subclasses import FakeTensor
-
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if isinstance(tensor, FakeTensor) or context is None or context.fake_mode is None:
         return tensor
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -437,8 +372,6 @@ def of_constant_shape(tensor: torch.Tensor) -> torch.Tensor:
 
 def without_numbers() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tensors have shapes but neither values nor memory; reading a value raises."""
-    from torch._subclasses import FakeTensorMode
-
     # Unlike meta tensors these can be told apart (``isinstance(x, FakeTensor)``), so that Transformers reads no values.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -485,20 +418,13 @@ def storage_holders(tensor: torch.Tensor) -> int:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Hide computations in the block from dispatch modes, tensor subclasses and autograd."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
-def transforming() -> bool:
-    """Whether a ``torch.func`` transform (grad, jvp, vmap, ...) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Return a context that hides computations from ``torch.func`` transforms: results are constants to them."""
-    if not transforming():
+    if torch._C._functorch.peek_interpreter_stack() is None:  # none is active
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -608,8 +534,6 @@ def _partial(value: Any) -> bool:
 
 def being_compiled() -> bool:
     """Whether a frame is being compiled: then Dynamo itself reads tensors, as user code would."""
-    from torch._guards import TracingContext
-
     return TracingContext.try_get() is not None
 
 
@@ -624,17 +548,15 @@ class SavedContext:
     """The ambient compile state when a graph is built, for compiling a variant of the graph later."""
 
     def __init__(self) -> None:
-        from torch._guards import TracingContext
         from torch._inductor.virtualized import V
 
         self._tracing = TracingContext.try_get()
         fake_mode = V.get_fake_mode()
-        self._fake_mode = fake_mode if isinstance(fake_mode, torch._subclasses.FakeTensorMode) else None
+        self._fake_mode = fake_mode if isinstance(fake_mode, FakeTensorMode) else None
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state within the block."""
-        from torch._guards import tracing
         from torch._inductor.virtualized import V
 
         with contextlib.ExitStack() as stack:
@@ -649,7 +571,6 @@ class SavedContext:
 @contextlib.contextmanager
 def fresh_context(fake_mode: Any) -> Iterator[None]:
     """Trace and compile graphs of ``fake_mode``'s tensors separately within the block."""
-    from torch._guards import TracingContext, tracing
     from torch._inductor.virtualized import V
 
     with torch._C._DisableAutocast(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), torch.no_grad():

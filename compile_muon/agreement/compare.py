@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from compile_muon.errors import listed
 
-__all__ = ["by_rank", "compare", "differing", "gather_objects", "ranks_named", "worded"]
-
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from compile_muon.agreement.compare import by_rank, differing
 
-__all__ = ["FrameLog", "Visit", "first_difference", "frame_label"]
-
 #: latest visits kept by name; the digest covers all
 _REMEMBERED = 4096
 

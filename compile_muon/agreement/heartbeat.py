@@ -23,8 +23,6 @@ from compile_muon.agreement.compare import by_rank, ranks_named
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import timeout_of
 
-__all__ = ["Heartbeat", "Entry", "backend_of", "report"]
-
 #: beats per second of all ranks together; a TCPStore takes a hundred times as many
 _BEATS = 500.0
 _SHORTEST_INTERVAL = 0.1

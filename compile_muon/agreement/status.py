@@ -26,8 +26,6 @@ from compile_muon.agreement.heartbeat import Entry, Heartbeat, backend_of
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
 
-__all__ = ["EVALUATION", "TRAINING", "RankStatus", "holder_of_all"]
-
 #: purposes of gathering weights: forward and backward of training, or a forward without a backward
 TRAINING, EVALUATION = "training", "evaluation"
 

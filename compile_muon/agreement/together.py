@@ -17,8 +17,6 @@ from compile_muon.agreement.status import RankStatus
 from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
 
-__all__ = ["Ranks", "host_mesh"]
-
 T = TypeVar("T")
 
 

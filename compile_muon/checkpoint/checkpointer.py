@@ -36,8 +36,6 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
 
-__all__ = ["Checkpointer"]
-
 #: further problems of a checkpoint that does not fit are counted, not told
 _TOLD = 30
 _SHARE = "use a folder that all ranks share"

@@ -17,8 +17,6 @@ from compile_muon.files.tensor_folder import FILE, batches
 from compile_muon.files.tensors import new_tensor_file, ordered, read_tensors
 from compile_muon.passes.language.spec import decode_dtype
 
-__all__ = ["run"]
-
 _BATCH_BYTES = 256 << 20  # read at once, or one tensor that is larger
 
 

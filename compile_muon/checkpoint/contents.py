@@ -25,8 +25,6 @@ from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.weights.named_tensors import check_live, named_state
 
-__all__ = ["Contents", "contents_of", "empty_like", "fit", "fitting_groups", "groups_of", "host_copies", "states_of"]
-
 
 @dataclass
 class Contents:

@@ -12,8 +12,6 @@ import torch
 
 from compile_muon.errors import CheckpointError
 
-__all__ = ["check_random_state", "random_state", "set_random_state"]
-
 
 def random_state() -> dict[str, Any]:
     """Read each generator of this rank: Python's, NumPy's if it was imported, torch's on the CPU and current GPU."""

@@ -30,8 +30,6 @@ from pathlib import Path
 from compile_muon.errors import CheckpointError, printable
 from compile_muon.files.disk import open_plain, sync
 
-__all__ = ["FORMAT", "LOCK", "NAME", "STATE", "TENSORS", "Folder"]
-
 #: subfolders of a checkpoint: tensors of all ranks; everything else
 TENSORS, STATE = "tensors", "state"
 #: of the manifest, and what it says it is of

@@ -25,8 +25,6 @@ from compile_muon.errors import CheckpointError, DamagedError, listed, shortened
 from compile_muon.files.disk import open_plain, open_within, write_bytes
 from compile_muon.files.tensors import Reader, TensorFacts
 
-__all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
-
 VERSION = 1
 
 _FILE = re.compile(rf"({TENSORS}|{STATE})/[A-Za-z0-9_-][A-Za-z0-9._-]*")

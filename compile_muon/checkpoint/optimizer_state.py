@@ -20,8 +20,6 @@ from compile_muon.files.tensors import converted
 from compile_muon.optimizer import MuonZero
 from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["full_optimizer_state", "load_full_optimizer_state"]
-
 
 def _slots(optimizer: MuonZero, ranks: Wire) -> Iterator[tuple[tuple[str, str], Entry]]:
     """Yield parameter and slot, and tensor, the same on every rank."""

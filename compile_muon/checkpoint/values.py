@@ -23,8 +23,6 @@ from compile_muon.errors import CheckpointError, shown
 from compile_muon.files.disk import open_within, write_bytes
 from compile_muon.files.tensors import is_storable, write_whole
 
-__all__ = ["Values"]
-
 _MARK = "!"
 _PLAIN = 4096  # bits of a number that stands as it is
 

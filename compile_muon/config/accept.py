@@ -17,32 +17,6 @@ from torch import Tensor
 from compile_muon.errors import ConfigError, config_error, shown
 from compile_muon.passes.ranges import nvtx_installed
 
-__all__ = [
-    "FILLED",
-    "Patterns",
-    "boolean",
-    "choice",
-    "dtype",
-    "dtype_name",
-    "folder",
-    "instance",
-    "integer",
-    "known",
-    "mapping",
-    "pair",
-    "pairs",
-    "patterns",
-    "ranges",
-    "rate",
-    "real",
-    "of_type",
-    "integers",
-    "key_name",
-    "nearest",
-    "taken",
-    "takes",
-]
-
 _LARGEST = 2**63 - 1  # torch cannot hold larger integers
 _NAME_WIDTH = 80  # longer than any name: comparing takes the product of both lengths
 

@@ -14,8 +14,6 @@ from compile_muon.errors import ConfigError, config_error, raise_all
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Checked", "Mistakes", "setting"]
-
 
 class Mistakes:
     """A collection of errors, so that a user reads of all mistakes at once."""

@@ -12,8 +12,6 @@ from compile_muon.config.checked import Checked, Mistakes, setting
 from compile_muon.errors import shown, warn_user
 from compile_muon.passes import PassOptions
 
-__all__ = ["CompileOptions", "FrameOptions", "read_options"]
-
 _MB = 2**20
 #: names without effect that are no errors
 _FORMER = ("exchange_mb",)

@@ -21,8 +21,6 @@ from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig
 from compile_muon.config.vocabulary import KEYS, SECTIONS
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["convert", "run"]
-
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:
     """Return the settings that differ from their defaults, in JSON's types; :func:`load_config` reads them back.

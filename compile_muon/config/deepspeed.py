@@ -34,8 +34,6 @@ from compile_muon.config.vocabulary import KEYS, is_off, parameters, read_keys
 from compile_muon.errors import config_error, printable, shown, warn_user
 from compile_muon.passes.methods import MatrixMethod, method_names
 
-__all__ = ["load_config", "read_all"]
-
 _HINTS_SHOWN = 100
 _PARAMS = "optimizer.params"
 _SHARED = ("lr", "weight_decay")

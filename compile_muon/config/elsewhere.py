@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["OF_GROUPS", "OF_OPTIMIZERS"]
-
 
 def _each(remedies: Mapping[str, str]) -> dict[str, str]:
     """Split keys of several names: "a b" -> remedy becomes a -> remedy and b -> remedy."""

@@ -17,16 +17,6 @@ from compile_muon.config.elsewhere import OF_GROUPS
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import Method, Rate, method_names, method_of, rates_of_methods
 
-__all__ = [
-    "GroupConfig",
-    "check_groups",
-    "check_method",
-    "check_views",
-    "check_own_rates",
-    "named_groups",
-    "setting_of",
-]
-
 OF_A_VIEW = "write some of split, heads, groups and dim: docs/how-to/methods.md"
 _GROUP = '{"lr": 0.01}'
 _NOT_RATES = ("params", "method", "name")

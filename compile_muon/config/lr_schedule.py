@@ -24,17 +24,6 @@ from compile_muon.config.checked import Checked, setting
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import MatrixMethod, method_names
 
-__all__ = [
-    "SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "ScheduleConfig",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "check_rates",
-]
-
 Rates = float | tuple[float, float]
 
 

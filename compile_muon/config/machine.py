@@ -17,8 +17,6 @@ from compile_muon.errors import config_error
 from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 
-__all__ = ["READERS", "check_machine", "costs_for", "known_machines", "load_as", "load_costs", "read_machine"]
-
 _FOLDER = Path(__file__).parent / "machines"
 #: fields that a file must have, although :class:`Costs` has defaults for them
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")

@@ -11,8 +11,6 @@ from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes, setting
 from compile_muon.errors import ConfigError
 
-__all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
-
 #: DeepSpeed's keys about buffers that do not exist here
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
 

@@ -33,26 +33,6 @@ from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, FORMS
 from compile_muon.passes.methods import ElementMethod, MatrixMethod
 
-__all__ = [
-    "ALGORITHMS",
-    "ARGUMENTS",
-    "NO_MUON",
-    "PARTS",
-    "SETTINGS",
-    "VIEWS",
-    "AdamWConfig",
-    "CompileConfig",
-    "Config",
-    "ExpertParallelConfig",
-    "MeshConfig",
-    "MuonConfig",
-    "NSConfig",
-    "SequenceParallelConfig",
-    "UserSettings",
-    "ZeroConfig",
-    "config_from_kwargs",
-]
-
 C = TypeVar("C", bound=Checked)
 
 ALGORITHMS = ("muon", "adamw")

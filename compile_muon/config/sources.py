@@ -18,8 +18,6 @@ from compile_muon.config.checked import Checked, Mistakes
 from compile_muon.config.settings import Config
 from compile_muon.errors import config_error
 
-__all__ = ["as_mapping"]
-
 _DEPTH = 64  # of nested sections, also in a mapping that contains itself; a config has four
 _NAMESPACES = (Namespace, SimpleNamespace)
 _NESTED = f"is nested more than {_DEPTH} deep"

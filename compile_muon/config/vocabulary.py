@@ -18,8 +18,6 @@ from compile_muon.config.settings import ARGUMENTS, PARTS, UserSettings
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.methods import rates_of_methods
 
-__all__ = ["FOREIGN", "KEYS", "SECTIONS", "full_name", "is_off", "parameters", "read_keys", "refusal"]
-
 _MOST_COMPARED = 20  # unknown keys of a section that get a hint; comparing is slow
 
 

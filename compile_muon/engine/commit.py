@@ -31,17 +31,6 @@ from compile_muon.passes.language.views import Part as ViewPart
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, State, matrix_method
 from compile_muon.passes.methods.method import STEP
 
-__all__ = [
-    "Matrices",
-    "advance",
-    "commit",
-    "commit_elements",
-    "commit_states",
-    "commit_weights",
-    "round_masters",
-    "weight_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Matrices:

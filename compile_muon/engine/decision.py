@@ -6,8 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Decision", "Facts", "decide", "over", "planned"]
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -18,8 +18,6 @@ from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.collectives import Traffic
 
-__all__ = ["Directions", "make", "note"]
-
 
 @dataclass(frozen=True)
 class Directions:

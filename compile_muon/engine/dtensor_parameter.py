@@ -34,8 +34,6 @@ from compile_muon.passes.torch_private import (
     partial_first,
 )
 
-__all__ = ["ShardedParameter", "carry_hooks", "meets_plain", "part_of", "raw_gradient", "sharded_parameter"]
-
 #: whether a user's gradient hook is running
 _in_hook: ContextVar[bool] = ContextVar("in_hook", default=False)
 

@@ -12,16 +12,6 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "contiguous_stride",
-    "edits_of",
-    "has_memory",
-    "like_parameter",
-    "local_tensor",
-    "ordinary_tensors",
-    "user_attributes",
-]
-
 #: attributes of DTensor and ``ShardedParameter`` objects that users did not set
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown", "origin", "averaging", "copy_of"})
 

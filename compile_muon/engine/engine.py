@@ -21,8 +21,6 @@ from compile_muon.mesh import Mesh
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
 
-__all__ = ["Engine"]
-
 E = TypeVar("E")
 
 

@@ -25,8 +25,6 @@ from compile_muon.passes import GraphPass
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
 
-__all__ = ["Extension", "check_extensions", "hooks_of"]
-
 
 class Extension:
     """A feature of one optimizer. Each hook does nothing until it is overridden.

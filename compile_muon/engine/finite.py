@@ -11,8 +11,6 @@ from compile_muon.passes.language.spec import ParamSpec
 from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.norms import not_finite
 
-__all__ = ["directions_not_finite"]
-
 
 def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tensor]) -> Tensor:
     """Return 1.0 for each direction with an inf or NaN, else 0.0, ``[len(directions)]`` fp32, without waiting.

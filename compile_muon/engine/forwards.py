@@ -16,8 +16,6 @@ from compile_muon.engine.dtensors import has_memory
 from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.torch_private import current_backward, never_a_frame, unobserved
 
-__all__ = ["Forwards", "written_in_forward"]
-
 
 class Forwards(threading.local):
     """The running forwards of one model in this thread."""

@@ -42,7 +42,7 @@ from compile_muon.passes import (
 )
 from compile_muon.passes.ahead import kernels_ahead
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
-from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith, ReduceGrad, Unshard
+from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
 from compile_muon.passes.torch_private import (
     SavedContext,
@@ -52,8 +52,6 @@ from compile_muon.passes.torch_private import (
     current_backward,
 )
 from compile_muon.progress import compiling
-
-__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "eager_codegen", "lower", "lower_and_compile"]
 
 #: ``(graph, example inputs) -> boxed callable``
 Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -68,7 +66,7 @@ _MAX_SPECULATING = 8
 
 def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
     """Run the lowering passes; return the lowered graph and the traffic of one run."""
-    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
+    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm)]
     axes = {axis for marker in markers for axis in marker.spec.layout.axes}
     gm = run_passes(gm, LOWERING_PASSES, ctx)
     return gm, measure_traffic(gm, axes)

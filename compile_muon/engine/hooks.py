@@ -15,8 +15,6 @@ from compile_muon.passes import GraphPass
 if TYPE_CHECKING:
     from compile_muon.engine.sharded_param import ShardedParam
 
-__all__ = ["Hooks"]
-
 
 @dataclass(frozen=True, eq=False)
 class Hooks:

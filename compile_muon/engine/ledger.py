@@ -39,8 +39,6 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
 
-__all__ = ["Counters", "Ledger"]
-
 NOTHING = Traffic()
 
 

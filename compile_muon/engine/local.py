@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from compile_muon.engine.dtensor_parameter import ShardedParameter
 from compile_muon.engine.dtensors import like_parameter
 
-__all__ = ["local_of", "locals_of"]
-
 
 def local_of(param: DTensor) -> Tensor:
     """Return the shard of a parameter; its gradient becomes a gradient of the parameter."""

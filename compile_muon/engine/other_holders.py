@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.torch_private import being_compiled
 
-__all__ = ["StaleParameter", "make_stale", "refuse_shared", "refuse_stale", "watched"]
-
 _REMEDY = (
     "take it from model.parameters() anew, after MuonZero; a module reads it as an attribute of the module that has it"
 )

@@ -17,17 +17,6 @@ from compile_muon.passes.exchange.shares import by_parameter
 from compile_muon.passes.language.spec import ParamSpec
 from compile_muon.passes.methods import MatrixMethod, State, matrix_method
 
-__all__ = [
-    "deal_owners",
-    "each_matrix",
-    "every_shape",
-    "matrices_here",
-    "method_of_matrix",
-    "owners_of",
-    "states_at_owner",
-    "states_kept",
-]
-
 
 def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
     """Return the method of a matrix, or None for other parameters."""

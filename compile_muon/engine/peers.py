@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from compile_muon.engine.decision import Facts
 
-__all__ = ["NormGroup"]
-
 
 class NormGroup:
     """The peers of an optimizer; here none. A subclass overrides the methods, whose results are equal on all peers."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pinned_numbers"]
-
 
 def pinned_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the numbers in host memory, pinned for CUDA so that copying them to ``device`` does not block the host."""

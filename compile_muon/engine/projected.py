@@ -17,8 +17,6 @@ from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method
 from compile_muon.passes.torch_private import group_named
 
-__all__ = ["ProjectedGrad", "exact_weights", "over_whole_rows", "project"]
-
 
 @dataclass(frozen=True)
 class ProjectedGrad:

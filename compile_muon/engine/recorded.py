@@ -30,8 +30,6 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM, STEP
 
-__all__ = ["Launch", "StepGraphCache", "StepInputs", "StepResult"]
-
 #: most graphs kept; a new one replaces the least recently replayed, if that was more than ``_PATIENCE`` steps ago
 _MOST = 8
 #: kinds of steps remembered until they recur; after more steps in a row of which none recurs, recording stops

@@ -33,15 +33,6 @@ from compile_muon.passes.language.work import Category
 from compile_muon.passes.lowering.buckets import group_neighbours
 from compile_muon.passes.torch_private import group_named
 
-__all__ = [
-    "Refresh",
-    "buckets",
-    "gathers",
-    "keep_fresh",
-    "start_refresh",
-    "start_refresh_by_owner",
-]
-
 _BUCKET_BYTES = PassOptions.bucket_bytes
 
 # A weight is gathered alone, straight to its resident memory, with no buffer held until its read and no copy, if it has

@@ -40,8 +40,6 @@ from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulators_of, current_backward, storage_holders, will_execute
 
-__all__ = ["ShardedParam", "receiving", "sharded_param_of"]
-
 
 class Refreshing(Protocol):
     """A running gather of resident weights."""

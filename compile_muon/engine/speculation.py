@@ -15,8 +15,6 @@ from torch import Tensor
 
 from compile_muon.engine.dtensors import edits_of, has_memory
 
-__all__ = ["Speculation", "Speculations", "memory_of"]
-
 #: steps in a row that throw a matrix's direction away before ``update="auto"`` stops making it
 PATIENCE = 3
 

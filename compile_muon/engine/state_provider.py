@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from compile_muon.engine.sharded_param import ShardedParam
     from compile_muon.passes.language.spec import ParamSpec
 
-__all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "ProvideStates", "StateProvider", "StateRequest"]
-
 #: name of the master weight among the states of a parameter that is its rounded copy
 MASTER = "master_weight"
 #: weight and gradient, added to the states of a parameter whose step the host computes

@@ -16,8 +16,6 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Method, State
 
-__all__ = ["as_state", "new_graph_scalars", "new_state", "row_state_shape"]
-
 
 def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
     """Return the shape of ``width`` numbers for each row of the matrices in ``shape``, of the parameter or its

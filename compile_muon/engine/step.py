@@ -34,8 +34,6 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 
-__all__ = ["Step"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Begun:

@@ -43,8 +43,6 @@ from compile_muon.passes.methods import state_labels
 from compile_muon.passes.norms import not_finite, squares
 from compile_muon.progress import is_first_rank
 
-__all__ = ["SHOWN", "StepChecks"]
-
 #: skipped steps that are logged one by one
 SHOWN = 5
 _log = logging.getLogger("compile_muon")

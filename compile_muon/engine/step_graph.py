@@ -29,12 +29,10 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.language.spec import decode_dtype
-from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
+from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.progress import compiling
-
-__all__ = ["StepGraphs"]
 
 #: sets of parameters that get generated code; later sets (a new one every step, say) interpret the lowered graph
 _MAX_COMPILED = 8
@@ -71,12 +69,9 @@ def _build(
     directions, new_states = [], []
     for place, (grad, momentum, sharded) in enumerate(zip(grads, momenta, sharded_params, strict=True)):
         marker_inputs = graph, grad, momentum, all_graph_scalars[id(sharded.graph_scalars)], sharded.now
-        if place in state_nodes:
-            direction, *state_results = OrthogonalizeWith.insert(*marker_inputs, state_nodes[place])
-            new_states += state_results
-        else:
-            direction = Orthogonalize.insert(*marker_inputs).node
+        direction, *state_results = Orthogonalize.insert(*marker_inputs, state_nodes.get(place, ()))
         directions.append(direction)
+        new_states += state_results
     graph.output((*directions, *new_states))
     return GraphModule(torch.nn.Module(), graph), inputs
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from compile_muon.engine.dtensors import edits_of
 from compile_muon.errors import LedgerError
 
-__all__ = ["UnreducedSums"]
-
 
 @dataclass
 class UnreducedSums:

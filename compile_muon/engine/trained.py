@@ -23,8 +23,6 @@ from compile_muon.errors import config_error, listed
 from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
 
-__all__ = ["OptimizerState"]
-
 
 @dataclass(eq=False)
 class OptimizerState:

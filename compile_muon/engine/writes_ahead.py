@@ -20,8 +20,6 @@ from compile_muon.passes.methods import MatrixMethod
 if TYPE_CHECKING:
     from compile_muon.kernels.gpu.launch import Launch
 
-__all__ = ["compile_writes", "launches_of_writes"]
-
 
 def compile_writes(trained: OptimizerState) -> None:
     """Start to compile the kernels of :func:`launches_of_writes`; without workers, the first launch compiles."""

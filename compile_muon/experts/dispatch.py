@@ -33,8 +33,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from compile_muon.errors import config_error
 
-__all__ = ["AXIS", "FIELD", "IMPLEMENTATION", "RECORD", "ExpertDispatch"]
-
 #: dimension of a mesh along which ranks hold different experts
 AXIS = "expert"
 #: name of this implementation in Transformers' registry of experts functions

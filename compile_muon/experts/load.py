@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from compile_muon.errors import listed
 from compile_muon.files.tensors import Box, TensorFacts
 
-__all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -31,8 +31,6 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, listed
 from compile_muon.experts.dispatch import AXIS, FIELD, IMPLEMENTATION, RECORD, ExpertDispatch
 
-__all__ = ["ExpertModule", "ExpertPlan", "plan_experts"]
-
 
 @dataclass(frozen=True)
 class ExpertModule:

@@ -32,8 +32,6 @@ from compile_muon.engine.peers import NormGroup
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 
-__all__ = ["PipelineStages"]
-
 #: settings that decide over a step: stages that differ in them would run different collectives
 _SHARED = ("gradient_clipping", "nonfinite", "max_skipped_steps")
 _REMEDY = (

@@ -28,8 +28,6 @@ from compile_muon.passes import GraphKind, GraphPass, PassContext
 from compile_muon.passes.dynamo.logits import LOGITS, UnknownAttention, note_attention
 from compile_muon.passes.language.spec import ParamSpec
 
-__all__ = ["MuonClip"]
-
 _ALL = slice(None)
 
 

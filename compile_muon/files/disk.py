@@ -14,8 +14,6 @@ from torch import Tensor
 
 from compile_muon.errors import DamagedError
 
-__all__ = ["memory_in_file", "new_file", "open_plain", "open_within", "sync", "unnamed_file", "write_bytes"]
-
 
 def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
     """Open a plain file for reading: opening a pipe would wait, and opening a device may do anything.

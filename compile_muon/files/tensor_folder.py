@@ -13,8 +13,6 @@ from compile_muon.errors import CheckpointError, config_error
 from compile_muon.files.disk import open_plain, sync, write_bytes
 from compile_muon.files.tensors import Reader, TensorFacts
 
-__all__ = ["FILE", "INDEX", "batches", "parse_size", "place", "reader_of", "split"]
-
 #: what Hugging Face's loaders look for
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

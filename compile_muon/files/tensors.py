@@ -32,19 +32,6 @@ from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import new_file, open_plain, open_within
 from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 
-__all__ = [
-    "Box",
-    "Reader",
-    "TensorFacts",
-    "converted",
-    "is_storable",
-    "new_tensor_file",
-    "ordered",
-    "read_tensors",
-    "write_tensors",
-    "write_whole",
-]
-
 #: torch's names in a header's metadata for the first index of each shard
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 

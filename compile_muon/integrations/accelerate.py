@@ -37,8 +37,6 @@ from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
 from compile_muon.weights.named_tensors import weights_of
 
-__all__ = ["AcceleratedMuonZero", "prepare"]
-
 _FOLDER = "muon_zero"
 
 #: names of Accelerate's files in the folder of a state

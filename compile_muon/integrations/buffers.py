@@ -7,8 +7,6 @@ from torch import nn
 
 from compile_muon.weights.named_tensors import check_alike
 
-__all__ = ["take_those_of_rank_0"]
-
 
 def take_those_of_rank_0(model: nn.Module) -> None:
     """Broadcast rank 0's persistent buffers, those of a checkpoint, ahead of an evaluation; collective over all ranks.

@@ -14,8 +14,6 @@ from compile_muon.config.sources import as_mapping
 from compile_muon.errors import config_error, raise_all
 from compile_muon.model.readers import sharded_params_of
 
-__all__ = ["WHY", "Refusal", "Source", "Why", "contradicting", "filled", "is_sharded", "refuse"]
-
 #: arguments of ``compile_muon.load_config``
 Source = str | os.PathLike | Mapping[str, Any] | Config
 

@@ -18,8 +18,6 @@ from compile_muon.integrations.common import Refusal
 from compile_muon.passes.sequence.exchange_heads import from_heads, to_heads
 from compile_muon.passes.sequence.place import Place
 
-__all__ = ["exchange_heads", "refused_attention"]
-
 _FIELD = "parallelism.context_parallel_degree"
 _INNER = (FlexAttention, ScaledDotProductAttention)
 

@@ -48,8 +48,6 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import SequencePlan, plan_of, plan_sequence
 from compile_muon.weights import full_state_dict, load_full_state_dict
 
-__all__ = ["MuonZeroStrategy", "grad_norm"]
-
 #: prefix that torch.compile(module) gives the names inside
 _COMPILED = "_orig_mod."
 

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 from compile_muon.integrations.common import refuse
 from compile_muon.mesh import DataPlace
 
-__all__ = ["give_same_batches"]
-
 
 def give_same_batches(accelerator: Accelerator, places: Sequence[DataPlace]) -> None:
     """Patch ``prepare_data_loader`` and ``gather_for_metrics`` of `accelerator`, if ranks share data.

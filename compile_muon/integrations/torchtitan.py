@@ -37,8 +37,6 @@ from compile_muon.integrations.common import WHY, Refusal, Source, contradicting
 from compile_muon.integrations.context_parallel import exchange_heads, refused_attention
 from compile_muon.optimizer import MuonZero
 
-__all__ = ["MuonOptimizers", "parallelize", "with_muon"]
-
 _PENDING, _OFF = "_pending_optimizer", "set it to False"
 #: torchtitan's name of an optimizer -> our method
 _METHODS = {"AdamW": "adamw", "DistMuon": "muon"}

@@ -40,8 +40,6 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import plan_of
 from compile_muon.weights.pretrained import save_by_class
 
-__all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
-
 _FOLDER = "muon_zero"
 
 #: path of a config -> function from TrainingArguments to the value of "auto" there

@@ -40,8 +40,6 @@ from compile_muon.model.heads import output_heads, word_set, words
 from compile_muon.passes.language.views import View
 from compile_muon.passes.methods import MatrixMethod, Method
 
-__all__ = ["Assignment", "MuonParams", "assign", "lr_scale"]
-
 MuonParams = Callable[[str, nn.Parameter], Any] | Sequence[str] | None
 
 #: Words in the name of a bare parameter that say it is a table of vectors.

@@ -18,8 +18,6 @@ from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.spec import decode_dtype
 
-__all__ = ["ModuleSnapshot", "full_parameters", "gather_whole"]
-
 _c10d = torch.ops._c10d_functional
 
 

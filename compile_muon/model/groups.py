@@ -19,17 +19,6 @@ from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.views import with_views
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
 
-__all__ = [
-    "Group",
-    "group_problems",
-    "plan",
-    "state_problems",
-    "value_problems",
-    "values_of",
-    "warn_of_shared_rates",
-    "warn_of_unread",
-]
-
 _NOT_RATES = ("params", "param_names")
 
 

@@ -6,8 +6,6 @@ import re
 
 from torch import nn
 
-__all__ = ["output_heads", "word_set", "words"]
-
 
 def word_set(text: str) -> frozenset[str]:
     """Return the words of a text."""

@@ -11,8 +11,6 @@ from torch._subclasses import FakeTensor
 
 from compile_muon.errors import OffloadError
 
-__all__ = ["on_host"]
-
 
 class _Pages:
     """Pinned host memory behind CUDA's array interface, so that torch wraps it as a tensor of the GPU.

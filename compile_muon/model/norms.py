@@ -10,8 +10,6 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.norms import norms
 
-__all__ = ["parameter_norms"]
-
 
 @torch.no_grad()
 def parameter_norms(model: nn.Module, *, gradients: bool = False) -> dict[str, float]:

@@ -15,8 +15,6 @@ from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.model.readers import check_kind, sharded_param_key, sharded_params_of
 from compile_muon.model.support import wrapper_types
 
-__all__ = ["Ownership"]
-
 _REMEDY = "change the model before MuonZero shards it, or build a new MuonZero over a new model"
 
 

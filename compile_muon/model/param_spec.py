@@ -19,8 +19,6 @@ from compile_muon.passes.language.spec import MuonSpec, ParamSpec, encode_dtype,
 from compile_muon.passes.language.views import most_work
 from compile_muon.passes.methods import matrix_method
 
-__all__ = ["describe", "muon_spec"]
-
 
 def muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
     """Return how a matrix of this layout is orthogonalized; None where no matrix method trains the parameter."""

@@ -31,8 +31,6 @@ from compile_muon.passes.language.spec import decode_dtype, encode_dtype
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.torch_private import BEFORE_2_13, compiled_as_frame, never_a_frame, outside_transforms
 
-__all__ = ["check_kind", "forward_methods", "install_readers", "original_class", "sharded_params_of"]
-
 _PREFIX = "_muon_zero_"
 _OF_PYTORCH = ("_is_param", "_dynamo_", "__")
 _LOADING = "_loading_whole_tensors"

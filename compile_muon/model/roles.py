@@ -18,8 +18,6 @@ from compile_muon.passes.torch_private import group_named
 if TYPE_CHECKING:
     from compile_muon.experts.plan import ExpertPlan
 
-__all__ = ["planned_roles", "roles_of"]
-
 _REMEDY = "cut it over mesh['tensor'] or mesh['expert'] of the mesh that MuonZero is given"
 
 

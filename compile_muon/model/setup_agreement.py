@@ -24,8 +24,6 @@ from compile_muon.mesh import Mesh
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.language.spec import ParamSpec
 
-__all__ = ["agree"]
-
 #: fields that may differ by rank: its index, names of process groups and of the machine's file, and settings that
 #: change no number
 _OWN = ("index", "group", "reduce_group", "exchange_group", "dump", "nvtx", "machine")

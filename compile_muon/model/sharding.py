@@ -38,8 +38,6 @@ from compile_muon.passes.torch_private import group_named
 if TYPE_CHECKING:
     from compile_muon.experts.plan import ExpertPlan
 
-__all__ = ["shard_model"]
-
 
 @torch.no_grad()
 def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.ProcessGroup) -> None:

@@ -15,8 +15,6 @@ from compile_muon.engine.dtensors import has_memory, local_tensor
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import sharded_params_of
 
-__all__ = ["check_is_module", "check_modules", "check_supported", "wrapper_types"]
-
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

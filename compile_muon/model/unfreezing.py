@@ -22,8 +22,6 @@ from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.passes.methods import method_of
 
-__all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
-
 
 def group_of(
     param_group: Mapping[str, Any], model: nn.Module, groups: Sequence[Mapping[str, Any]]

@@ -17,8 +17,6 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.model.fused import halves_meet, rows_of
 from compile_muon.passes.language.views import View
 
-__all__ = ["with_views"]
-
 _KEYS = ("split", "heads", "groups", "dim")
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from compile_muon.errors import config_error
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 
-__all__ = ["CODECS", "MOMENTUM", "SCALE", "Codec"]
-
 BLOCK = 256
 #: names of the momentum's tensors in the optimizer's state: the elements or codes, and the scales of blocks
 MOMENTUM, SCALE = "momentum_buffer", "momentum_scale"

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from compile_muon.offload.store import Bucket, Slot, Store
 
-__all__ = ["DeviceBuffers", "Placed", "ReadAhead"]
-
 #: a store, its buckets, and the device that computes with them
 Placed = tuple[Store, Sequence[Bucket], torch.device]
 #: a bucket, and how often the step has opened it; (None, 0) is the beginning of a step

@@ -13,8 +13,6 @@ from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.state_provider import GRADIENT, WEIGHT
 from compile_muon.passes.language.spec import decode_dtype
 
-__all__ = ["HostStep"]
-
 _Rows = dict[ShardedParam, dict[str, Tensor]]
 
 

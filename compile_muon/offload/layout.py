@@ -21,8 +21,6 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 
-__all__ = ["Chunk", "OffloadLayout", "check_master", "keeps_momentum_alone", "offloaded_names", "with_fetches"]
-
 
 def offloaded_names(
     config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module

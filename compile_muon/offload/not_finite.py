@@ -10,8 +10,6 @@ from torch import Tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes.norms import not_finite
 
-__all__ = ["NotFinite"]
-
 
 class NotFinite:
     """Flags of offloaded states: ``[]`` tensors on ``device``, not 0 if a state has a number that is not finite.

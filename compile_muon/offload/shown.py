@@ -23,8 +23,6 @@ from compile_muon.engine.states import as_state
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
 
-__all__ = ["OffloadedStateView"]
-
 
 class OffloadedStateView:
     """The offloaded states in ``optimizer.state``; ``device`` computes the steps."""

@@ -33,8 +33,6 @@ from compile_muon.offload.transaction import Transaction
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.norms import not_finite
 
-__all__ = ["OffloadedStates"]
-
 _HOST = torch.device("cpu")
 
 

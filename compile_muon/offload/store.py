@@ -28,8 +28,6 @@ from torch import Tensor
 from compile_muon.errors import OffloadError, warn_user
 from compile_muon.files.disk import unnamed_file
 
-__all__ = ["ALIGNED", "Bucket", "FileStore", "Slot", "Store"]
-
 ALIGNED = 4096  # bytes: requests past the page cache begin and end with a page
 _PIECE, _THREADS = 8 << 20, 4  # bytes of one request, and how many are under way at a time
 

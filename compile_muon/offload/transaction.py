@@ -13,8 +13,6 @@ from compile_muon.agreement.compare import ranks_named
 from compile_muon.errors import OffloadError
 from compile_muon.offload.store import Bucket
 
-__all__ = ["Transaction"]
-
 
 class Transaction:
     """The step under way; ``group``: all ranks, None without others; ``forget`` rolls stores and buffers back."""

@@ -16,11 +16,6 @@ from compile_muon.planning.trace import Target, Trace, with_sharing
 from compile_muon.simulate import Timeline
 from compile_muon.simulate.machine import Machine
 
-__all__ = [
-    "Candidate", "Price", "candidates", "meshes", "percent", "planned_for", "prices", "with_adamw",
-    "with_micro_batches",
-]  # fmt: skip
-
 #: ratio of replica sizes, in nodes; halves and doubles of a size differ by a few per cent only
 _LARGER = 8
 #: micro-batches of a traced step with a first, a middle and a last one

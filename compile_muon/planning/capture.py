@@ -46,8 +46,6 @@ from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.offload_transfers import OffloadTransfers
 from compile_muon.simulate.played import groups_of
 
-__all__ = ["Captured", "capture_step", "captured", "run_micro_batches", "shard", "simulated_job"]
-
 
 @dataclass(frozen=True)
 class Captured:

@@ -15,8 +15,6 @@ from compile_muon.simulate.engine import COMPUTE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["memory_chart", "price_chart", "time_chart", "timeline_chart"]
-
 #: placeholder colour of text and axes, replaced by the page's
 _INK = "#010203"
 _COLOURS = {

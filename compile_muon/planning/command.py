@@ -27,8 +27,6 @@ from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
 from compile_muon.simulate import to_chrome_trace
 from compile_muon.simulate.machine import load_machine
 
-__all__ = ["page", "price_text", "report", "rows", "run"]
-
 #: title of each column, and its cell text
 _COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("stage", lambda f: f"{f.stage}{' *' * f.asked}"),

@@ -11,8 +11,6 @@ from compile_muon.planning.capture import capture_step
 from compile_muon.planning.models import Batch, Subject
 from compile_muon.planning.plan import Question, size
 
-__all__ = ["fits"]
-
 _STAGES = (1, 2, 3)
 
 

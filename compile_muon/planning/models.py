@@ -23,8 +23,6 @@ from torch._subclasses import FakeTensorMode
 from compile_muon.config import accept
 from compile_muon.errors import MuonZeroError, config_error
 
-__all__ = ["Batch", "Subject", "load_subject", "naming_model", "plan_module"]
-
 #: arguments of ``forward`` that get the tokens as targets
 _TARGETS = ("labels", "targets")
 _KINDS = "give module:function, a folder with a config.json of Transformers, or that file"

@@ -30,8 +30,6 @@ from compile_muon.simulate import Timeline
 from compile_muon.simulate.engine import OFFLOAD
 from compile_muon.simulate.machine import Machine
 
-__all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
-
 #: part of the fastest step: a candidate slower by less counts as equally fast
 _AS_FAST = 0.01
 #: part of the step: less exposed time than this gives no warning

@@ -25,8 +25,6 @@ from compile_muon.passes.torch_private import expected_size
 from compile_muon.simulate import SimulatedGraph
 from compile_muon.simulate.offload_transfers import Moves
 
-__all__ = ["EagerGraph", "Recorder", "Visit"]
-
 _c10d = torch.ops.c10d
 _functional = torch.ops._c10d_functional
 

@@ -41,8 +41,6 @@ from compile_muon.planning.recorder import EagerGraph, Recorder
 from compile_muon.simulate import SimulatedGraph
 from compile_muon.simulate.offload_transfers import Move, Moves, OnHost
 
-__all__ = ["fetches", "step_graphs"]
-
 
 @torch.no_grad()
 def step_graphs(

@@ -38,8 +38,6 @@ from compile_muon.planning.capture import Captured, capture_step, captured, run_
 from compile_muon.planning.recorder import Visit
 from compile_muon.simulate import SimulatedGraph
 
-__all__ = ["Target", "Trace", "trace_step", "with_sharing"]
-
 
 @dataclass(frozen=True)
 class Target:

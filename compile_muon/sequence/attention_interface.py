@@ -22,8 +22,6 @@ from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
 from compile_muon.sequence.running import FIELD, Running
 
-__all__ = ["accepts_any", "attends", "exchange_in", "has_causal_loss", "loss_of"]
-
 _NAME = "compile_muon_sequence"
 #: entry of an attention module's ``__dict__``: the :class:`Running` of its stack, and its own function's name
 _RECORD = "_sequence_attention"

@@ -16,8 +16,6 @@ from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.running import FIELD, Batch
 
-__all__ = ["check_shapes", "note_batch"]
-
 _PERIOD = 8191  # a prime: weights of positions repeat with it
 #: arguments that losses read
 _LABELS = ("labels", "shift_labels")

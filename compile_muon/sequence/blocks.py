@@ -18,8 +18,6 @@ from compile_muon.passes.sequence.exchange_heads import attention, join
 from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.running import FIELD, Running
 
-__all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
-
 #: keyword arguments that blocks hand on to attention: the number of all positions, if padded, and all position ids
 LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"
 #: name prefixes of blocks' arguments that have a row per position, along dim -2

@@ -15,8 +15,6 @@ from compile_muon.model.readers import sharded_params_of
 from compile_muon.sequence.plan import SequencePlan, plan_of
 from compile_muon.sequence.running import FIELD
 
-__all__ = ["check_first", "check_sequence"]
-
 #: positions per rank that the first step compares
 _PIECE = 128
 #: largest relative difference, in float32 and in half precision, whose rounding moves routers' choices

@@ -12,8 +12,6 @@ from compile_muon.sequence.batch import check_shapes
 from compile_muon.sequence.check import check_first
 from compile_muon.sequence.plan import SequencePlan
 
-__all__ = ["SharedSequences"]
-
 
 class SharedSequences(Extension):
     """Passes for attention in graphs of ranks that share sequences, and checks that these ranks have equal batches.

@@ -21,8 +21,6 @@ from compile_muon.passes.sequence.exchange_heads import join
 from compile_muon.passes.sequence.place import Place
 from compile_muon.sequence.running import FIELD, Running
 
-__all__ = ["add_own_positions", "collect", "deal", "deal_patches", "grid_towers", "vision_parts"]
-
 #: Transformers' names of a vision tower and of the projector behind it, which works image by image
 _PARTS = (("vision_tower", "multi_modal_projector"), ("vision_model", "connector"))
 #: dimensions of pixels: images, channels, height, width

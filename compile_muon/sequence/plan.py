@@ -33,8 +33,6 @@ from compile_muon.sequence.images import add_own_positions, collect, deal, deal_
 from compile_muon.sequence.running import FIELD, Batch, Running
 from compile_muon.sequence.tail import behind_tail, takes_parts
 
-__all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
-
 _PLAN = "_sequence_plan"
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 

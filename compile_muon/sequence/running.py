@@ -10,8 +10,6 @@ from torch import Tensor
 
 from compile_muon.passes.sequence.place import Place
 
-__all__ = ["FIELD", "Batch", "Running"]
-
 #: section of the configuration, for errors
 FIELD = "sequence_parallel"
 

@@ -18,8 +18,6 @@ from compile_muon.errors import config_error
 from compile_muon.passes.torch_private import without_numbers
 from compile_muon.sequence.running import FIELD, Running
 
-__all__ = ["behind_tail", "takes_parts"]
-
 #: shape of the trial batch: with an odd number of rows, a view in another length cannot fit
 _ROWS, _LENGTH = 3, 4
 

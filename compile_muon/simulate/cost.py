@@ -17,8 +17,6 @@ from compile_muon.simulate.fusion import function_entries, moved_bytes
 from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.newton_schulz import Call
 
-__all__ = ["kernel_kind", "kernel_seconds", "operations"]
-
 _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 _COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)

@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from compile_muon.offload.store import Bucket
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
-from compile_muon.passes.exchange.lift import LIFT
+from compile_muon.passes.exchange.packing import LIFT
 from compile_muon.passes.joint.move import AWAIT_MOVE, BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Work, work_of
@@ -38,8 +38,6 @@ from compile_muon.simulate.memory import LiveBytes, Memory
 from compile_muon.simulate.newton_schulz import Call
 from compile_muon.simulate.offload_transfers import Move, OffloadTransfers, OnHost
 from compile_muon.simulate.played import SimulatedGraph
-
-__all__ = ["COMPUTE", "HOST", "OFFLOAD", "Event", "Timeline", "simulate", "to_chrome_trace"]
 
 #: names of the compute stream and of the host; each other stream has the name of its process group
 COMPUTE, HOST = "compute", "host"

@@ -28,8 +28,6 @@ from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.lowering.aliases import base, is_free, mutated, nbytes, tensors
 from compile_muon.passes.pipeline import tensor_value
 
-__all__ = ["Kernel", "function_entries", "fused_step", "gpu_kernels", "kernels", "moved_bytes"]
-
 _aten = torch.ops.aten
 #: ops that read of a table no more than they return
 _LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)

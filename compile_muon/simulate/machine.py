@@ -22,8 +22,6 @@ from compile_muon.passes.costs import Costs, Table, divided, interpolated
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Machine", "load_machine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Costs):

@@ -26,8 +26,6 @@ from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.newton_schulz import Call
 from compile_muon.simulate.played import SimulatedGraph
 
-__all__ = ["LiveBytes", "Memory"]
-
 _OF_WORK = {
     Category.GATHER: "gathered",
     Category.REFRESH: "gathered",

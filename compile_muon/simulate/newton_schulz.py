@@ -30,8 +30,6 @@ from compile_muon.kernels.stability import Triple
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.simulate.machine import Machine
 
-__all__ = ["Call", "KernelLaunch", "Steps", "launches"]
-
 #: kernels of the normalization, by how many matrices each reads and writes: largest entry, division by it, norm,
 #: division; aten needs one more pass for the least entry
 _NORMALIZE = (1, 2, 1, 2)
@@ -105,15 +103,14 @@ def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[K
             counts[k, width] = counts.get((k, width), 0) + b
         layout = Layout(tuple((b, k, width) for (k, width), b in counts.items()))
         noted = _Noted(layout, results, listed=len(results) > 1)
-        folding = noted if steps.folds else None
-        FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folding=folding)
+        FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folded=steps.folds)
         launched += noted.launched
     return tuple(launched)
 
 
 @dataclass
 class _Noted:
-    """``iterations.Products`` and ``Folding`` that record launches in place of computing.
+    """``iterations.Products`` that record launches in place of computing.
 
     A matrix is represented by one bool: whether it is square.
     """

@@ -20,8 +20,6 @@ from itertools import accumulate
 
 from compile_muon.offload.store import Bucket
 
-__all__ = ["OffloadTransfers", "Move", "Moves", "OnHost"]
-
 
 class Move(Enum):
     """A request for a bucket of offloaded state."""

@@ -15,8 +15,6 @@ from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.passes.torch_private import group_named
 from compile_muon.simulate.offload_transfers import Moves
 
-__all__ = ["SimulatedGraph", "groups_of"]
-
 
 @dataclass(frozen=True)
 class SimulatedGraph:

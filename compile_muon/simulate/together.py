@@ -11,8 +11,6 @@ from collections.abc import Callable, Hashable, Mapping
 
 from compile_muon.simulate.engine import Timeline
 
-__all__ = ["simulate_together"]
-
 #: ranks of a group -> when the last of them issues each of its collectives
 Others = Mapping[tuple[int, ...], tuple[float, ...]]
 #: seconds; a smaller difference between rounds counts as none

@@ -25,8 +25,6 @@ from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
 from compile_muon.weights.wire import Wire
 
-__all__ = ["has_adapters", "holds_adapters", "load_adapters", "merge_adapters", "save_adapters"]
-
 
 def has_adapters(module: nn.Module) -> bool:
     """Tell whether ``module`` is a ``PeftModel``; PEFT is not imported for the question."""

@@ -14,8 +14,6 @@ from compile_muon.files.tensors import converted
 from compile_muon.weights.named_tensors import Weights, check_live, weights_of
 from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["full_state_dict", "gather", "load_full_state_dict"]
-
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.

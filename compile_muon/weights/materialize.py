@@ -27,8 +27,6 @@ from compile_muon.weights.named_tensors import check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["Values"]
-
 Init = Callable[[nn.Module], Any]
 
 

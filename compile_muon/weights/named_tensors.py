@@ -20,8 +20,6 @@ from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["Weights", "check_alike", "check_live", "named_state", "shared_params", "weights_of"]
-
 
 @dataclass
 class Weights:

@@ -38,8 +38,6 @@ from compile_muon.weights.adapters import has_adapters, holds_adapters, load_ada
 from compile_muon.weights.named_tensors import Weights, check_live, weights_of
 from compile_muon.weights.wire import Entry, Wire
 
-__all__ = ["load_folder", "load_pretrained", "save_by_class", "save_pretrained", "saves_whole", "tied_names"]
-
 #: arguments of Transformers' and PEFT's that ask for nothing else than is done
 _HEEDED = {"is_main_process", "save_function", "safe_serialization", "token", "save_peft_format"}
 #: classes whose ``save_pretrained`` compile_muon's stands for

@@ -22,8 +22,6 @@ from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes.language.layout import Layout
 
-__all__ = ["Entry", "Wire"]
-
 _PIECE = 32 << 20  # bytes
 
 K = TypeVar("K")

@@ -17,12 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..momentum import Averages
-from .launch import Launch, addresses, coded, decoded, element_type, filled
+from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["apply_kernel", "apply_updates", "launch", "supports"]
-
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = tl.constexpr(2048), 4
 MOST = 8  # tensors per launch
 
 
@@ -32,6 +30,7 @@ def apply_kernel(
     us,
     ms,
     gs,
+    starts,
     elements,
     scales,
     lr,
@@ -42,15 +41,14 @@ def apply_kernel(
     U: tl.constexpr,
     M: tl.constexpr,
     G: tl.constexpr,
-    COUNT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     FOUND_INF: tl.constexpr,
     MOMENTUM: tl.constexpr,
     WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Write BLOCK elements of one of COUNT parameters. ``ps``, ``us``, ``ms`` and ``gs`` are addresses of elements of
-    the types P, U, M and G, ``elements`` the numbers of elements: COUNT :func:`launch.coded` integers each."""
+    """Write BLOCK elements of one of the parameters. ``ps``, ``us``, ``ms`` and ``gs`` are addresses of elements of
+    the types P, U, M and G, ``elements`` the numbers of elements: :func:`launch.coded` integers, as are
+    ``starts``, :func:`launch.firsts`."""
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
@@ -62,39 +60,20 @@ def apply_kernel(
     if LR_ON_DEVICE == 3:
         weight_decay = tl.load(lr + 1).to(tl.float32)
         weight = tl.load(lr + 2).to(tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    # Find the parameter that this program writes: only this is repeated COUNT times. ``program * 0`` is 0 in 64 bits.
-    first_program = program * 0
-    numel = first_program
-    scale = scales[0]
-    p_ptr = first_program
-    u_ptr = first_program
-    m_ptr = first_program
-    g_ptr = first_program
-    start = program * 0
-    for i in tl.static_range(COUNT):
-        numel_i = (program * 0 + elements[i] - 3) // 2
-        programs_i = tl.cdiv(numel_i, BLOCK)
-        is_mine = (program >= start) & (program < start + programs_i)
-        first_program = tl.where(is_mine, start, first_program)
-        numel = tl.where(is_mine, numel_i, numel)
-        scale = tl.where(is_mine, scales[i], scale)
-        p_ptr = tl.where(is_mine, ps[i], p_ptr)
-        u_ptr = tl.where(is_mine, us[i], u_ptr)
-        m_ptr = tl.where(is_mine, ms[i], m_ptr)
-        g_ptr = tl.where(is_mine, gs[i], g_ptr)
-        start += programs_i
-    p_ptr = decoded(p_ptr).to(tl.pointer_type(P))
-    u_ptr = decoded(u_ptr).to(tl.pointer_type(U))
-    m_ptr = decoded(m_ptr).to(tl.pointer_type(M))
-    g_ptr = decoded(g_ptr).to(tl.pointer_type(G))
+    index, block = found(starts)
+    numel = picked(elements, index).to(tl.int64)
+    scale = picked(scales, index)
+    p_ptr = picked(ps, index).to(tl.pointer_type(P))
+    u_ptr = picked(us, index).to(tl.pointer_type(U))
+    m_ptr = picked(ms, index).to(tl.pointer_type(M))
+    g_ptr = picked(gs, index).to(tl.pointer_type(G))
     if WIDE:
         p_ptr = tl.multiple_of(p_ptr, 16)
         u_ptr = tl.multiple_of(u_ptr, 16)
         m_ptr = tl.multiple_of(m_ptr, 16)
         g_ptr = tl.multiple_of(g_ptr, 16)
         numel = tl.multiple_of(numel, 16)
-    offsets = (program - first_program) * BLOCK + tl.arange(0, BLOCK)
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     p = tl.load(p_ptr + offsets, mask=mask)
     u = tl.load(u_ptr + offsets, mask=mask).to(tl.float32)
@@ -139,7 +118,8 @@ def apply_updates(
     Return the indices of the parameters that :func:`supports` refuses; these are unchanged. Parameters of one device
     and dtypes share launches.
     """
-    lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
+    moved = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
+    lists = [params, updates, moved.momenta, moved.grads]
     groups: dict[object, list[int]] = {}
     unchanged = []
     for i, tensors in enumerate(zip(*lists, strict=True)):
@@ -148,50 +128,28 @@ def apply_updates(
             groups.setdefault(kernel_key, []).append(i)
         else:
             unchanged.append(i)
+    rates = weight_decay, moved.weight
     if groups and isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
         weight = weight_decay if averages is None else averages.weight
         lr = torch.stack([torch.as_tensor(x).reshape(()) for x in (lr, weight_decay, weight)])
+        rates = 0.0, 0.0
     for group in groups.values():
+        examples = [xs[group[0]] for xs in lists]
+        lr_numbers = lr.numel() if isinstance(lr, Tensor) and lr.device == examples[0].device else 0
+        constants: dict[str, Any] = {name: element_type(x) for name, x in zip("PUMG", examples, strict=True)}
+        constants |= {"num_warps": WARPS, "LR_ON_DEVICE": lr_numbers}
+        constants |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None, "WIDE": is_wide(*examples)}
         for start in range(0, len(group), MOST):
             chunk = group[start : start + MOST]
-            launch(
-                [params[i] for i in chunk],
-                [updates[i] for i in chunk],
-                lr=lr,
-                weight_decay=weight_decay,
-                scales=[scales[i] for i in chunk],
-                averages=None if averages is None else averages.of(chunk),
-                found_inf=found_inf,
-            ).run()
+            elements = [params[i].numel() for i in chunk]
+            programs = [ceildiv(n, BLOCK.value) for n in elements]
+            pointers = [coded([xs[i] for i in chunk], MOST) for xs in lists]
+            numbers = coded(elements, MOST), coded([float(scales[i]) for i in chunk], MOST)
+            rate = lr if lr_numbers else float(lr)
+            arguments = (*pointers, firsts(programs, MOST), *numbers, rate, found_inf, *rates)
+            Launch(apply_kernel, sum(programs), examples[0], arguments, constants).run()
     launched = [i for group in groups.values() for i in group]
     written = [params[i] for i in launched] + ([] if averages is None else [averages.momenta[i] for i in launched])
     # In-place operations of aten do this by themselves: autograd then refuses a backward that needs the old values.
     torch.autograd.graph.increment_version(written)
     return unchanged
-
-
-def launch(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    weight_decay: float | Tensor,
-    scales: Sequence[float],
-    averages: Averages | None = None,
-    found_inf: Tensor | None = None,
-) -> Launch:
-    """Make the launch for at most ``MOST`` parameters. ``lr`` may hold lr, weight decay and the averages' weight; the
-    arguments of the last two are not read then."""
-    lr_numbers = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
-    elements = [p.numel() for p in params]
-    averages_or_any = averages or Averages(params, updates, 0.0)  # stand-ins that the kernel does not read
-    tensors = (params, updates, averages_or_any.momenta, averages_or_any.grads)
-    pointers = [addresses(xs, MOST) for xs in tensors]
-    sizes_and_scales = filled([coded(n) for n in elements], MOST), filled([float(scale) for scale in scales], MOST)
-    rates = (0.0, 0.0) if lr_numbers == 3 else (weight_decay, averages_or_any.weight)
-    arguments = (*pointers, *sizes_and_scales, lr if lr_numbers else float(lr), found_inf, *rates)
-    constants: dict[str, Any] = {name: element_type(xs[0]) for name, xs in zip("PUMG", tensors, strict=True)}
-    constants |= {"COUNT": MOST, "BLOCK": BLOCK, "num_warps": WARPS, "LR_ON_DEVICE": lr_numbers}
-    constants |= {"FOUND_INF": found_inf is not None, "MOMENTUM": averages is not None}
-    constants["WIDE"] = all(is_wide(*xs) for xs in zip(*tensors, strict=True))
-    return Launch(apply_kernel, sum(ceildiv(n, BLOCK) for n in elements), params[0], arguments, constants)

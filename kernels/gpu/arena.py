@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .model import ceildiv
 
-__all__ = ["SMALL", "Layout", "Matrices", "list_bytes", "work_bytes"]
-
 # A shape's first matrix begins at a multiple of so many elements: 128 bytes, which Triton and descriptors read fastest.
 ALIGNMENT = 64
 # Tensors of one shape are copied into one if a matrix has at most so many entries: the three launches that each tensor

@@ -19,16 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .apply import is_wide
-from .launch import Launch, addresses, coded, decoded, element_type, filled
+from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "supports"]
-
-ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
-SPAN = 1024  # columns of a piece
+ROWS, WIDTH, WARPS = tl.constexpr(16), tl.constexpr(256), 8  # of a tile
+SPAN = tl.constexpr(1024)  # columns of a piece
 MOST = 16  # tensors per launch
-MOST_PROGRAMS = 256  # of one tensor, ``MOST`` in the kernel: more would only meet at the atomics
-SPLIT, BLOCK = 8, 1024  # programs that mix the row sums of one tensor, and row sums that one mixes at a time
+MOST_PROGRAMS = tl.constexpr(256)  # of one tensor: more would only meet at the atomics
+# Programs that mix the row sums of one tensor, and row sums that one mixes at a time.
+SPLIT, BLOCK = tl.constexpr(8), tl.constexpr(1024)
 #: dtypes whose squares are summed
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,7 +82,7 @@ def _numbers(x, BRAIN: tl.constexpr):
 
 
 @triton.jit
-def _pieces(size, columns, ROWS: tl.constexpr, SPAN: tl.constexpr):
+def _pieces(size, columns):
     """Return the number of pieces of a tensor of ``size`` integers, ``columns`` in a row."""
     return tl.cdiv(tl.cdiv(size, columns), ROWS) * tl.cdiv(columns, SPAN)
 
@@ -91,56 +90,35 @@ def _pieces(size, columns, ROWS: tl.constexpr, SPAN: tl.constexpr):
 @triton.jit
 def sums_kernel(
     integers,
+    starts,
     sizes,
     columns,
     sums,
     INTEGER: tl.constexpr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPAN: tl.constexpr,
     WIDE: tl.constexpr,
-    MOST: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
     SQUARES: tl.constexpr,
     BRAIN: tl.constexpr,
 ):
-    """Add row sums to the buffers ``sums`` of COUNT tensors; with SQUARES store, in MOST places ahead of them, each
+    """Add row sums to the buffers ``sums`` of tensors; with SQUARES store, in MOST_PROGRAMS places ahead of them, each
     program's sum of squares, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
-    :func:`launch.addresses`; ``sizes`` and ``columns`` are :func:`launch.coded`. WIDE: four integers of all tensors may
-    be read at once."""
+    addresses, ``sizes`` and ``columns`` numbers, all :func:`launch.coded`; ``starts`` are :func:`launch.firsts`.
+    WIDE: four integers of all tensors may be read at once."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    program = tl.program_id(0)
-    # Find this program's tensor: only this is repeated COUNT times, or the kernel takes half a minute to compile.
-    first_program = program * 0
-    programs = first_program
-    numel = (first_program + sizes[0]) * 0
-    row_numel = (first_program + columns[0]) * 0 + 1
-    x_address = first_program.to(tl.int64)
-    sums_address = x_address
-    start = program * 0
-    for i in tl.static_range(COUNT):
-        numel_i = (program * 0 + sizes[i] - 3) // 2
-        row_numel_i = (program * 0 + columns[i] - 3) // 2
-        programs_i = tl.minimum(_pieces(numel_i, tl.maximum(row_numel_i, 1), ROWS, SPAN), MOST)
-        is_mine = (program >= start) & (program < start + programs_i)
-        first_program = tl.where(is_mine, start, first_program)
-        programs = tl.where(is_mine, programs_i, programs)
-        numel = tl.where(is_mine, numel_i, numel)
-        row_numel = tl.where(is_mine, row_numel_i, row_numel)
-        x_address = tl.where(is_mine, integers[i], x_address)
-        sums_address = tl.where(is_mine, sums[i], sums_address)
-        start += programs_i
-    x_ptr = decoded(x_address).to(tl.pointer_type(INTEGER))
+    index, program = found(starts)
+    numel = picked(sizes, index)
+    row_numel = picked(columns, index)
+    x_ptr = picked(integers, index).to(tl.pointer_type(INTEGER))
     if WIDE:
         x_ptr = tl.multiple_of(x_ptr, INTEGER.primitive_bitwidth // 2)
-        row_numel = tl.multiple_of(row_numel, 16)
-    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
+        row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
+    sums_ptr = picked(sums, index).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(numel, row_numel)
+    pieces = _pieces(numel, row_numel)
     pieces_across = tl.cdiv(row_numel, SPAN)
     squares = tl.zeros((ROWS, LANES), dtype=tl.float32)
-    for piece in range(program - first_program, _pieces(numel, row_numel, ROWS, SPAN), programs):
+    for piece in range(program, pieces, tl.minimum(pieces, MOST_PROGRAMS)):
         row = piece // pieces_across * ROWS + tl.arange(0, ROWS)
         row_starts = row.to(tl.int64) * row_numel
         row_ptrs = x_ptr + row_starts[:, None]
@@ -158,9 +136,9 @@ def sums_kernel(
             if SQUARES:
                 value = _numbers(bits, BRAIN)
                 squares += in_lanes(value * value, LANES)
-        tl.atomic_add(sums_ptr + SQUARES * MOST + row, joined(low_sums, high_sums), mask=row < rows)
+        tl.atomic_add(sums_ptr + SQUARES * MOST_PROGRAMS + row, joined(low_sums, high_sums), mask=row < rows)
     if SQUARES:
-        tl.store(sums_ptr + program - first_program, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(sums_ptr + program, tl.sum(squares).to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
@@ -169,25 +147,18 @@ def mix_kernel(
     sizes,
     out,
     squares,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add F of COUNT tensors, of ``sizes`` rows, to ``out``, [COUNT], from their buffers ``sums``, by SPLIT programs
-    each; write the total of PARTS sums of squares, if any, to ``squares``, [COUNT]."""
+    """Add F of tensors, of ``sizes`` rows, to ``out``, one each, from their buffers ``sums``, by SPLIT programs each;
+    write the total of PARTS sums of squares, if any, to ``squares``."""
     tensor = tl.program_id(0) // SPLIT
-    rows = (tensor + sizes[0]) * 0
-    sums_address = sums[0]
-    for i in tl.static_range(COUNT):
-        rows = tl.where(tensor == i, (sizes[i] - 3) // 2, rows)
-        sums_address = tl.where(tensor == i, sums[i], sums_address)
-    sums_ptr = decoded(sums_address).to(tl.pointer_type(tl.int64))
+    rows = picked(sizes, tensor)
+    sums_ptr = picked(sums, tensor).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for block in range(tl.program_id(0) % SPLIT, tl.cdiv(rows, BLOCK), SPLIT):
-        row = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        row = (tl.arange(0, BLOCK) + block * BLOCK).to(tl.int64)
         row_sum = tl.load(sums_ptr + PARTS + row, mask=row < rows, other=0)
         total += tl.where(row < rows, _mixed(row_sum, row, GOLDEN, FACTOR), 0)
     tl.atomic_add(out + tensor, tl.sum(total, axis=0))
@@ -195,11 +166,6 @@ def mix_kernel(
         if tl.program_id(0) % SPLIT == 0:
             program_squares = tl.load(sums_ptr + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
             tl.store(squares + tensor, tl.sum(program_squares, axis=0))
-
-
-def supports(x: Tensor) -> bool:
-    """Tell whether the kernel reads this tensor."""
-    return x.is_contiguous()
 
 
 def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -> Tensor:
@@ -212,7 +178,7 @@ def examine(
     xs: Sequence[tuple[Tensor, int]], numbers: torch.dtype, *, golden: int, factor: int
 ) -> tuple[Tensor, Tensor]:
     """Return fingerprints of tensors of ``numbers``, one of :data:`NUMBERS`, and squared norms, [len(xs)] fp32."""
-    return _run(xs, MOST_PROGRAMS, numbers is torch.bfloat16, golden, factor)
+    return _run(xs, MOST_PROGRAMS.value, numbers is torch.bfloat16, golden, factor)
 
 
 def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
@@ -228,8 +194,7 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
     widths = [len(xs), *(parts + count for count in rows)]
     out, *sums = torch.zeros(sum(widths), dtype=torch.int64, device=device).split(widths)  # one launch for all
-    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
-    constants |= {"ROWS": ROWS, "WIDTH": WIDTH, "SPAN": SPAN, "SQUARES": parts > 0, "BRAIN": brain}
+    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "SQUARES": parts > 0, "BRAIN": brain}
     kinds = [(element_type(x), columns % 16 == 0 and is_wide(x)) for x, columns in xs]
     for kind in dict.fromkeys(kinds):
         group = [(*x, result) for x, result, each in zip(xs, sums, kinds, strict=True) if each == kind]
@@ -237,24 +202,23 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
         for start in range(0, len(group), MOST):
             integers, columns, results = zip(*group[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
-            programs = sum(min(MOST_PROGRAMS, _pieces_of(*each)) for each in zip(counts, columns, strict=True))
-            coded_sizes = (filled([coded(n) for n in each], MOST) for each in (counts, columns))
-            arguments = (addresses(integers, MOST), *coded_sizes, addresses(results, MOST))
-            Launch(sums_kernel, programs, out, arguments, group_constants).run()
+            programs = [min(MOST_PROGRAMS.value, _pieces_of(*each)) for each in zip(counts, columns, strict=True)]
+            first, *others = (coded(values, MOST) for values in (integers, counts, columns, results))
+            arguments = (first, firsts(programs, MOST), *others)
+            Launch(sums_kernel, sum(programs), out, arguments, group_constants).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 
 
 def _pieces_of(size: int, columns: int) -> int:
-    return ceildiv(ceildiv(size, columns), ROWS) * ceildiv(columns, SPAN)
+    return ceildiv(ceildiv(size, columns), ROWS.value) * ceildiv(columns, SPAN.value)
 
 
 def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, golden: int, factor: int) -> Tensor:
     """Add fingerprints to ``out``; return squared norms, [len(sums)] fp32, or none without ``parts``."""
     squares = torch.empty(len(sums) if parts else 0, dtype=torch.float32, device=out.device)
-    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
-    constants |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
+    constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "PARTS": parts}
     for start in range(0, len(sums), MOST):
-        chunk = [coded(size) for size in sizes[start : start + MOST]]
-        arguments = (addresses(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
-        Launch(mix_kernel, SPLIT * len(chunk), out, arguments, constants).run()
+        chunk = sizes[start : start + MOST]
+        arguments = (coded(sums[start : start + MOST], MOST), coded(chunk, MOST), out[start:], squares[start:])
+        Launch(mix_kernel, SPLIT.value * len(chunk), out, arguments, constants).run()
     return squares

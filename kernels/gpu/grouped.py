@@ -22,8 +22,6 @@ from .normalize import normalize
 from .tile_order import results_of
 from .tiles import choose
 
-__all__ = ["GroupedProducts", "orthogonalize_list"]
-
 # (matrices [b, k, l] with k ≤ l, tensor for their results, norms [b, 1, n] of n parts of each, such as rows, if known)
 Given = tuple[Tensor, Tensor, Tensor | None]
 
@@ -35,7 +33,6 @@ class GroupedProducts:
     alone: newton_schulz.Products  # the products of one tensor of matrices
 
     def outer(self, x: Matrices) -> Matrices:
-        """Return ``x xᵀ``, k × k, new."""
         return self.symmetric(x, x)
 
     def symmetric(
@@ -78,7 +75,6 @@ class GroupedProducts:
         beta: float = 0.0,
         out: Matrices | None = None,
     ) -> Matrices:
-        """Return ``left right + beta plus``, in ``out`` where given, else new."""
         if out is None:
             out = right.new(square=right.square)
             tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
@@ -92,7 +88,6 @@ class GroupedProducts:
         return out
 
     def add_to_diagonal(self, x: Matrices, a: float) -> None:
-        """Add ``aI`` to ``x``, in place."""
         for view in x.views:
             view.diagonal(dim1=-2, dim2=-1).add_(a)
 
@@ -162,8 +157,8 @@ def _orthogonalize_several(given: list[Given], plan: Plan, products: newton_schu
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(counts.values())} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
-        folding = newton_schulz.folding(grouped, plan)
-        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folding)
+        folded = newton_schulz.folds(plan)
+        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
 
 
 def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:

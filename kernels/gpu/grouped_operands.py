@@ -13,19 +13,8 @@ import triton.language as tl
 from .arena import Matrices
 from .launch import Launch
 from .model import Tile
-from .operands import constants
+from .operands import WIDEN, constants
 from .tile_order import dealt, tables
-
-__all__ = [
-    "beside_others",
-    "first_tile",
-    "grouped_launch",
-    "last_tile",
-    "load_part",
-    "place_in_list",
-    "read_shape",
-    "source_of",
-]
 
 # Columns that a descriptor stores at a time, WIDE; the next ones wait until these have left shared memory. Two pieces
 # of a tile's 256 columns make room for a fourth stage, as four would, with half as many barriers.
@@ -49,7 +38,7 @@ def last_tile(waves, width):
 
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
-    """Read a shape's row of the table (``tile_order.FIELDS``): the end of its tiles, its number of matrices, k, l, then
+    """Read a shape's row of the table (``tile_order.Tables``): the end of its tiles, its number of matrices, k, l, then
     start and pitch of its k × k matrices, and of its k × l ones, for which with SQUARE the k × k ones stand."""
     # Volatile: without descriptors the kernels read the row anew for every tile, and for its store once more. Kept from
     # tile to tile, it and all addresses that follow from it would hold registers that the sums need, and spill.
@@ -108,7 +97,6 @@ def load_part(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Load the tile [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside."""
     if DESCRIPTORS:
@@ -124,11 +112,6 @@ def load_part(
     return part
 
 
-def beside_others() -> bool:
-    """Tell whether collectives with other ranks may hold some of the device's multiprocessors."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def grouped_launch(
     kernel: Any,
     left: Matrices,
@@ -141,18 +124,22 @@ def grouped_launch(
     processors: int,
     *,
     triangle: bool,
+    **settings: Any,
 ) -> Launch:
     """Make the launch of either grouped kernel on arenas of one layout.
 
     ``kernel`` takes these arenas, the tables, the number of shapes, and ``numbers``; ``square`` and ``triangle`` are
-    those of ``tile_order.results_of``, ``processors`` the multiprocessors of the device.
+    those of ``tile_order.results_of``, ``processors`` the multiprocessors of the device, ``settings`` constants of this
+    kernel alone.
     """
     assert left.flat is not None and right.flat is not None and out.flat is not None
     table = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
-    deal = dealt(table.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
+    # Collectives with other ranks may hold some of the device's multiprocessors.
+    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    deal = dealt(table.tiles, processors * tile.resident, out.flat.device, shared=shared)
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
     tile_args = (table.shapes, table.places, len(out.layout.shapes), deal.waves, deal.width)
-    settings = {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
+    settings |= {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
     settings |= {"SQUARE": square, "WIDE": min(PIECE, tile.rows, tile.cols)}
     settings["FLATTEN"] = tile.flattened(summand=plus is not None)
     return Launch(kernel, deal.programs, out.flat, (*arenas, *tile_args, *numbers), settings, scratch=tile.descriptors)

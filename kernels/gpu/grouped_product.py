@@ -15,8 +15,6 @@ from .launch import Launch
 from .model import Tile
 from .operands import store_pieces
 
-__all__ = ["grouped_product", "grouped_product_kernel"]
-
 
 @triton.jit
 def grouped_product_kernel(
@@ -39,7 +37,6 @@ def grouped_product_kernel(
     FLATTEN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     for shape in range(shapes):
         end, matrices, rows, cols, start_kk, pitch_kk, start_kl, pitch_kl = read_shape(table, shape, SQUARE)
@@ -58,15 +55,15 @@ def grouped_product_kernel(
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 # The summand comes first, as in ``product``.
                 if PLUS:
-                    sums = beta * load_part(
-                        plus_src, matrix, row, col, rows, pitch_kl, ROWS, COLS, DESCRIPTORS, WIDEN
-                    ).to(tl.float32)
+                    sums = beta * load_part(plus_src, matrix, row, col, rows, pitch_kl, ROWS, COLS, DESCRIPTORS).to(
+                        tl.float32
+                    )
                 else:
                     sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 for i in tl.range(0, tl.cdiv(rows, DEPTH), warp_specialize=SPECIALIZE):
                     k = i * DEPTH
-                    a = load_part(left_src, matrix, row, k, rows, pitch_kk, ROWS, DEPTH, DESCRIPTORS, WIDEN)
-                    b = load_part(right_src, matrix, k, col, rows, pitch_kl, DEPTH, COLS, DESCRIPTORS, WIDEN)
+                    a = load_part(left_src, matrix, row, k, rows, pitch_kk, ROWS, DEPTH, DESCRIPTORS)
+                    b = load_part(right_src, matrix, k, col, rows, pitch_kl, DEPTH, COLS, DESCRIPTORS)
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
                 value = sums.to(out.dtype.element_ty)

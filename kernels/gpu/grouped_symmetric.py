@@ -11,8 +11,6 @@ On 9.0 and 10.0 results leave through descriptors too: next to the state of a pr
 stores, straight and mirrored, spilled 40 to 240 bytes a thread.
 """
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 
@@ -21,8 +19,6 @@ from .grouped_operands import first_tile, grouped_launch, last_tile, load_part, 
 from .launch import Launch
 from .model import Tile
 from .operands import shifted, store_triangle
-
-__all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
 
 
 @triton.jit
@@ -50,7 +46,6 @@ def _tiles_of_shapes(
     FLATTEN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Compute this program's tiles, [ROWS, COLS], of the shapes in rows ``begin`` to ``stop`` of the table."""
     for shape in range(begin, stop):
@@ -73,18 +68,18 @@ def _tiles_of_shapes(
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 # The summand comes first, as in ``product``; initial = β / α.
                 if PLUS:
-                    sums = initial * load_part(
-                        plus_src, matrix, row, col, size, pitch_kk, ROWS, COLS, DESCRIPTORS, WIDEN
-                    ).to(tl.float32)
+                    sums = initial * load_part(plus_src, matrix, row, col, size, pitch_kk, ROWS, COLS, DESCRIPTORS).to(
+                        tl.float32
+                    )
                 else:
                     sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 for i in tl.range(0, tl.cdiv(depth, DEPTH), warp_specialize=SPECIALIZE):
                     k = i * DEPTH
-                    a = load_part(left_src, matrix, row, k, size, pitch_kl, ROWS, DEPTH, DESCRIPTORS, WIDEN)
+                    a = load_part(left_src, matrix, row, k, size, pitch_kl, ROWS, DEPTH, DESCRIPTORS)
                     if SQUARE:
-                        b = load_part(right_src, matrix, k, col, size, pitch_kl, DEPTH, COLS, DESCRIPTORS, WIDEN)
+                        b = load_part(right_src, matrix, k, col, size, pitch_kl, DEPTH, COLS, DESCRIPTORS)
                     else:
-                        b = load_part(right_src, matrix, col, k, size, pitch_kl, COLS, DEPTH, DESCRIPTORS, WIDEN).T
+                        b = load_part(right_src, matrix, col, k, size, pitch_kl, COLS, DEPTH, DESCRIPTORS).T
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
                 sums = alpha * sums
@@ -125,16 +120,15 @@ def grouped_symmetric_kernel(
     FLATTEN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     _tiles_of_shapes(
         left, right, plus, out, table, places, 0, shapes, waves, width, alpha, initial, gamma,
-        SQUARE, PLUS, SHIFT, ROWS, COLS, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
+        SQUARE, PLUS, SHIFT, ROWS, COLS, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE,
     )  # fmt: skip
     if COLS > ROWS:
         _tiles_of_shapes(
             left, right, plus, out, table, places, shapes, 2 * shapes, waves, width, alpha, initial, gamma,
-            SQUARE, PLUS, SHIFT, ROWS, COLS // 2, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
+            SQUARE, PLUS, SHIFT, ROWS, COLS // 2, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE,
         )  # fmt: skip
 
 
@@ -156,7 +150,7 @@ def grouped_symmetric(
     k × k matrices; ``out`` shares no memory with the others. α is not 0. γ is added before results are rounded.
     """
     numbers = (alpha, beta / alpha, gamma)
-    launch = grouped_launch(
-        grouped_symmetric_kernel, left, right, plus, out, numbers, left.square, tile, processors, triangle=True
+    how = {"triangle": True, "SHIFT": gamma != 0}
+    return grouped_launch(
+        grouped_symmetric_kernel, left, right, plus, out, numbers, left.square, tile, processors, **how
     )
-    return replace(launch, constants=launch.constants | {"SHIFT": gamma != 0})

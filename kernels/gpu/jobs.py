@@ -8,7 +8,7 @@ No process waits for a dead one: its lock ends with it. On a file system without
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,12 +18,9 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch
-
-__all__ = ["Job", "NoDevice", "Pointer", "compile_job", "jobs_of"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,16 @@ def jobs_of(launches: Sequence[Launch], target: GPUTarget, cache: Path) -> list[
 
 def compile_job(job: Job) -> None:
     """Compile a job's kernel into Triton's cache, unless another process has done so; for worker processes only."""
+    import fcntl
+
     kernel = getattr(import_module(job.module), job.name)
     driver: Any = triton.runtime.driver
     active_driver = driver._active  # private, because the public property ``active`` would look for a GPU
-    with _locked(job.file) as file, triton.knobs.cache.scope():
-        if file.tell():  # another process compiled the kernel while this one waited for the lock
+    job.file.parent.mkdir(parents=True, exist_ok=True)
+    with job.file.open("a") as file, triton.knobs.cache.scope():
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, 2):  # another process compiled the kernel while this one waited for the lock
             return
         triton.knobs.cache.dir = str(job.cache)
         driver.set_active(NoDevice(job.target))  # nothing can be launched until the old driver is back
@@ -91,26 +93,12 @@ def compile_job(job: Job) -> None:
         file.write("compiled\n")
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[Any]:
-    import fcntl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0, 2)
-        yield file
-
-
 def _without_tensors(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_without_tensors, value))
-    if isinstance(value, Tensor):
-        return Pointer(value.dtype, value.data_ptr() % 16)
     if isinstance(value, TensorDescriptor):
         return replace(value, base=_without_tensors(value.base))
-    return value
+    return Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
 
 
 def _known(value: Any) -> Any:
@@ -126,16 +114,11 @@ def _known(value: Any) -> Any:
     return type(value)
 
 
-class NoDevice(DriverBase):
-    """A Triton driver that names the target to compile for, and launches nothing."""
+class NoDevice:
+    """The part of a Triton driver that compilation asks: the target to compile for. It launches nothing."""
 
     def __init__(self, target: GPUTarget):
-        super().__init__()
         self.target = target
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return False
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -145,12 +128,3 @@ class NoDevice(DriverBase):
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("nothing is launched")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing is launched")

@@ -3,26 +3,23 @@
 Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells, without a
 GPU, what a function would launch on one.
 
-Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor. Triton
+Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor
+(:func:`found`), then picks its values (:func:`picked`): only this is repeated for each tensor of a launch. Triton
 compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
-multiples of 16, or wider than 32 bits. So addresses are integers, integers are :func:`coded`, and tuples
-:func:`filled`.
+multiples of 16, or wider than 32 bits. So addresses are integers, and tuples :func:`coded`.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-__all__ = ["Launch", "addresses", "coded", "decoded", "element_type", "filled", "noting", "where_it_runs"]
-
-T = TypeVar("T")
 
 #: the address of a tensor without memory, empty or on "meta": wider than 32 bits, as real addresses are
 _ELSEWHERE = 1 << 40
@@ -47,28 +44,50 @@ def where_it_runs(device: torch.device) -> torch.device:
     return noted[0] if noted is not None and device.type == "meta" else device
 
 
-def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
-    """Fill ``values`` up to ``count``: integers, which are sizes, with :func:`coded` zeros, others with the first."""
-    padding: Any = coded(0) if isinstance(values[0], int) else values[0]
-    return (*values, *[padding] * (count - len(values)))
+def coded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """Return ``count`` numbers, past ``values`` the first one again: of an integer n, or a tensor with this address,
+    ``2 n + 3``, which is never 1 nor a multiple of 16; others as they are."""
+
+    def code(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = _ELSEWHERE if x.is_meta else x.data_ptr() or _ELSEWHERE
+        return 2 * x + 3 if isinstance(x, int) else x
+
+    codes = list(map(code, values))
+    return (*codes, *codes[:1] * (count - len(codes)))
 
 
-def coded(number: int) -> int:
-    """Return ``2 number + 3``, which is never 1 nor a multiple of 16."""
-    return 2 * number + 3
-
-
-def addresses(tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
-    """Return the :func:`coded` addresses of tensors, filled up to ``count`` with the first one."""
-    coded_addresses = [coded(x.data_ptr() or _ELSEWHERE) for x in tensors]
-    return (*coded_addresses, *coded_addresses[:1] * (count - len(coded_addresses)))
+def firsts(programs: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the first program of each tensor, :func:`coded`, of these numbers of programs; past them their sum."""
+    starts = list(accumulate(programs, initial=0))
+    return coded(starts + starts[-1:] * count, count)[:count]
 
 
 @triton.jit
-def decoded(address):
-    """Return the address that :func:`addresses` coded, as an integer."""
+def found(starts):
+    """Return the index of this program's tensor, and its number among the tensor's programs; ``starts``: by
+    :func:`firsts`."""
+    program = tl.program_id(0)
+    index = program * 0
+    first = program * 0
+    for i in tl.static_range(1, len(starts)):
+        start = (starts[i] >> 1) - 1
+        index = tl.where(program >= start, i, index)
+        first = tl.where(program >= start, start, first)
+    return index, program - first
+
+
+@triton.jit
+def picked(values, index):
+    """Return the number, or the address as an integer, that ``values[index]`` of a :func:`coded` tuple stands for."""
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(index == i, values[i], value)
     # The caller casts to a pointer: a cast here would lose the caller's tl.multiple_of.
-    return (address >> 1) - 1
+    if value.dtype == tl.float32:
+        return value
+    else:
+        return (value >> 1) - 1
 
 
 def element_type(x: Tensor) -> tl.dtype:
@@ -94,20 +113,11 @@ class Launch:
             noted[1].append(self)
             return
         with torch.cuda.device_of(self.on):  # Triton launches on the current device, whatever its arguments are on
-            if self.scratch:
-                # Triton's allocator is a context variable: in a copied context the user's stays as it is.
-                copy_context().run(self._start_with_scratch)
-            else:
-                self._start()
+            # Triton's allocator is a context variable: in a copied context the user's stays as it is.
+            copy_context().run(self._start) if self.scratch else self._start()
 
     def _start(self) -> None:
+        if self.scratch:
+            device = self.on.device
+            triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
         self.kernel[(self.programs,)](*self.arguments, **self.constants)
-
-    def _start_with_scratch(self) -> None:
-        device = self.on.device
-        triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
-        self._start()
-
-    def compile(self) -> Any:
-        """Compile the kernel that ``run`` would start, for the target of Triton's active driver."""
-        return self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)

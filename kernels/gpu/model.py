@@ -27,8 +27,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["Device", "Result", "Tile", "busiest", "ceildiv", "programs", "seconds", "seconds_beside", "waves"]
-
 #: time of half a tile, as a part of the whole tile's: 128 × 128 has 0.873 of the rate of 128 × 256 (H100)
 HALF = 0.57
 

@@ -12,8 +12,7 @@ a launch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,33 +21,23 @@ from torch import Tensor
 
 from .apply import is_wide
 from .fingerprint import in_lanes, joined, row_weights, weighted
-from .launch import Launch, addresses, coded, decoded, element_type, filled
+from .launch import Launch, coded, element_type, firsts, found, picked
 from .model import ceildiv
 
-__all__ = ["Updates", "momentum_updates"]
-
-ROWS, WIDTH, WARPS = 4, 512, 4  # of a tile
+ROWS, WIDTH, WARPS = tl.constexpr(4), tl.constexpr(512), 4  # of a tile
 MOST = 8  # tensors per launch
 # Most registers of a thread, by WIDE: without a bound ptxas aims at 64 and spills on 10.0; without WIDE the kernel
 # spills below 168.
 REGISTERS = {True: 96, False: 168}
 
 
-@dataclass(frozen=True)
-class Updates:
-    """Results for each gradient.
+class Updates(NamedTuple):
+    """Results for each gradient."""
 
-    Attributes:
-        updates: of the gradients' shapes, contiguous.
-        wide: the gradients in the dtype ``wide``, themselves if they have it.
-        norms: of the updates' rows, 1-D fp32.
-        sums: of the rows of ``wide`` plus ``carried``, 1-D int64.
-    """
-
-    updates: list[Tensor]
-    wide: list[Tensor]
-    norms: list[Tensor]
-    sums: list[Tensor]
+    updates: list[Tensor]  # of the gradients' shapes, contiguous
+    wide: list[Tensor]  # the gradients in the dtype ``wide``, themselves if they have it
+    norms: list[Tensor]  # of the updates' rows, 1-D fp32
+    sums: list[Tensor]  # of the rows of ``wide`` plus ``carried``, 1-D int64
 
 
 @triton.jit
@@ -68,81 +57,52 @@ def momentum_kernel(
     norms,
     sums,
     hypers,
+    starts,
     rows,
     columns,
     G: tl.constexpr,
     W: tl.constexpr,
     M: tl.constexpr,
     U: tl.constexpr,
-    COUNT: tl.constexpr,
     NESTEROV: tl.constexpr,
     WIDEN: tl.constexpr,
     CARRIED: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Write the results of ROWS rows of one of COUNT gradients. :func:`launch.addresses`: ``gs`` of gradients (of type
-    G), ``cs`` carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``,
-    ``hypers``; ``rows`` and ``columns`` are :func:`launch.coded`. WIDE: four entries of all tensors may be read at
-    once. Eight of a half would make another layout, with twice the weights."""
+    """Write the results of ROWS rows of one of the gradients. Addresses: ``gs`` of gradients (of type G), ``cs``
+    carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``, ``hypers``;
+    ``starts`` are :func:`launch.firsts`, the others :func:`launch.coded`. WIDE: four entries of all tensors may be read
+    at once. Eight of a half would make another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    program = tl.program_id(0).to(tl.int64)
-    # Find this program's tensor: only this is repeated COUNT times.
-    first_program = program * 0
-    n_rows = first_program
-    row_numel = first_program + 1
-    g_ptr = first_program
-    c_ptr = first_program
-    m_ptr = first_program
-    u_ptr = first_program
-    w_ptr = first_program
-    n_ptr = first_program
-    s_ptr = first_program
-    h_ptr = first_program
-    start = program * 0
-    for i in tl.static_range(COUNT):
-        rows_i = (program * 0 + rows[i] - 3) // 2
-        programs_i = tl.cdiv(rows_i, ROWS)
-        is_mine = (program >= start) & (program < start + programs_i)
-        first_program = tl.where(is_mine, start, first_program)
-        n_rows = tl.where(is_mine, rows_i, n_rows)
-        row_numel = tl.where(is_mine, (program * 0 + columns[i] - 3) // 2, row_numel)
-        g_ptr = tl.where(is_mine, gs[i], g_ptr)
-        c_ptr = tl.where(is_mine, cs[i], c_ptr)
-        m_ptr = tl.where(is_mine, ms[i], m_ptr)
-        u_ptr = tl.where(is_mine, us[i], u_ptr)
-        w_ptr = tl.where(is_mine, ws[i], w_ptr)
-        n_ptr = tl.where(is_mine, norms[i], n_ptr)
-        s_ptr = tl.where(is_mine, sums[i], s_ptr)
-        h_ptr = tl.where(is_mine, hypers[i], h_ptr)
-        start += programs_i
-    g_ptr = decoded(g_ptr).to(tl.pointer_type(G))
-    c_ptr = decoded(c_ptr).to(tl.pointer_type(W))
-    m_ptr = decoded(m_ptr).to(tl.pointer_type(M))
-    u_ptr = decoded(u_ptr).to(tl.pointer_type(U))
-    w_ptr = decoded(w_ptr).to(tl.pointer_type(W))
+    index, program = found(starts)
+    n_rows = picked(rows, index).to(tl.int32)
+    row_numel = picked(columns, index).to(tl.int32)
+    g_ptr = picked(gs, index).to(tl.pointer_type(G))
+    c_ptr = picked(cs, index).to(tl.pointer_type(W))
+    m_ptr = picked(ms, index).to(tl.pointer_type(M))
+    u_ptr = picked(us, index).to(tl.pointer_type(U))
+    w_ptr = picked(ws, index).to(tl.pointer_type(W))
+    norms_ptr = picked(norms, index).to(tl.pointer_type(tl.float32))
+    sums_ptr = picked(sums, index).to(tl.pointer_type(tl.int64))
     if WIDE:
         g_ptr = tl.multiple_of(g_ptr, G.primitive_bitwidth // 2)
         c_ptr = tl.multiple_of(c_ptr, W.primitive_bitwidth // 2)
         m_ptr = tl.multiple_of(m_ptr, M.primitive_bitwidth // 2)
         u_ptr = tl.multiple_of(u_ptr, U.primitive_bitwidth // 2)
         w_ptr = tl.multiple_of(w_ptr, W.primitive_bitwidth // 2)
-        row_numel = tl.multiple_of(row_numel, 16)
-    hyper_ptr = decoded(h_ptr).to(tl.pointer_type(tl.float32))
+        row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
+    hyper_ptr = picked(hypers, index).to(tl.pointer_type(tl.float32))
     one_minus_beta = tl.load(hyper_ptr)
     beta = tl.load(hyper_ptr + 1)
-    row = ((program - first_program) * ROWS).to(tl.int32) + tl.arange(0, ROWS)
+    row = program * ROWS + tl.arange(0, ROWS)
     row_starts = row[:, None].to(tl.int64) * row_numel
     g_ptr += row_starts
     c_ptr += row_starts
     m_ptr += row_starts
     u_ptr += row_starts
     w_ptr += row_starts
-    row_numel = row_numel.to(tl.int32)
-    n_rows = n_rows.to(tl.int32)
     row_ends = tl.where(row < n_rows, row_numel, 0)
     if WIDE:
         row_ends = tl.multiple_of(row_ends, 16)
@@ -173,8 +133,8 @@ def momentum_kernel(
             bits = grad.to(tl.int16, bitcast=True).to(tl.int32)
         low, high = row_weights(column, GOLDEN, FACTOR)
         low_sums, high_sums = weighted(bits, low, high, low_sums, high_sums, LANES)
-    tl.store(decoded(n_ptr).to(tl.pointer_type(tl.float32)) + row, tl.sqrt(tl.sum(squares, axis=1)), mask=row < n_rows)
-    tl.store(decoded(s_ptr).to(tl.pointer_type(tl.int64)) + row, joined(low_sums, high_sums), mask=row < n_rows)
+    tl.store(norms_ptr + row, tl.sqrt(tl.sum(squares, axis=1)), mask=row < n_rows)
+    tl.store(sums_ptr + row, joined(low_sums, high_sums), mask=row < n_rows)
 
 
 def momentum_updates(
@@ -209,8 +169,14 @@ def momentum_updates(
     )
     examples = (grads[0], out.wide[0], momenta[0], out.updates[0])
     constants: dict[str, Any] = {name: element_type(x) for name, x in zip("GWMU", examples, strict=True)}
-    constants |= {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
-    constants |= {"NESTEROV": nesterov, "WIDEN": grads[0].dtype is not wide, "CARRIED": bool(carried)}
+    constants |= {
+        "GOLDEN": golden,
+        "FACTOR": factor,
+        "num_warps": WARPS,
+        "NESTEROV": nesterov,
+        "WIDEN": grads[0].dtype is not wide,
+        "CARRIED": bool(carried),
+    }
     addends = carried or out.wide  # stand-ins that the kernel does not read
     tensors_of = list(zip(grads, addends, momenta, out.updates, out.wide, out.norms, out.sums, hypers, strict=True))
     aligned = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:5]) for tensors in tensors_of]
@@ -219,15 +185,10 @@ def momentum_updates(
         for start in range(0, len(chosen), MOST):
             chunk = [tensors_of[i] for i in chosen[start : start + MOST]]
             row_counts = [tensors[5].numel() for tensors in chunk]
-            coded_columns = [coded(tensors[0].shape[-1]) for tensors in chunk]
-            pointers = [addresses(xs, MOST) for xs in zip(*chunk, strict=True)]
-            arguments = (*pointers, filled([coded(n) for n in row_counts], MOST), filled(coded_columns, MOST))
-            programs = sum(ceildiv(n, ROWS) for n in row_counts)
-            Launch(
-                momentum_kernel,
-                programs,
-                chunk[0][0],
-                arguments,
-                constants | {"WIDE": reads_wide, "maxnreg": REGISTERS[reads_wide]},
-            ).run()
+            columns = [tensors[0].shape[-1] for tensors in chunk]
+            pointers = [coded(xs, MOST) for xs in zip(*chunk, strict=True)]
+            programs = [ceildiv(n, ROWS.value) for n in row_counts]
+            arguments = (*pointers, firsts(programs, MOST), coded(row_counts, MOST), coded(columns, MOST))
+            settings = constants | {"WIDE": reads_wide, "maxnreg": REGISTERS[reads_wide]}
+            Launch(momentum_kernel, sum(programs), chunk[0][0], arguments, settings).run()
     return out

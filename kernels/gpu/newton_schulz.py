@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
 import torch
 import triton
@@ -21,10 +20,6 @@ from .product import product
 from .symmetric import symmetric_product
 from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-M = TypeVar("M")
-
-__all__ = ["Products", "folding", "orthogonalize_into", "products_on", "serves"]
-
 
 @dataclass(frozen=True)
 class Products(Aten):
@@ -34,7 +29,6 @@ class Products(Aten):
     processors: int
 
     def outer(self, x: Tensor) -> Tensor:
-        """Return ``x xᵀ``, [b, k, k], new."""
         return self.symmetric(x, None)
 
     def symmetric(
@@ -63,7 +57,6 @@ class Products(Aten):
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """Return ``left right + beta plus``, [b, k, l], in ``out`` where given, else new."""
         if out is None:
             matrices, rows, cols = right.shape
             out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
@@ -120,10 +113,10 @@ def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan,
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
             normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
-            plan.steps, plan.restarts, products, out=out, folding=folding(products, plan),
+            plan.steps, plan.restarts, products, out=out, folded=folds(plan),
         )  # fmt: skip
 
 
-def folding(products: M, plan: Plan) -> M | None:
-    """Return the products that fold aI + Z into one matrix; None in bfloat16, which would round it too coarsely."""
-    return products if plan.dtype == torch.float16 else None
+def folds(plan: Plan) -> bool:
+    """Tell whether steps fold aI + Z into one matrix; not in bfloat16, which would round it too coarsely."""
+    return plan.dtype == torch.float16

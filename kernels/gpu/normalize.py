@@ -16,27 +16,14 @@ from .launch import Launch
 from .model import ceildiv
 from .operands import empty_matrices
 
-__all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
-
-ROWS, COLS = 32, 128  # a tile: wide where most inputs are contiguous, tall enough for inputs with contiguous columns
+# A tile: wide where most inputs are contiguous, tall enough for inputs with contiguous columns.
+ROWS, COLS = tl.constexpr(32), tl.constexpr(128)
 MOST_PARTIALS = 256  # a matrix, so that every program of the second pass can combine all of them
-TINY = torch.finfo(torch.float32).tiny
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
-def _load(
-    x,
-    matrix,
-    tile,
-    across,
-    rows,
-    cols,
-    matrix_stride,
-    row_stride,
-    col_stride,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+def _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride):
     r = (tile // across) * ROWS + tl.arange(0, ROWS)
     c = (tile % across) * COLS + tl.arange(0, COLS)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
@@ -47,19 +34,7 @@ def _load(
 
 
 @triton.jit
-def partial_norms_kernel(
-    x,
-    partials,
-    rows,
-    cols,
-    matrix_stride,
-    row_stride,
-    col_stride,
-    programs,
-    TINY: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+def partial_norms_kernel(x, partials, rows, cols, matrix_stride, row_stride, col_stride, programs):
     """Write the pair of this program's tiles to ``partials``, [b, 2, programs], ``programs`` of them a matrix."""
     program = tl.program_id(0)
     matrix = program // programs
@@ -68,7 +43,7 @@ def partial_norms_kernel(
     largest = TINY
     squares = 0.0
     for tile in tl.range(first_tile, tl.cdiv(rows, ROWS) * across, programs):
-        _, _, _, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS)
+        _, _, _, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride)
         new_largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x_tile), axis=1), axis=0))
         x_tile *= 1.0 / new_largest
         shrink = largest / new_largest
@@ -95,9 +70,6 @@ def divide_kernel(
     eps: tl.float32,
     safety: tl.float32,
     PARTIALS: tl.constexpr,
-    TINY: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
 ):
     """Combine all pairs of a matrix into its norm, and write one tile divided by it."""
     across = tl.cdiv(cols, COLS)
@@ -113,9 +85,8 @@ def divide_kernel(
     # The sum is NaN if any entry is NaN or infinite. The maximum must propagate it, or the matrix would seem finite.
     least = tl.maximum(eps / largest, TINY)
     norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), least, propagate_nan=tl.PropagateNan.ALL)
-    r, c, mask, x_tile = _load(
-        x, matrix, program % tiles, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS
-    )
+    tile = program % tiles
+    r, c, mask, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride)
     # ``norm`` is of the matrix divided by ``largest``. Two divisions: the product of the divisors may overflow.
     x_tile = (x_tile / largest) / (norm * safety)
     start = out + matrix.to(tl.int64) * out_matrix_stride
@@ -127,7 +98,7 @@ def partial_norms(x: Tensor, partials: Tensor) -> Launch:
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, rows, cols, *x.stride(), programs)
-    return Launch(partial_norms_kernel, matrices * programs, x, arguments, {"TINY": TINY, "ROWS": ROWS, "COLS": COLS})
+    return Launch(partial_norms_kernel, matrices * programs, x, arguments)
 
 
 def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: float) -> Launch:
@@ -135,7 +106,7 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     matrices, rows, cols = x.shape
     programs = partials.shape[-1]
     arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
-    constants = {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS}
+    constants = {"PARTIALS": triton.next_power_of_2(programs)}
     return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, constants)
 
 
@@ -160,4 +131,4 @@ def normalize(
 
 
 def _tiles(rows: int, cols: int) -> int:
-    return ceildiv(rows, ROWS) * ceildiv(cols, COLS)
+    return ceildiv(rows, ROWS.value) * ceildiv(cols, COLS.value)

@@ -10,16 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .model import Tile, ceildiv
 
-__all__ = [
-    "constants",
-    "empty_matrices",
-    "load_tile",
-    "operand",
-    "place_of",
-    "shifted",
-    "store_pieces",
-    "store_triangle",
-]
+# For Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become float32 once
+# loaded. No product changes: two bfloat16 or float16 numbers multiply exactly in float32.
+WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -35,7 +28,6 @@ def load_tile(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Load the tile [ROWS, COLS] of matrix number ``matrix`` from (row, col) on, zero outside [rows, cols]."""
     if DESCRIPTORS:
@@ -152,8 +144,6 @@ def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.const
 
 def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
     """Return the compile-time arguments of the kernels for one shape; grouped kernels have no GROUP."""
-    # WIDEN is for Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become
-    # float32 once loaded. No product changes: two bfloat16 or float16 numbers multiply exactly in float32.
     return {
         "PLUS": plus,
         "ROWS": tile.rows,
@@ -162,7 +152,6 @@ def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
         "GROUP": tile.group,
         "DESCRIPTORS": tile.descriptors,
         "SPECIALIZE": tile.specialize,
-        "WIDEN": bool(triton.knobs.runtime.interpret),
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }

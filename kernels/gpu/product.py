@@ -14,8 +14,6 @@ from .launch import Launch
 from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of
 
-__all__ = ["product", "product_kernel"]
-
 
 @triton.jit
 def product_kernel(
@@ -42,24 +40,21 @@ def product_kernel(
     GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     matrix, row, col = place_of(rows, cols, ROWS, COLS, GROUP)
 
     # The summand comes first: added at the end it would hold registers that the sums need, and spill.
     if PLUS:
         sums = beta * load_tile(
-            plus, matrix, row, col, rows, cols, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN
+            plus, matrix, row, col, rows, cols, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS
         ).to(tl.float32)
     else:
         sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for i in tl.range(0, tl.cdiv(rows, DEPTH), warp_specialize=SPECIALIZE):
         k = i * DEPTH
-        a = load_tile(
-            left, matrix, row, k, rows, rows, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
-        )
+        a = load_tile(left, matrix, row, k, rows, rows, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS)
         b = load_tile(
-            right, matrix, k, col, rows, cols, right_matrix_stride, right_row_stride, DEPTH, COLS, DESCRIPTORS, WIDEN
+            right, matrix, k, col, rows, cols, right_matrix_stride, right_row_stride, DEPTH, COLS, DESCRIPTORS
         )
         sums = tl.dot(a, b, sums, input_precision="ieee")
 

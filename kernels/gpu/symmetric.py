@@ -18,8 +18,6 @@ from .launch import Launch
 from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of, shifted, store_triangle
 
-__all__ = ["symmetric_kernel", "symmetric_product"]
-
 
 @triton.jit
 def symmetric_kernel(
@@ -49,7 +47,6 @@ def symmetric_kernel(
     GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     matrix, row, col = place_of(size, size, ROWS, COLS, GROUP)
     if col >= row + ROWS:  # nothing of the lower triangle
@@ -58,26 +55,22 @@ def symmetric_kernel(
     # The summand comes first, as in ``product``; initial = β / α.
     if PLUS:
         sums = initial * load_tile(
-            plus, matrix, row, col, size, size, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN
+            plus, matrix, row, col, size, size, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS
         ).to(tl.float32)
     else:
         sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for i in tl.range(0, tl.cdiv(depth, DEPTH), warp_specialize=SPECIALIZE):
         k = i * DEPTH
-        a = load_tile(
-            left, matrix, row, k, size, depth, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
-        )
+        a = load_tile(left, matrix, row, k, size, depth, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS)
         if OUTER:
             right_rows = load_tile(
-                right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride,
-                COLS, DEPTH, DESCRIPTORS, WIDEN,
-            )  # fmt: skip
+                right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride, COLS, DEPTH, DESCRIPTORS
+            )
             b = right_rows.T
         else:
             b = load_tile(
-                right, matrix, k, col, depth, size, right_matrix_stride, right_row_stride,
-                DEPTH, COLS, DESCRIPTORS, WIDEN,
-            )  # fmt: skip
+                right, matrix, k, col, depth, size, right_matrix_stride, right_row_stride, DEPTH, COLS, DESCRIPTORS
+            )
         sums = tl.dot(a, b, sums, input_precision="ieee")
 
     sums = alpha * sums

@@ -20,19 +20,14 @@ from torch import Tensor
 from .arena import Layout
 from .model import Result, Tile, ceildiv, waves
 
-__all__ = ["FIELDS", "Deal", "Tables", "dealt", "packed", "places", "results_of", "tables"]
-
-# int64 entries of a row of Tables.shapes, one row a shape, read by grouped_operands.read_shape: the list's tiles up to
-# the end of this shape; matrices, k, l; start and pitch, in elements, of the k × k matrices in their arena, and of the
-# k × l matrices in theirs.
-FIELDS = 8
-
 
 @dataclass(frozen=True)
 class Tables:
     """The tables that a grouped launch reads."""
 
-    # [number of shapes, FIELDS] int64; where tiles on diagonals are cut to halves, as many rows again for these
+    # [number of shapes, 8] int64, a row a shape, read by grouped_operands.read_shape: the list's tiles up to the end of
+    # this shape; matrices, k, l; start and pitch, in elements, of the k × k matrices in their arena, and of the k × l
+    # matrices in theirs. Where tiles on diagonals are cut to halves, as many rows again for these.
     shapes: Tensor
     # [tiles] int64, packed: index of the matrix within its shape, row and column in tiles; halves: column in halves
     places: Tensor

@@ -15,8 +15,6 @@ import torch
 
 from .model import Device, Result, Tile, seconds
 
-__all__ = ["INTERPRETER", "Table", "architecture", "choose", "load_tables", "served"]
-
 #: (matrices, k, l)
 Shape = tuple[int, int, int]
 

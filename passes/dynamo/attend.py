@@ -5,8 +5,6 @@ checkpointed regions. Attention over all positions has the shape of attention ov
 changes, and AOTAutograd traces and differentiates the replacement with the rest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,8 +14,6 @@ from torch.fx import GraphModule, Node
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..sequence.exchange_heads import attention
 from ..sequence.place import Place
-
-__all__ = ["ATTEND", "LOOK_UP_OWN", "SEQUENCE"]
 
 #: key of the annotation of blocks; its value is ``Place.fields``
 SEQUENCE = "muon_zero_sequence"

@@ -5,8 +5,6 @@ which knows the placements of gradients; AOTAutograd would work these out again 
 refuses graphs that have subclass inputs and return two views of one tensor, as frames between graph breaks do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +13,6 @@ from torch.fx import GraphModule, Node
 
 from ..markers import UNSHARD
 from ..pipeline import GraphKind, GraphPass, PassContext
-
-__all__ = ["TAKE_SHARDS", "called", "example_value"]
 
 
 def example_value(node: Node) -> Any:
@@ -27,10 +23,6 @@ def example_value(node: Node) -> Any:
 def called(node: Node) -> str:
     """Return the name of a node's callee; ``to_local`` is a method, in torch 2.11 and 2.12 Dynamo's function."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _is_to_local(node: Node) -> bool:
-    return "to_local" in called(node)
 
 
 def _returns_views(gm: GraphModule) -> bool:
@@ -45,7 +37,7 @@ def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
     must, positions = _returns_views(gm), []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
-        local = [user for user in users if _is_to_local(user) and user.args == (node,)]
+        local = [user for user in users if "to_local" in called(user) and user.args == (node,)]
         if not isinstance(example_value(node), DTensor) or not users or len(local) < len(users):
             continue
         # Where AOTAutograd would refuse the graph, shards that the model's own code reads are replaced too.

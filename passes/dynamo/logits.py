@@ -7,8 +7,6 @@ the holder of the weight's state when its backward runs. So a forward without ba
 not affect a step, and a recomputed one counts once. Source: Kimi K2, arXiv 2507.20534.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator
@@ -24,8 +22,6 @@ from ..language.holder import holder_of
 from ..language.spec import ParamSpec
 from ..markers import UNSHARD
 from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
-
-__all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]
 
 #: ``Holder.notify`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of
 #: a head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
@@ -47,6 +43,7 @@ class UnknownAttention(Exception):
     """Attention whose queries or keys do not come straight from one weight each."""
 
 
+@torch.library.custom_op("muon_zero::largest_logits", mutates_args=())
 def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """Return the largest ``scale <q, k> + mask`` of each head, over batch and visible pairs: ``[heads]`` fp32.
 
@@ -72,12 +69,7 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
     return maxima
 
 
-@torch.library.custom_op("muon_zero::largest_logits", mutates_args=())
-def _largest(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    return largest_logits(query, key, mask, scale, causal)
-
-
-_largest.register_fake(lambda query, *_: query.new_empty(query.shape[-3], dtype=torch.float32))
+largest_logits.register_fake(lambda query, *_: query.new_empty(query.shape[-3], dtype=torch.float32))
 
 
 def _logits_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -90,21 +82,15 @@ def _logits_in(maxima: Tensor) -> Tensor:
     return maxima.detach().float().amax((0, 2)) * math.log(2)  # the kernel computes in base 2
 
 
+_SCHEMA = (
+    "(Tensor x, Tensor largest, Tensor query_state, Tensor key_state, Tensor? query_bias, Tensor? key_bias, "
+    "SymInt size, SymInt[] dims, SymInt own, SymInt part, SymInt parts) -> Tensor"
+)
+
+
 # A replayed CUDA graph would skip the call into Python: with the tag Inductor runs the op between CUDA graphs.
-@torch.library.custom_op("muon_zero::note_logits", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def note_logits(
-    grad: Tensor,
-    largest: Tensor,
-    query_state: Tensor,
-    key_state: Tensor,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    size: int,
-    dims: list[int],
-    own: int,
-    part: int,
-    parts: int,
-) -> Tensor:
+@torch.library.custom_op("muon_zero::note_logits", mutates_args=(), schema=_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+def note_logits(grad: Tensor, largest: Tensor, query_state: Tensor, key_state: Tensor, *facts: Any) -> Tensor:
     """Return the gradient, and pass the largest logits of its forward to the holder of the queries' weight.
 
     ``largest`` has this rank's ``[heads]``; these are part ``part`` of ``parts`` equal parts of all heads.
@@ -112,27 +98,16 @@ def note_logits(
     ``dims`` the dims of the two weights along which heads lie. The first ``own`` entries of a key belong to its head
     alone, the others are shared by all heads (MLA).
     """
+    *biases, size, dims, own, part, parts = facts
     if (holder := holder_of(query_state)) is not None:
         of_all = largest.new_full((parts, len(largest)), -math.inf)
         of_all[part] = largest
-        holder.notify(LOGITS, key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
+        holder.notify(LOGITS, key_state, of_all.flatten(), size, dims, own, tuple(biases))
     return grad.clone()
 
 
-@torch.library.custom_op("muon_zero::watch_logits", mutates_args=())
-def watch_logits(
-    x: Tensor,
-    largest: Tensor,
-    query_state: Tensor,
-    key_state: Tensor,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    size: int,
-    dims: list[int],
-    own: int,
-    part: int,
-    parts: int,
-) -> Tensor:
+@torch.library.custom_op("muon_zero::watch_logits", mutates_args=(), schema=_SCHEMA)
+def watch_logits(x: Tensor, *_: Any) -> Tensor:
     """Return ``x``; its backward runs :func:`note_logits`."""
     return x.clone()
 

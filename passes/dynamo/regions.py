@@ -3,8 +3,6 @@
 Markers of different weights in one subgraph could be neither gathered together nor given directions of their own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from torch.fx import GraphModule
 
 from ..pipeline import GraphKind, GraphPass, PassContext
 from .local_inputs import example_value
-
-__all__ = ["INLINE_REGIONS"]
 
 
 def _inline_regions(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -1,7 +1,5 @@
 """The strategy without an exchange, for matrices that are whole on a rank (one rank, replicated gradients, experts)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +9,6 @@ from ..language.spec import ParamSpec, decode_dtype
 from ..language.work import Category
 from .matrices import MethodInputs, as_matrices, orthogonalized
 from .transfers import hand_round
-
-__all__ = ["local"]
 
 
 def local(

@@ -1,7 +1,5 @@
 """Newton-Schulz on whole matrices, with the method around it: common to all exchange strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +12,6 @@ from ..language.spec import MuonSpec, decode_dtype
 from ..language.views import View
 from ..methods import WholeInputs, WholeOutputs, matrix_method
 from ..methods.method import MOMENTUM
-
-__all__ = ["MethodInputs", "as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:

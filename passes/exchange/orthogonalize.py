@@ -8,16 +8,14 @@ Momenta and states at owners never travel. Splits and owners follow from the spe
 run time. One file a strategy; each matrix is orthogonalized once:
 
 ========== ======= ======================================== ========================================
-strategy   sends   bytes a rank sends (formulas.BYTES_SENT) used for
+strategy   sends   bytes a rank sends (see passes.formulas) used for
 ========== ======= ======================================== ========================================
 local      3       S (M-1) / (N M)                          matrices whole on a rank: world 1, stacks
 owner      1, 2, 3 S (M-1) / (N M) + 2 S (N-1) / (N**2 M)   the rule
 ========== ======= ======================================== ========================================
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -32,13 +30,6 @@ from ..record import Alike, call
 from .local import local
 from .matrices import MethodInputs, wire_dtype
 from .owner import owner
-
-__all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
-
-_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[MethodInputs]], list[Tensor]]
-
-#: by name in ``MuonSpec.exchange``: (updates, specs, owners, inputs) -> directions
-STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
 def route(spec: ParamSpec) -> tuple[object, ...]:
@@ -99,7 +90,8 @@ def orthogonalize_group(
             zip(all_graph_scalars, specs, states or [()] * len(specs), strict=True)
         )
     ]
-    directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, inputs)
+    strategy = local if specs[0].muon_settings.exchange == "local" else owner
+    directions = strategy(updates, specs, owners, inputs)
     return [*directions, *(new for each in inputs for new in each.new_states)]
 
 

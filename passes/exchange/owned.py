@@ -4,8 +4,6 @@ A state at owners is one tensor on each rank. It holds the states of the matrice
 in the order in which a method's ``whole`` receives the matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +14,6 @@ from ..language.spec import ParamSpec
 from ..language.work import Category
 from ..methods import State
 from .shares import shares
-
-__all__ = ["Owned", "matrix_shapes", "owned", "parts_of_state", "state_shape"]
 
 
 @dataclass(frozen=True)

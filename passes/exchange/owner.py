@@ -1,7 +1,5 @@
 """Owners: each matrix is orthogonalized by one rank, to which pieces travel and from which directions return."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from .matrices import MethodInputs, orthogonalized
 from .packing import pack, unpack
 from .shares import Share, by_parameter, shares
 from .transfers import all_to_all, hand_round
-
-__all__ = ["assign_owners", "owner"]
 
 
 def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:

@@ -1,26 +1,54 @@
-"""Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``.
+"""Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``, and ``lift`` for shards in host memory.
 
 Inductor would generate one kernel for every copy into and out of a bucket, since offsets differ: five times as many as
 a 12-layer model has kernels of its own. An op is one batched copy, and kernels of equal layers stay equal: they are
 compiled once.
+
+With ``offload_param``, shards are CUDA tensors whose memory is pinned host memory (unified addressing), which a GPU
+reads and writes over its link: optimizers, checkpoints and weight averages need no special case. A gather, which reads
+its shards at every use of the weights, reads copies that the copy engine makes ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ..language.spec import decode_dtype
-from .lift import land
+from ..language.spec import decode_dtype, encode_dtype
+from ..operators import operator
 
-__all__ = ["pack", "unpack", "unpack_into"]
+_ARRIVED = "_muon_zero_arrived"
 
-# torch.library.custom_op would cost the host 90 µs a call instead of 13, twice for every bucket of a step.
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("pack(Tensor[] xs, SymInt[] widths, SymInt world, str dtype, float divisor) -> Tensor")
-_LIBRARY.define("unpack(Tensor flat, SymInt[] widths, SymInt[] numels, SymInt world) -> Tensor[]")
+
+@cache
+def _copies(device: torch.device) -> torch.Stream:
+    """Return the one stream of the device on which all copies of shards queue up."""
+    return torch.Stream(device)
+
+
+def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
+    copies = _like(shards)
+    if not shards[0].is_cuda:
+        return [out.copy_(shard) for out, shard in zip(copies, shards, strict=True)]
+    stream = _copies(shards[0].device)
+    # The allocator may reuse memory that queued kernels still read, and the step may still be writing the shards.
+    stream.wait_event(torch.accelerator.current_stream(shards[0].device).record_event())
+    with stream:
+        for out, shard in zip(copies, shards, strict=True):
+            out.copy_(shard, non_blocking=True)
+        arrived = stream.record_event()
+    for out in copies:
+        setattr(out, _ARRIVED, arrived)
+    return copies
+
+
+def _like(shards: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
+
+
+#: ``lift(shards)``: copies on the device, still under way at return. Only ``pack`` may read them, as it waits.
+LIFT = operator("lift(Tensor[] shards) -> Tensor[]", _lift, _like, calls_python=True)
 
 
 def _rows(x: Tensor, world: int, width: int) -> Tensor:
@@ -31,30 +59,33 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
     return torch.cat([x.reshape(-1), x.new_zeros(missing)]).view(world, width)
 
 
-@torch.library.impl(_LIBRARY, "pack", "CompositeExplicitAutograd")
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
-    land(xs)
+    for arrived in {event for x in xs if (event := getattr(x, _ARRIVED, None)) is not None}:
+        torch.accelerator.current_stream(xs[0].device).wait_event(arrived)
     # cat casts while it copies: one pass over the tensors.
     torch.cat([_rows(x, world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)
 
 
-@torch.library.register_fake("muon_zero::pack", lib=_LIBRARY)
-def _(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
-    return xs[0].new_empty(world * sum(widths), dtype=decode_dtype(dtype))
+_PACK = operator(
+    "pack(Tensor[] xs, SymInt[] widths, SymInt world, str dtype, float divisor) -> Tensor",
+    _pack,
+    lambda xs, widths, world, dtype, _: xs[0].new_empty(world * sum(widths), dtype=decode_dtype(dtype)),
+)
 
 
-@torch.library.impl(_LIBRARY, "unpack", "CompositeExplicitAutograd")
 def _unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
     pieces = [flat.new_empty(world * width) for width in widths]
     unpack_into(flat, [piece.view(world, width) for piece, width in zip(pieces, widths, strict=True)])
     return [x if x.numel() == numel else x[:numel] for x, numel in zip(pieces, numels, strict=True)]
 
 
-@torch.library.register_fake("muon_zero::unpack", lib=_LIBRARY)
-def _(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
-    return [flat.new_empty(numel) for numel in numels]
+_UNPACK = operator(
+    "unpack(Tensor flat, SymInt[] widths, SymInt[] numels, SymInt world) -> Tensor[]",
+    _unpack,
+    lambda flat, widths, numels, world: [flat.new_empty(numel) for numel in numels],
+)
 
 
 def pack(
@@ -62,7 +93,7 @@ def pack(
 ) -> Tensor:
     """Return a flat bucket of ``world`` rows, one for each rank: row r is the r-th ``widths[i]`` elements of every
     ``xs[i]``, in order. Shorter tensors are zero-padded; elements are cast to ``dtype`` and divided by ``divisor``."""
-    return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
+    return _PACK(list(xs), list(widths), world, encode_dtype(dtype), float(divisor))
 
 
 def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
@@ -73,4 +104,4 @@ def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
 
 def unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], *, world: int = 1) -> list[Tensor]:
     """Invert :func:`pack`: return 1-D tensors of ``numels[i]`` elements, without padding, each with its own storage."""
-    return torch.ops.muon_zero.unpack(flat, list(widths), list(numels), world)
+    return _UNPACK(flat, list(widths), list(numels), world)

@@ -4,8 +4,6 @@ With a view, matrices that are whole on a rank stay there. The others are split 
 so that ranks orthogonalize the heads of one projection in parallel.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -19,8 +17,6 @@ from torch import Tensor
 from ..language.spec import ParamSpec
 from ..language.views import Block, View
 from .matrices import as_matrices
-
-__all__ = ["Share", "by_parameter", "shares"]
 
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@
 group or synchronizes with the host: groups are passed by name, and routing follows from the specs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -15,22 +13,7 @@ from torch import Tensor
 from ..language.layout import Axis
 from ..language.spec import ParamSpec, decode_dtype
 from ..language.work import Category
-from .lift import LIFT
-from .packing import pack, unpack
-
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "gather",
-    "gather_pieces",
-    "gather_slices",
-    "hand_round",
-    "piece_widths",
-    "reduce_grad",
-    "reduce_grads",
-    "shard_widths",
-    "unshard",
-]
+from .packing import LIFT, pack, unpack
 
 _c10d = torch.ops._c10d_functional
 
@@ -118,12 +101,7 @@ def piece_widths(specs: Sequence[ParamSpec]) -> list[int]:
     return [spec.layout.widest_piece for spec in specs]
 
 
-def gather(
-    slices: Sequence[Tensor],
-    specs: Sequence[ParamSpec],
-    dtype: torch.dtype | None = None,
-    category: Category = Category.GATHER,
-) -> list[Tensor]:
+def gather(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the full weights, ``spec.layout.shape``: by one all-gather, or by none where a slice is the whole weight.
 
     ``slices`` have ``spec.layout.slice_shape``, master or compute dtype, and are sent in ``dtype`` (default: compute
@@ -135,7 +113,7 @@ def gather(
     if layout.sharded:
         world, widths = layout.shard.size, shard_widths(specs)
         # ``pack`` casts before the gather: half the bytes, and the same numbers as a cast behind it.
-        flat = all_gather(slices, widths, dtype, layout.shard.serving(category), layout.pairwise)
+        flat = all_gather(slices, widths, dtype, layout.shard.serving(Category.GATHER), layout.pairwise)
     else:
         world, widths = 1, [spec.layout.numel for spec in specs]
         flat = pack(slices, widths, dtype=dtype)
@@ -156,13 +134,11 @@ def gather_slices(
     return [flat_slice.view(shape) for flat_slice, shape in zip(slices, shapes, strict=True)]
 
 
-def gather_pieces(
-    pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
-) -> list[Tensor]:
+def gather_pieces(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
     """Return full tensors (``spec.layout.shape``, ``dtype``), gathered from the pieces of all ranks
     (``spec.layout.local_shape``), for sharded parameters of one mesh."""
-    slices = gather_slices(pieces, specs, dtype, category) if specs[0].layout.cut_twice else pieces
-    return gather(slices, specs, dtype, category)
+    slices = gather_slices(pieces, specs, dtype) if specs[0].layout.cut_twice else pieces
+    return gather(slices, specs, dtype)
 
 
 def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
@@ -207,7 +183,7 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
             flat = _reduce_scatter(flat, replicas, layout.pairwise)
         elif not replicas.alone:
             flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", replicas.group))
-    pieces = unpack(flat, widths, [spec.layout.local_numel for spec in specs])
+    pieces = unpack(flat, widths, [math.prod(spec.layout.local_shape) for spec in specs])
     return [
         piece.view(spec.layout.local_shape).to(decode_dtype(spec.dtype))
         for piece, spec in zip(pieces, specs, strict=True)

@@ -1,7 +1,5 @@
 """The pass that leaves one unshard and one reduction per parameter and graph (tied weights, repeated reads)."""
 
-from __future__ import annotations
-
 import operator
 
 import torch
@@ -11,8 +9,6 @@ from ..edit import replace
 from ..language.spec import ParamSpec
 from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..pipeline import GraphPass, PassContext, tensor_value
-
-__all__ = ["DEDUPLICATE"]
 
 
 def _drop_empty_views(gm: GraphModule) -> None:

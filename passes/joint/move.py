@@ -25,25 +25,14 @@ from ..edit import outputs, replace
 from ..errors import VerificationError
 from ..lowering.aliases import base, nbytes
 from ..markers import Unshard
+from ..operators import operator
 from ..pipeline import tensor_value
 from ..torch_private import fake_mode_of
 from .recompute import is_view_or_cast
 
-__all__ = ["AWAIT_MOVE", "BRING_BACK", "MOVE_OUT", "move_activations", "verify_moves"]
-
 #: part of all saved bytes below which an activation stays
 _SMALL = 1e-3
 _COPIED = "_muon_zero_copied"
-
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-for _schema in (
-    "move_out(Tensor activation) -> Tensor",
-    "bring_back(Tensor host, Device device) -> Tensor",
-    # The declared write orders the wait: behind all readers of what left, ahead of all readers of what came back.
-    "await_move(Tensor(a!) activation, Tensor host) -> ()",
-):
-    # Exact strides: those of the copy are the traced ones.
-    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe, torch.Tag.needs_exact_strides))
 
 
 @cache
@@ -64,20 +53,17 @@ def _copy(to: Tensor, source: Tensor, host: Tensor, device: torch.device, way: s
     return to
 
 
-@torch.library.impl(_LIBRARY, "move_out", "CompositeExplicitAutograd")
 def _move_out(activation: Tensor) -> Tensor:
     on_gpu = activation.is_cuda
     host = torch.empty_like(activation, device="cpu", pin_memory=on_gpu)
     return _copy(host, activation, host, activation.device, "out") if on_gpu else host.copy_(activation)
 
 
-@torch.library.impl(_LIBRARY, "bring_back", "CompositeExplicitAutograd")
 def _bring_back(host: Tensor, device: torch.device) -> Tensor:
     activation = torch.empty_like(host, device=device)
     return _copy(activation, host, host, device, "in") if activation.is_cuda else activation.copy_(host)
 
 
-@torch.library.impl(_LIBRARY, "await_move", "CompositeExplicitAutograd")
 def _await_move(activation: Tensor, host: Tensor) -> None:
     if hasattr(host, _COPIED):
         copied, _ = getattr(host, _COPIED)
@@ -85,24 +71,31 @@ def _await_move(activation: Tensor, host: Tensor) -> None:
         torch.accelerator.current_stream(activation.device).wait_event(copied)
 
 
-@torch.library.register_fake("muon_zero::move_out", lib=_LIBRARY)
-def _(activation: Tensor) -> Tensor:
-    return torch.empty_like(activation, device="cpu")
-
-
-@torch.library.register_fake("muon_zero::bring_back", lib=_LIBRARY)
-def _(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(host, device=device)
-
-
-torch.library.register_fake("muon_zero::await_move", lambda activation, host: None, lib=_LIBRARY)
-
 #: ``move_out(activation)``: a copy in host memory, under way at return
-MOVE_OUT = torch.ops.muon_zero.move_out.default
+MOVE_OUT = operator(
+    "move_out(Tensor activation) -> Tensor",
+    _move_out,
+    lambda activation: torch.empty_like(activation, device="cpu"),
+    calls_python=True,
+    exact_strides=True,
+)
 #: ``bring_back(host, device)``: a copy on the device, under way at return
-BRING_BACK = torch.ops.muon_zero.bring_back.default
-#: ``await_move(activation, host)``: the current stream waits for the copy; its first argument is on the device
-AWAIT_MOVE = torch.ops.muon_zero.await_move.default
+BRING_BACK = operator(
+    "bring_back(Tensor host, Device device) -> Tensor",
+    _bring_back,
+    lambda host, device: torch.empty_like(host, device=device),
+    calls_python=True,
+    exact_strides=True,
+)
+#: ``await_move(activation, host)``: the current stream waits for the copy of ``activation``, which is on the device.
+#: The declared write orders the wait: behind all readers of what left, ahead of all readers of what came back.
+AWAIT_MOVE = operator(
+    "await_move(Tensor(a!) activation, Tensor host) -> ()",
+    _await_move,
+    lambda activation, host: None,
+    calls_python=True,
+    exact_strides=True,
+)
 
 
 def _views(node: Node) -> list[Node] | None:

@@ -1,15 +1,13 @@
 """Holders: the way from an op in a graph, which receives tensors only, to the runtime state of a parameter."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["FETCH", "Holder", "hold", "holder_of"]
+from ..operators import operator
 
 _ATTRIBUTE = "_muon_zero_holder"
 
@@ -34,9 +32,6 @@ class Holder(Protocol):
         """Return the context in which a backward outside of this backend's graphs reduces."""
 
 
-_Holder = TypeVar("_Holder", bound=Holder)
-
-
 def hold(state: Tensor, holder: Holder) -> None:
     """Attach ``holder`` to this tensor object, by a weak reference."""
     # Graphs are traced with fake tensors in place of ``state``, so no reference to the holder enters one.
@@ -49,25 +44,18 @@ def holder_of(state: object) -> Holder | None:
     return None if reference is None else reference()
 
 
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-# The op calls into Python, which a replayed CUDA graph would skip: with the tag Inductor runs it between CUDA graphs.
-_LIBRARY.define("fetch(Tensor state, Tensor grad) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-
-
-@torch.library.impl(_LIBRARY, "fetch", "CompositeExplicitAutograd")
 def _fetch(state: Tensor, grad: Tensor) -> Tensor:
     holder = holder_of(state)
     if holder is None:
         raise RuntimeError("muon_zero::fetch: the optimizer that keeps this momentum is gone")
-    return holder.fetch(grad, torch.empty_like(grad, memory_format=torch.contiguous_format))
+    return holder.fetch(grad, _like(state, grad))
 
 
-@torch.library.register_fake("muon_zero::fetch", lib=_LIBRARY)
-def _(state: Tensor, grad: Tensor) -> Tensor:
+def _like(state: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 #: ``fetch(state, grad)``: an offloaded momentum, at its use in a graph. ``state`` is empty and identifies the holder;
 #: the result is new memory shaped like ``grad``, freed after its last use. The holder receives ``grad``, which the
 #: momentum is about to be mixed with.
-FETCH = torch.ops.muon_zero.fetch.default
+FETCH = operator("fetch(Tensor state, Tensor grad) -> Tensor", _fetch, _like, calls_python=True)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .work import Category
 
-__all__ = ["Axis", "Layout"]
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -158,11 +156,6 @@ class Layout:
     def part(self) -> tuple[slice, ...]:
         """This rank's part, as slices of the whole parameter."""
         return tuple(slice(*bounds) for bounds in self._bounds(self.expert.index, self.tensor.index))
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of the whole mesh."""
-        return self.replicate.size * self.shard.size * self.expert.size * self.tensor.size
 
     def region(self, rank: int) -> tuple[slice, ...]:
         """Return the piece of ``rank``, a rank of the whole mesh, as slices of the whole parameter."""
@@ -363,10 +356,6 @@ class Layout:
         start, stop = self._rows(shape[0], rank)
         return (stop - start, *shape[1:])
 
-    def piece_numel(self, rank: int) -> int:
-        """Elements of the piece of ``rank``, of :attr:`everyone`."""
-        return math.prod(self._piece_shape(self.shape, rank))
-
     @property
     def local_rows(self) -> slice:
         """This rank's piece, as rows of :attr:`shape`."""
@@ -376,8 +365,3 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's piece."""
         return self._piece_shape(self.shape, self.everyone.index)
-
-    @property
-    def local_numel(self) -> int:
-        """Elements of this rank's piece."""
-        return self.piece_numel(self.everyone.index)

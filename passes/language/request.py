@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 from ..errors import RequestError
 from .spec import ParamSpec
 
-__all__ = ["BackwardRequest", "Extras", "Purpose", "ReducedGrad"]
-
 T = TypeVar("T")
 
 
@@ -127,9 +125,8 @@ class BackwardRequest:
     def split(self, extra: Sequence[T]) -> Extras[T]:
         """Sort the extra outputs of a run by kind and gradient; ValueError unless there are :attr:`extra_outputs`."""
         accumulated, speculated = self.accumulated, self.speculated
-        count = len(accumulated) + len(speculated) + bool(speculated)
-        if len(extra) != count:
-            raise ValueError(f"{len(extra)} extra outputs where the request has {count}")
+        if len(extra) != self.extra_outputs:
+            raise ValueError(f"{len(extra)} extra outputs where the request has {self.extra_outputs}")
         return Extras(
             dict(zip(accumulated, extra, strict=False)),
             dict(zip(speculated, extra[len(accumulated) :], strict=False)),

@@ -21,8 +21,6 @@ from ..methods import matrix_method
 from .layout import Axis, Layout
 from .views import Part, View
 
-__all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype", "exchange_of"]
-
 
 def encode_dtype(dtype: torch.dtype) -> str:
     """Return a dtype's name: ``torch.bfloat16`` -> ``"bfloat16"``."""

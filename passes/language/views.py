@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Part", "Segment", "View", "most_work"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -1,13 +1,9 @@
 """Labels on nodes that passes insert: category and bucket of their collective, for schedule, profiler and simulator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
 from torch.fx import Node
-
-__all__ = ["Category", "Work", "note_work", "work_of"]
 
 #: key of node.meta
 _KEY = "muon_zero_work"

@@ -1,7 +1,5 @@
 """Aliasing between nodes of a graph, from the schemas of their ops: views, writes, and nodes that compute nothing."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator
@@ -14,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from ..collectives import is_collective, is_wait
 from ..torch_private import expected_size
 from .refresh import AWAIT_REFRESH_OP
-
-__all__ = ["arguments", "base", "is_free", "mutated", "nbytes", "tensors"]
 
 _aten = torch.ops.aten
 #: ops that may return a view of their argument although their schema declares new memory

@@ -6,8 +6,6 @@ which keeps it at its place. Graph inputs, from which a bucket may be packed, mu
 would copy a declared write back: there ``pack`` reads the token, as a tensor of width 0.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,8 +19,6 @@ from ..edit import inline
 from ..language.work import Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
-
-__all__ = ["ANNOTATE"]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Bucketing: which tensors of a graph share a collective."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,8 +10,6 @@ from ..exchange.orthogonalize import route
 from ..exchange.shares import shares
 from ..formulas import bucket_bytes
 from ..language.spec import ParamSpec, decode_dtype
-
-__all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
 
 # Least number of buckets in a graph: one in use and the next prefetched are then at most a quarter of the weights,
 # however small the model. Buckets are not cut below a mebibyte, where the host's time for a collective prevails.
@@ -42,7 +38,7 @@ def group_neighbours(
     """Group tensors into buckets: lists of indices into ``specs``, sorted by the first of each.
 
     Buckets are filled in graph order, for gradients (``reduces``) from its end. Their size, in bytes of full tensors in
-    the dtype that is sent (``dtype_of``), is the cost model's best (:data:`~..formulas.BUCKET_BYTES`), at most
+    the dtype that is sent (``dtype_of``), is the cost model's best (:func:`~..formulas.bucket_bytes`), at most
     ``cap_bytes``, and small enough for ``_COLLECTIVES`` buckets. Nothing overlaps with a graph's first gather or last
     reduction, so buckets grow from there: none is larger than all those between it and that end together.
 
@@ -86,7 +82,7 @@ def weight_bytes(spec: ParamSpec) -> int:
 def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) -> list[list[int]]:
     """Group matrices into exchanges: lists of indices of neighbours, sorted by the last of each.
 
-    - An exchange has the cost model's best size (:data:`~..formulas.BUCKET_BYTES`) in bytes a rank, at most
+    - An exchange has the cost model's best size (:func:`~..formulas.bucket_bytes`) in bytes a rank, at most
       ``cap_bytes``, and small enough for ``_EXCHANGES`` of them.
     - A single rank sends nothing and needs no receive buffer beside a send buffer: its cap is twice that.
     - Each rank owns at least one share of an exchange, as a single owner's link would be the bottleneck. Where replicas

@@ -1,7 +1,5 @@
 """Lowering of ``orthogonalize`` markers: momentum, exchange and Newton-Schulz, one bucket at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,85 +12,74 @@ from ..exchange.owner import assign_owners
 from ..exchange.shares import by_parameter
 from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS, row_sums
 from ..language.work import Category, Work, work_of
-from ..markers import Orthogonalize, OrthogonalizeWith
+from ..markers import Orthogonalize
 from ..momentum import Updated, supports
 from ..pipeline import PassContext, tensor_value
-from ..record import Alike, call
+from ..record import Alike
 from .buckets import bucket_matrices, exchanged_bytes
-
-__all__ = ["lower_directions"]
 
 _CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
-    """Replace every ``orthogonalize`` and ``orthogonalize_with`` marker of ``gm``; only the output may read them."""
-    markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
+    """Replace every ``orthogonalize`` marker of ``gm``; only the output may read its results."""
+    markers = sorted(Orthogonalize.all(gm), key=lambda marker: bool(marker.spec.muon_settings.owners))
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
     # Balanced within each exchange and over all of them, but for owners that keep states: those stay.
     assigned = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
     owners = [spec.muon_settings.owners or of_marker for spec, of_marker in zip(specs, assigned, strict=True)]
     for number, bucket in enumerate(buckets):
-        chosen = [markers[i] for i in bucket]
-        kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]  # states at owners
-        table = [owner for i in bucket for owner in owners[i]]  # by share
-        gradients = list(map(_gradient, chosen))
-        added = [i for i, gradient in enumerate(gradients) if gradient.carried is not None]  # with ``carried``
-
-        def directions(
-            *tensors: torch.Tensor,
-            chosen: Sequence[Orthogonalize | OrthogonalizeWith] = chosen,
-            table: list[int] = table,
-            kept: Sequence[Sequence[Node]] = kept,
-            added: Sequence[int] = added,
-            alike: Alike = call,
-        ) -> list[torch.Tensor]:
-            """Return directions, new states, then the wide gradient and its row sums where the operator makes them."""
-            count, rest = len(chosen), iter(tensors[3 * len(chosen) :])
-            grads, momenta, all_graph_scalars = (tensors[part * count : (part + 1) * count] for part in range(3))
-            states = [[next(rest) for _ in of_marker] for of_marker in kept]
-            carried = {i: next(rest) for i in added}
-            updated: list[Updated | None] = []
-            specs = [marker.spec for marker in chosen]
-            outcomes = orthogonalize_group(
-                grads, momenta, all_graph_scalars, specs, table, states, updated, carried, alike
-            )
-            return [*outcomes, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
-
-        states, all_graph_scalars = [marker.state for marker in chosen], [marker.graph_scalars for marker in chosen]
-        inputs = [*(gradient.source for gradient in gradients), *states, *all_graph_scalars]
-        inputs += [node for of_marker in kept for node in of_marker]
-        inputs += [gradient.carried for gradient in gradients if gradient.carried is not None]
-        first = chosen[0].spec
-        work = Work(
-            Category.EXCHANGE,
-            number,
-            nbytes=sum(exchanged_bytes(marker.spec) for marker in chosen),
-            needs=frozenset(need for marker in chosen for need in _reductions(marker.grad)),
-            hops=hops(first),
-            travels=first.muon_settings.exchange != "local" and not first.layout.owner_group.alone,
-            handed_round=not first.layout.replica_group.alone,
-        )
-        results = inline(gm, gm.graph.output_node(), directions, inputs, work, by_kind=True)
-        rest = iter(results[len(chosen) :])
-        for marker, direction, of_marker in zip(chosen, results, kept, strict=False):
-            if isinstance(marker, Orthogonalize):
-                replace(gm, marker.node, direction)
-                continue
-            for node, result in zip(marker.found, [direction, *(next(rest) for _ in of_marker)], strict=True):
-                replace(gm, node, result)
-            gm.graph.erase_node(marker.node)
-        for marker, gradient in zip(chosen, gradients, strict=True):
-            if not _taken(gradient.source, marker):
-                continue
-            wide, sums = next(rest), next(rest)
-            for user in [user for user in marker.grad.users if user.target is ROW_SUMS]:
-                replace(gm, user, sums)
-            if gradient.cast is not None:
-                gradient.cast.replace_all_uses_with(wide, delete_user_cb=lambda user: user.op == "output")
+        _lower_bucket(gm, number, [markers[i] for i in bucket], [owner for i in bucket for owner in owners[i]])
     _sum_rows(gm)
+
+
+def _lower_bucket(gm: GraphModule, number: int, markers: Sequence[Orthogonalize], owners: Sequence[int]) -> None:
+    """Replace the markers of exchange ``number``; ``owners``: of each share."""
+    specs, count = [marker.spec for marker in markers], len(markers)
+    gradients = list(map(_gradient, markers))
+    added = [i for i, gradient in enumerate(gradients) if gradient.carried is not None]  # with ``carried``
+
+    def directions(*tensors: torch.Tensor, alike: Alike) -> list[torch.Tensor]:
+        """Return directions, new states, then the wide gradient and its row sums where the operator makes them."""
+        rest = iter(tensors[3 * count :])
+        grads, momenta, all_graph_scalars = (tensors[part * count : (part + 1) * count] for part in range(3))
+        states = [[next(rest) for _ in marker.states] for marker in markers]
+        carried = {i: next(rest) for i in added}
+        updated: list[Updated | None] = []
+        outcomes = orthogonalize_group(
+            grads, momenta, all_graph_scalars, specs, owners, states, updated, carried, alike
+        )
+        return [*outcomes, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
+
+    states, all_graph_scalars = [marker.state for marker in markers], [marker.graph_scalars for marker in markers]
+    inputs = [*(gradient.source for gradient in gradients), *states, *all_graph_scalars]
+    inputs += [node for marker in markers for node in marker.states]
+    inputs += [gradient.carried for gradient in gradients if gradient.carried is not None]
+    work = Work(
+        Category.EXCHANGE,
+        number,
+        nbytes=sum(map(exchanged_bytes, specs)),
+        needs=frozenset(need for marker in markers for need in _reductions(marker.grad)),
+        hops=hops(specs[0]),
+        travels=specs[0].muon_settings.exchange != "local" and not specs[0].layout.owner_group.alone,
+        handed_round=not specs[0].layout.replica_group.alone,
+    )
+    results = inline(gm, gm.graph.output_node(), directions, inputs, work, by_kind=True)
+    rest = iter(results[count:])
+    for marker, direction in zip(markers, results, strict=False):
+        for node, result in zip(marker.results, [direction, *(next(rest) for _ in marker.states)], strict=True):
+            replace(gm, node, result)
+        gm.graph.erase_node(marker.node)
+    for marker, gradient in zip(markers, gradients, strict=True):
+        if not _taken(gradient.source, marker):
+            continue
+        wide, sums = next(rest), next(rest)
+        for user in [user for user in marker.grad.users if user.target is ROW_SUMS]:
+            replace(gm, user, sums)
+        if gradient.cast is not None:
+            gradient.cast.replace_all_uses_with(wide, delete_user_cb=lambda user: user.op == "output")
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class _Gradient:
     cast: Node | None = None  # in the output the operator's wide gradient replaces it; None without a cast
 
 
-def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
+def _gradient(marker: Orthogonalize) -> _Gradient:
     """Return what the momentum operator may read in place of ``marker.grad``.
 
     The operator adds ``carried`` itself, where only the marker and its fingerprint would read the sum. It casts a
@@ -128,7 +115,7 @@ def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
     return _Gradient(source, carried, grad)
 
 
-def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
+def _taken(grad: Node, marker: Orthogonalize) -> bool:
     """Whether the momentum operator takes ``grad`` with the marker's momentum."""
     return supports(tensor_value(grad), tensor_value(marker.state), marker.spec)
 

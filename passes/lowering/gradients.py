@@ -1,7 +1,5 @@
 """Lowering of ``reduce_grad`` markers: to reductions, bucket by bucket, or to unreduced gradients that accumulate."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -13,8 +11,6 @@ from ..language.work import Category, Work
 from ..markers import ReduceGrad
 from ..pipeline import PassContext, tensor_value
 from .buckets import group_neighbours
-
-__all__ = ["lower_gradients", "reduced_grads"]
 
 
 def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:

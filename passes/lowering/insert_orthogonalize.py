@@ -4,10 +4,8 @@ Each direction is an ``orthogonalize`` marker and an extra output; the gradient 
 the gradient that it was made from lets ``step()`` detect a later change of ``.grad``.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
@@ -16,8 +14,6 @@ from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
 from ..record import Alike
 from .gradients import reduced_grads
-
-__all__ = ["INSERT_ORTHOGONALIZE"]
 
 
 def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -32,26 +28,24 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     carried = dict(zip(request.carried_inputs, append_inputs(gm, examples), strict=True))
     # Ahead of the output and behind every reduction, so that no direction delays a gradient.
     output = gm.graph.output_node()
-    gradients = [_sum(gm, reductions[i], carried.get(i)) for i in request.speculated]
+    gradients = [reductions[i].node for i in request.speculated]  # of ``.grad`` as this backward leaves it
+    for place, i in enumerate(request.speculated):
+        if i in carried:
+            inputs = [carried[i], gradients[place]]
+            (gradients[place],) = inline(gm, output, lambda carried, grad: [carried + grad], inputs)
     directions = []
     with gm.graph.inserting_before(output):
         for i, gradient in zip(request.speculated, gradients, strict=True):
             reduction = reductions[i]
-            marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.graph_scalars, reduction.spec)
-            directions.append(marker.node)
+            directions += Orthogonalize.insert(
+                gm.graph, gradient, reduction.state, reduction.graph_scalars, reduction.spec
+            )
     insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients, by_kind=True))
     return gm
 
 
 def _fingerprints(*gradients: Tensor, alike: Alike) -> list[Tensor]:
     return [FINGERPRINT_OF_ROWS([alike(ROW_SUMS, ROW_SUMS, [gradient]) for gradient in gradients])]
-
-
-def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
-    """Return the node of ``.grad`` as this backward leaves it: the gradient, plus ``carried`` where there is one."""
-    if carried is None:
-        return reduction.node
-    return inline(gm, gm.graph.output_node(), lambda carried, grad: [carried + grad], [carried, reduction.node])[0]
 
 
 INSERT_ORTHOGONALIZE = GraphPass(

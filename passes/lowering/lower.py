@@ -1,7 +1,5 @@
 """The pass that replaces markers by functional collectives, Newton-Schulz and tensor code; one file for each marker."""
 
-from __future__ import annotations
-
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
@@ -11,8 +9,6 @@ from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 from .directions import lower_directions
 from .gradients import lower_gradients
 from .weights import lower_weights
-
-__all__ = ["LOWER"]
 
 
 def _has_effects(node: Node) -> bool:

@@ -9,37 +9,31 @@ of the graph and that later nodes read in place of the input. The op therefore d
 it got a copy, it copies the refreshed weight into it.
 """
 
-from __future__ import annotations
-
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..language.holder import holder_of
+from ..operators import operator
 from ..pipeline import GraphKind, GraphPass, PassContext
-
-__all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]
 
 #: key of node.meta on a resident weight's placeholder: the placeholder of its parameter's state
 _KEY = "muon_zero_resident"
 
-_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-# A custom_op would bump the weight's version counter in each forward: of two forwards before a backward, the second
-# would make autograd refuse the backward of the first.
-# A replayed CUDA graph would skip the call into Python: with the tag Inductor runs the op between CUDA graphs.
-_LIBRARY.define("await_refresh(Tensor(a!) resident, Tensor state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
-
-@torch.library.impl(_LIBRARY, "await_refresh", "CompositeExplicitAutograd")
 def _await_refresh(resident: Tensor, state: Tensor) -> None:
     holder = holder_of(state)
     if holder is not None:
         holder.await_refresh(resident)
 
 
-torch.library.register_fake("muon_zero::await_refresh", lambda resident, state: None, lib=_LIBRARY)
-
-AWAIT_REFRESH_OP = torch.ops.muon_zero.await_refresh.default
+# A custom_op would bump the weight's version counter in each forward: of two forwards before a backward, the second
+# would make autograd refuse the backward of the first.
+AWAIT_REFRESH_OP = operator(
+    "await_refresh(Tensor(a!) resident, Tensor state) -> ()",
+    _await_refresh,
+    lambda resident, state: None,
+    calls_python=True,
+)
 
 
 def note_resident(resident: Node, state: Node) -> None:

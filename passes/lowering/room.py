@@ -9,8 +9,6 @@ graph outputs from their maker on. The memory at a call is an upper bound: every
 code generation keeps some in registers.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch
@@ -22,8 +20,6 @@ from ..collectives import is_collective, is_wait
 from ..joint.move import MOVE_OUT
 from ..pipeline import GraphKind, GraphPass, PassContext
 from .aliases import base, nbytes
-
-__all__ = ["ROOM", "saved_by"]
 
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 #: index of ``memory_limit`` among its arguments

@@ -27,8 +27,6 @@ Places follow from the order of buckets and legs alone, never from a rank's node
 run collectives in the same order.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +36,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
-from ..exchange.lift import LIFT
+from ..exchange.packing import LIFT
 from ..language.holder import FETCH
 from ..language.work import Category, Work, work_of
 from ..pipeline import LOWERED, GraphPass, PassContext
 from .buckets import largest_bucket
-
-__all__ = ["SCHEDULE"]
 
 
 @dataclass(eq=False)

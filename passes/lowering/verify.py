@@ -1,7 +1,5 @@
 """The pass that checks every lowered graph: a graph that breaks a rule would hang, or train on wrong numbers."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -12,8 +10,6 @@ from ..joint.recompute import is_view_or_cast
 from ..language.work import Category, work_of
 from ..markers import MARKERS
 from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
-
-__all__ = ["VERIFY"]
 
 #: Reads no element. The model's own collectives may have sizes that depend on data.
 _SIZE = torch.ops.aten.sym_size.int
@@ -36,19 +32,14 @@ def _one_wait_each(gm: GraphModule) -> None:
             )
 
 
-def _hands_on(node: Node) -> bool:
-    """Whether the result of ``node`` holds the weight in its input."""
-    return node.target is torch.ops.muon_zero.unpack.default or is_view_or_cast(node)
-
-
 def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
     """Refuse a forward graph that saves an unsharded weight. It returns user outputs first, then saved values."""
     output = gm.graph.output_node()
-    saved = set(output.args[0][user_outputs:])
+    saved, unpack = set(output.args[0][user_outputs:]), torch.ops.muon_zero.unpack.default
     for node, _ in collectives(gm):
         for wait in node.users:
             # A model's own collectives may be saved; only weights come out of a bucket.
-            if not any(user.target is torch.ops.muon_zero.unpack.default for user in wait.users):
+            if not any(user.target is unpack for user in wait.users):
                 continue
             stack = [wait]
             while stack:
@@ -57,7 +48,7 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
                     raise VerificationError(
                         f"gathered weight {current.name} is saved for backward; the recompute pass must see its unshard"
                     )
-                stack.extend(user for user in current.users if _hands_on(user))
+                stack.extend(user for user in current.users if user.target is unpack or is_view_or_cast(user))
 
 
 def _exchanges_under_way(gm: GraphModule) -> int:

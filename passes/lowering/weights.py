@@ -1,7 +1,5 @@
 """Lowering of ``unshard`` markers: resident weights, or gathers."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -13,8 +11,6 @@ from ..markers import Unshard
 from ..pipeline import PassContext
 from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident
-
-__all__ = ["lower_weights"]
 
 
 def lower_weights(gm: GraphModule, ctx: PassContext) -> None:

@@ -1,7 +1,5 @@
 """Methods of a step, a file each; a new one is a file and a line here."""
 
-from __future__ import annotations
-
 from .adamuon import ADAMUON
 from .adamw import ADAMW
 from .dion2 import DION2

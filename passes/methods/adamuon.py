@@ -9,8 +9,6 @@ first version, which is the authors' code, takes no sign, and divides V by ``1 -
 optimizer of this name lacks the last formula, and is another method.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -18,8 +16,6 @@ import torch
 from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, averaged, summed
-
-__all__ = ["ADAMUON"]
 
 
 def _before(

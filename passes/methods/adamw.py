@@ -1,7 +1,5 @@
 """AdamW: torch's functional implementation, on the shards."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -10,8 +8,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .method import DECAY, LR, ElementMethod, Rate, State
-
-__all__ = ["ADAMW"]
 
 
 def _step(

@@ -7,8 +7,6 @@ As in the authors' code (github.com/microsoft/dion), but chosen from whole matri
 number of ranks. Newton-Schulz takes a ``fraction`` of Muon's time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +15,6 @@ import torch
 from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, MatrixMethod, NewtonSchulz, Rate, WholeInputs
-
-__all__ = ["DION2"]
 
 
 def _before(

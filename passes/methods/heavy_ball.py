@@ -4,8 +4,6 @@ Newton-Schulz divides by the norm, so with a constant ``beta``, from a momentum 
 schedule changes ``beta``, the sum weighs old gradients differently from the average.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, MatrixMethod, multiply
-
-__all__ = ["HEAVY_BALL"]
 
 
 def _before(

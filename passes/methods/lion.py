@@ -3,8 +3,6 @@
 c = b1 M + (1 - b1) G,   W <- (1 - lr weight_decay) W - lr sign(c),   M <- b2 M + (1 - b2) G
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -12,8 +10,6 @@ import torch
 from torch import Tensor
 
 from .method import DECAY, LR, ElementMethod, Rate, State, multiply
-
-__all__ = ["LION"]
 
 
 def _step(

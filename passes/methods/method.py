@@ -5,8 +5,6 @@ The engine knows no method by name. It makes the states that a record names, has
 docs/how-to/methods.md writes one from the beginning.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -17,24 +15,6 @@ import torch
 from torch import Tensor
 
 from compile_muon.kernels import muon_momentum
-
-__all__ = [
-    "DECAY",
-    "LR",
-    "MOMENTUM",
-    "STEP",
-    "After",
-    "ElementMethod",
-    "MatrixMethod",
-    "Method",
-    "Piece",
-    "Rate",
-    "State",
-    "WholeInputs",
-    "WholeOutputs",
-    "averaged",
-    "multiply",
-]
 
 
 @dataclass(frozen=True)
@@ -121,11 +101,7 @@ class Method:
 
     def has(self, rate: str) -> bool:
         """Tell whether the method's groups hold a rate of this name."""
-        return rate in self._names
-
-    @functools.cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(rate.name for rate in self.rates)
+        return any(each.name == rate for each in self.rates)
 
 
 @dataclass(frozen=True)
@@ -221,7 +197,7 @@ class MatrixMethod(Method):
             ``before`` gets an empty tensor, and None stands for the gradient itself.
         orthogonalizes: whether ``whole`` calls ``newton_schulz``. Where it does not, the settings of Newton-Schulz have
             no effect, and gradients and directions travel in float32 at least.
-        nesterov: whether ``before`` heeds the setting of this name; False where the formula has no look ahead.
+        nesterov: whether the update heeds the setting of this name; False where the formula has no look ahead.
         project: ``piece -> [n, r, c]``, pure: replaces the gradient in ``before`` and in the momentum. The piece has no
             rates, its direction is the gradient, and its states are those of rows. With it directions are made in
             ``step()`` alone.
@@ -298,7 +274,8 @@ class MatrixMethod(Method):
         """Compute a shard of the matrix that ``whole`` orthogonalizes: see :attr:`before`."""
         if self.before is not None:
             return self.before(grad, momentum, beta, nesterov, out_dtype)
-        return averaged(grad, momentum, beta, nesterov, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
+        look_ahead = nesterov and self.nesterov
+        return averaged(grad, momentum, beta, look_ahead, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
 
 
 ElementStep = Callable[

@@ -1,9 +1,5 @@
 """Muon: the orthogonalized momentum."""
 
-from __future__ import annotations
-
 from .method import DECAY, LR, MOMENTUM, MatrixMethod
-
-__all__ = ["MUON"]
 
 MUON = MatrixMethod("muon", "kellerjordan.github.io/posts/muon, torch.optim.Muon", (LR, MOMENTUM, *DECAY))

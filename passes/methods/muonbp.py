@@ -7,8 +7,6 @@ Blocks are those of a view (``muon_views``), not the shards, so steps do not dep
 hold whole blocks a block step sends nothing. The first step is a whole one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, STEP, MatrixMethod, Piece, Rate
-
-__all__ = ["MUONBP"]
 
 
 def _joined(rates: Mapping[str, Any]) -> Any:

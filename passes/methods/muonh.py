@@ -7,16 +7,12 @@ No weight decay; the scale by shape cancels. A weight of zeros never moves. Each
 <W, D>, in code ``ww``, ``dd``, ``wd``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate, summed
-
-__all__ = ["MUONH"]
 
 
 def _after(piece: Piece) -> After:

@@ -9,23 +9,13 @@ The size of a gain is always the norm of its row of W, so it follows other write
 stored gain only the sign is read, which is positive at first. In code ``gw`` is <G, W> by rows, and so on.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State, averaged
-
-__all__ = ["MUOWN"]
+from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State
 
 #: smallest norm that is divided by
 _LEAST = 1e-12
-
-
-def _before(
-    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
-) -> Tensor:
-    return averaged(grad, momentum, beta, False, out_dtype)
 
 
 def _gain(squares: Tensor, piece: Piece) -> Tensor:
@@ -92,7 +82,6 @@ MUOWN = MatrixMethod(
         State("gain_second_moment", "second moment of gains", each="row"),
     ),
     adjust_lr="match_rms_adamw",
-    before=_before,
     nesterov=False,
     project=_project,
     project_sums=_project_sums,

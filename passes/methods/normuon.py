@@ -7,16 +7,12 @@ division would cancel. dion takes the Frobenius norm of a rank's own rows, so it
 as these do not; nanogpt, nanochat and Megatron take columns where a matrix is wide.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, summed
-
-__all__ = ["NORMUON"]
 
 
 def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:

@@ -12,16 +12,12 @@ matrix: a gradient travels to the owner and a direction back, as for Muon, both 
 8,192 has no basis; with both sides longer SOAP is AdamW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from .method import DECAY, LR, STEP, MatrixMethod, NewtonSchulz, Rate, State, WholeInputs, WholeOutputs
-
-__all__ = ["SOAP"]
 
 #: values of :attr:`MatrixMethod.phase`, which choose a step's graph
 _FIRST, _KEEP, _TURN = "first", "keep", "turn"

@@ -9,8 +9,6 @@ Gradients are those of the sum of all ranks' losses; the gradient reduction divi
 function runs eagerly, and is traced into graphs as it is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +20,6 @@ from torch import Tensor
 from ..errors import RequestError
 from .place import Place
 from .ring import ring_attention
-
-__all__ = ["attention", "from_heads", "heads_of", "join", "mean_over", "over_ring", "to_heads"]
 
 _c10d = torch.ops._c10d_functional
 

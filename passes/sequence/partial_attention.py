@@ -5,13 +5,9 @@ Gimelshein, arXiv 1805.02867). Backward takes output and log-sum-exp over all ke
 part.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-__all__ = ["attend", "attend_backward", "merge"]
 
 _aten = torch.ops.aten
 #: head sizes are padded to a multiple of this, as flash attention on CUDA requires

@@ -1,14 +1,10 @@
 """Places: which positions of a shared sequence a rank has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-__all__ = ["Place", "Span"]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ Elements sent per position, for widths k and v of a rank's keys and values: (k +
 backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from torch import Tensor
 
 from .partial_attention import attend, attend_backward, merge
 from .place import Place
-
-__all__ = ["ring_attention"]
 
 _c10d = torch.ops._c10d_functional
 

@@ -228,8 +228,7 @@ class Rounded(reference.Aten):
 
 def as_kernels_do(x: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Newton-Schulz with one factor a step in float16, and there one triangle of Q for the sets that allow it."""
-    products = Rounded(plan.dtype)
-    return orthogonalize(x, plan, products, folding=products if plan.dtype == torch.float16 else None)
+    return orthogonalize(x, plan, Rounded(plan.dtype), folded=plan.dtype == torch.float16)
 
 
 HALVED = ("jordan", "you", "polar_express", "four_steps")
@@ -272,8 +271,8 @@ class Perturbed(reference.Aten):
         self.squared: list[torch.Tensor] = []
         self.polynomials: list[torch.Tensor] = []
 
-    def symmetric(self, left, right, *, plus, beta, alpha=1.0):
-        result = super().symmetric(left, right, plus=plus, beta=beta, alpha=alpha)
+    def symmetric(self, left, right, **numbers):
+        result = super().symmetric(left, right, **numbers)
         if left is right:
             noise = torch.randn(result.shape, generator=self.generator, dtype=result.dtype) * 0.1
             result = result + noise + noise.mT

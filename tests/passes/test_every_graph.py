@@ -246,7 +246,7 @@ class Rank:
             assert torch.equal(grad, REDUCE_GRAD(summed, self.states[i], HYPER, texts[i])), "the reduction of a bucket"
             if request.purposes[i] is Purpose.SPECULATE:
                 total = self.carried[i] + grad if request.carried[i] else grad
-                self.close(extras.directions[i], ORTHOGONALIZE(total, self.states[i], HYPER, texts[i]))
+                self.close(extras.directions[i], ORTHOGONALIZE(total, self.states[i], HYPER, [], texts[i])[0])
                 assert torch.equal(extras.fingerprints[request.speculated.index(i)], fingerprint([total])[0])
         dtype = decode_dtype(self.case.direction)
         assert {direction.dtype for direction in extras.directions.values()} <= {dtype}

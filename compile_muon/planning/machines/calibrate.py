@@ -22,8 +22,6 @@ from compile_muon.planning.machines.fit import Measured, completed, fit
 from compile_muon.planning.machines.measure import cores, measure
 from compile_muon.simulate.machine import Machine, load_machine
 
-__all__ = ["run", "write_machine"]
-
 _TIMEOUT = timedelta(minutes=5)
 
 

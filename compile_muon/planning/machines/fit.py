@@ -15,8 +15,6 @@ import numpy as np
 from compile_muon.passes.costs import Link, Table
 from compile_muon.simulate.machine import Machine
 
-__all__ = ["Measured", "Sample", "completed", "fit"]
-
 #: graphs that the host enters in a measured step: forward, backward, the optimizer's step, each with all parameters
 _GRAPHS = 3
 

@@ -26,8 +26,6 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.planning.machines.fit import Measured, Sample
 
-__all__ = ["cores", "measure"]
-
 _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
 #: m, n and k of a product as multiples of its smallest dimension, and the size of the batch

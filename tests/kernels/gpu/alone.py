@@ -7,28 +7,12 @@ from torch import Tensor
 
 from compile_muon.kernels import reference
 from compile_muon.kernels.call_plan import Plan
-from compile_muon.kernels.gpu.newton_schulz import Products, folding, orthogonalize_into
-from compile_muon.kernels.iterations import FORMS
-
-
-class Folding(reference.Aten):
-    """Also `iterations.Folding`."""
-
-    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, **numbers: float) -> Tensor:
-        if plus is None:
-            return left @ right
-        wide, one = left.float(), torch.eye(left.shape[-1], device=left.device)
-        return (numbers["gamma"] * one + numbers["beta"] * wide + numbers["alpha"] * (wide @ wide)).to(left.dtype)
+from compile_muon.kernels.gpu.newton_schulz import Products, folds, orthogonalize_into
 
 
 def on_aten(x: Tensor, plan: Plan) -> Tensor:
     """`reference.orthogonalize`, folded where the kernels fold."""
-    if folding(x, plan) is None:
-        return reference.orthogonalize(x, plan)
-    tall = x.shape[-2] > x.shape[-1]
-    x = reference.normalize(x.mT if tall else x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-    x = FORMS[plan.method](x, plan.steps, plan.restarts, Folding(), folding=Folding())
-    return x.mT if tall else x
+    return reference.orthogonalize(x, plan, folded=folds(plan))
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:

@@ -131,8 +131,9 @@ def test_a_launch_finds_what_was_compiled_for_it(tmp_path: Path, monkeypatch: py
         triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
         kernel.device_caches.clear()
         x, out = torch.empty(2, 64, 128), torch.empty(2, 64, 128, dtype=torch.bfloat16)
-        normalize.divide(x, torch.empty(2, 2, 4), out, eps=1e-5, safety=1.02).compile()
-        normalize.divide(x.mT, torch.empty(2, 2, 4), out.view(2, 128, 64), eps=1e-5, safety=1.0).compile()
+        for given, result, safety in ((x, out, 1.02), (x.mT, out.view(2, 128, 64), 1.0)):
+            launch = normalize.divide(given, torch.empty(2, 2, 4), result, eps=1e-5, safety=safety)
+            launch.kernel.warmup(*launch.arguments, grid=(1,), **launch.constants)
     kernel.device_caches.clear()
     assert found == [True, False], "strides that are compiled for are not those of the job"
 

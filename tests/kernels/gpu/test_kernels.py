@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from alone import on_aten, orthogonalize  # noqa: E402
 
 from compile_muon.kernels import COEFFICIENTS, Averages, newton_schulz_list, reference  # noqa: E402
-from compile_muon.kernels.gpu import apply, fingerprint, momentum, normalize, product, symmetric  # noqa: E402
+from compile_muon.kernels.gpu import apply, momentum, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
@@ -293,7 +293,6 @@ def test_fingerprints_are_those_of_aten(device):
         *(matrix(19, 1296, device=device, seed=n).to(dtype) for n, dtype in enumerate((torch.float32, torch.bfloat16))),
         torch.full((3, 80), -(2**31), dtype=torch.int32, device=device),
     ]
-    assert all(map(fingerprint.supports, xs)) and not fingerprint.supports(xs[1].mT)
     expected = torch.cat([by_aten([x.cpu()]) for x in xs])
     assert torch.equal(FINGERPRINT(xs).cpu(), expected)
     assert len(set(expected.tolist())) == len(xs) - 2  # of nothing there are three

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compile_muon.kernels.gpu.arena import Layout  # noqa: E402
 from compile_muon.kernels.gpu.model import Tile, programs  # noqa: E402
-from compile_muon.kernels.gpu.tile_order import FIELDS, dealt, packed, places, tables  # noqa: E402
+from compile_muon.kernels.gpu.tile_order import dealt, packed, places, tables  # noqa: E402
 
 CPU = torch.device("cpu")
 SQUARE = Tile(rows=16, cols=16, depth=16, group=3, stages=1, warps=1)
@@ -50,7 +50,7 @@ def test_places_of_every_size(matrices, tile):
 def test_a_table_row_is_where_the_arena_has_the_shape(square, triangle):
     found = tables(LAYOUT, DOUBLE, CPU, triangle=triangle, square=square)
     shapes = len(LAYOUT.shapes)
-    assert found.shapes.shape == (shapes * (2 if triangle else 1), FIELDS) and found.shapes.dtype == torch.int64
+    assert found.shapes.shape == (shapes * (2 if triangle else 1), 8) and found.shapes.dtype == torch.int64
     arenas = [LAYOUT.new(torch.float16, CPU, square=which) for which in (True, False)]
     before = 0
     for row in range(len(found.shapes)):
@@ -67,7 +67,7 @@ def test_a_table_row_is_where_the_arena_has_the_shape(square, triangle):
         assert torch.equal(found.places[before:end], packed(expected))
         before = end
     assert before == found.tiles == len(found.places)
-    assert not triangle or tables(LAYOUT, SQUARE, CPU, triangle=True, square=square).shapes.shape == (shapes, FIELDS)
+    assert not triangle or tables(LAYOUT, SQUARE, CPU, triangle=True, square=square).shapes.shape == (shapes, 8)
     assert found is tables(LAYOUT, DOUBLE, CPU, triangle=triangle, square=square)
 
 
