@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from compile_muon.passes.errors import MuonZeroError
+from compile_muon.passes.errors import MuonZeroError as MuonZeroError
+from compile_muon.passes.errors import PassContractError as PassContractError
+from compile_muon.passes.errors import VerificationError as VerificationError
 
 #: Packages whose frames `warn_user` skips; ours is known by its module name, wherever its folders are.
 _LIBRARIES = {"compile_muon", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "torchtitan"}
