@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..momentum import Averages
-from .launch import Launch, coded, element_type, firsts, found, picked
+from .launch import Launch, decoded_at, element_type, encoded, first_programs, tensor_of_program
 from .model import ceildiv
 
 BLOCK, WARPS = tl.constexpr(2048), 4
@@ -47,8 +47,8 @@ def apply_kernel(
     WIDE: tl.constexpr,
 ):
     """Write BLOCK elements of one of the parameters. ``ps``, ``us``, ``ms`` and ``gs`` are addresses of elements of
-    the types P, U, M and G, ``elements`` the numbers of elements: :func:`launch.coded` integers, as are
-    ``starts``, :func:`launch.firsts`."""
+    the types P, U, M and G, ``elements`` the numbers of elements: :func:`launch.encoded` integers, as are
+    ``starts``, :func:`launch.first_programs`."""
     if FOUND_INF:
         if tl.load(found_inf) == 1:
             return
@@ -60,13 +60,13 @@ def apply_kernel(
     if LR_ON_DEVICE == 3:
         weight_decay = tl.load(lr + 1).to(tl.float32)
         weight = tl.load(lr + 2).to(tl.float32)
-    index, block = found(starts)
-    numel = picked(elements, index).to(tl.int64)
-    scale = picked(scales, index)
-    p_ptr = picked(ps, index).to(tl.pointer_type(P))
-    u_ptr = picked(us, index).to(tl.pointer_type(U))
-    m_ptr = picked(ms, index).to(tl.pointer_type(M))
-    g_ptr = picked(gs, index).to(tl.pointer_type(G))
+    index, block = tensor_of_program(starts)
+    numel = decoded_at(elements, index).to(tl.int64)
+    scale = decoded_at(scales, index)
+    p_ptr = decoded_at(ps, index).to(tl.pointer_type(P))
+    u_ptr = decoded_at(us, index).to(tl.pointer_type(U))
+    m_ptr = decoded_at(ms, index).to(tl.pointer_type(M))
+    g_ptr = decoded_at(gs, index).to(tl.pointer_type(G))
     if WIDE:
         p_ptr = tl.multiple_of(p_ptr, 16)
         u_ptr = tl.multiple_of(u_ptr, 16)
@@ -143,10 +143,10 @@ def apply_updates(
             chunk = group[start : start + MOST]
             elements = [params[i].numel() for i in chunk]
             programs = [ceildiv(n, BLOCK.value) for n in elements]
-            pointers = [coded([xs[i] for i in chunk], MOST) for xs in lists]
-            numbers = coded(elements, MOST), coded([float(scales[i]) for i in chunk], MOST)
+            pointers = [encoded([xs[i] for i in chunk], MOST) for xs in lists]
+            numbers = encoded(elements, MOST), encoded([float(scales[i]) for i in chunk], MOST)
             rate = lr if lr_numbers else float(lr)
-            arguments = (*pointers, firsts(programs, MOST), *numbers, rate, found_inf, *rates)
+            arguments = (*pointers, first_programs(programs, MOST), *numbers, rate, found_inf, *rates)
             Launch(apply_kernel, sum(programs), examples[0], arguments, constants).run()
     launched = [i for group in groups.values() for i in group]
     written = [params[i] for i in launched] + ([] if averages is None else [averages.momenta[i] for i in launched])

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .apply import is_wide
-from .launch import Launch, coded, element_type, firsts, found, picked
+from .launch import Launch, decoded_at, element_type, encoded, first_programs, tensor_of_program
 from .model import ceildiv
 
 ROWS, WIDTH, WARPS = tl.constexpr(16), tl.constexpr(256), 8  # of a tile
@@ -103,17 +103,17 @@ def sums_kernel(
 ):
     """Add row sums to the buffers ``sums`` of tensors; with SQUARES store, in MOST_PROGRAMS places ahead of them, each
     program's sum of squares, as the bits of an fp32 number. ``integers``, of the type INTEGER, and ``sums`` are
-    addresses, ``sizes`` and ``columns`` numbers, all :func:`launch.coded`; ``starts`` are :func:`launch.firsts`.
-    WIDE: four integers of all tensors may be read at once."""
+    addresses, ``sizes`` and ``columns`` numbers, all :func:`launch.encoded`; ``starts`` are by
+    :func:`launch.first_programs`. WIDE: four integers of all tensors may be read at once."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    index, program = found(starts)
-    numel = picked(sizes, index)
-    row_numel = picked(columns, index)
-    x_ptr = picked(integers, index).to(tl.pointer_type(INTEGER))
+    index, program = tensor_of_program(starts)
+    numel = decoded_at(sizes, index)
+    row_numel = decoded_at(columns, index)
+    x_ptr = decoded_at(integers, index).to(tl.pointer_type(INTEGER))
     if WIDE:
         x_ptr = tl.multiple_of(x_ptr, INTEGER.primitive_bitwidth // 2)
         row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
-    sums_ptr = picked(sums, index).to(tl.pointer_type(tl.int64))
+    sums_ptr = decoded_at(sums, index).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(numel, row_numel)
     pieces = _pieces(numel, row_numel)
     pieces_across = tl.cdiv(row_numel, SPAN)
@@ -154,8 +154,8 @@ def mix_kernel(
     """Add F of tensors, of ``sizes`` rows, to ``out``, one each, from their buffers ``sums``, by SPLIT programs each;
     write the total of PARTS sums of squares, if any, to ``squares``."""
     tensor = tl.program_id(0) // SPLIT
-    rows = picked(sizes, tensor)
-    sums_ptr = picked(sums, tensor).to(tl.pointer_type(tl.int64))
+    rows = decoded_at(sizes, tensor)
+    sums_ptr = decoded_at(sums, tensor).to(tl.pointer_type(tl.int64))
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for block in range(tl.program_id(0) % SPLIT, tl.cdiv(rows, BLOCK), SPLIT):
         row = (tl.arange(0, BLOCK) + block * BLOCK).to(tl.int64)
@@ -203,8 +203,8 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
             integers, columns, results = zip(*group[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
             programs = [min(MOST_PROGRAMS.value, _pieces_of(*each)) for each in zip(counts, columns, strict=True)]
-            first, *others = (coded(values, MOST) for values in (integers, counts, columns, results))
-            arguments = (first, firsts(programs, MOST), *others)
+            first, *others = (encoded(values, MOST) for values in (integers, counts, columns, results))
+            arguments = (first, first_programs(programs, MOST), *others)
             Launch(sums_kernel, sum(programs), out, arguments, group_constants).run()
     return out, _mix(sums, rows, out, parts, golden, factor)
 
@@ -219,6 +219,6 @@ def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, 
     constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "PARTS": parts}
     for start in range(0, len(sums), MOST):
         chunk = sizes[start : start + MOST]
-        arguments = (coded(sums[start : start + MOST], MOST), coded(chunk, MOST), out[start:], squares[start:])
+        arguments = (encoded(sums[start : start + MOST], MOST), encoded(chunk, MOST), out[start:], squares[start:])
         Launch(mix_kernel, SPLIT.value * len(chunk), out, arguments, constants).run()
     return squares

@@ -6,7 +6,7 @@ GPU, what a function would launch on one.
 Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor
 (:func:`found`), then picks its values (:func:`picked`): only this is repeated for each tensor of a launch. Triton
 compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
-multiples of 16, or wider than 32 bits. So addresses are integers, and tuples :func:`coded`.
+multiples of 16, or wider than 32 bits. So addresses are integers, and tuples :func:`encoded`.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def where_it_runs(device: torch.device) -> torch.device:
     return noted[0] if noted is not None and device.type == "meta" else device
 
 
-def coded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
+def encoded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
     """Return ``count`` numbers, past ``values`` the first one again: of an integer n, or a tensor with this address,
     ``2 n + 3``, which is never 1 nor a multiple of 16; others as they are."""
 
@@ -57,16 +57,16 @@ def coded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
     return (*codes, *codes[:1] * (count - len(codes)))
 
 
-def firsts(programs: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the first program of each tensor, :func:`coded`, of these numbers of programs; past them their sum."""
+def first_programs(programs: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the first program of each tensor, :func:`encoded`, of these numbers of programs; past them their sum."""
     starts = list(accumulate(programs, initial=0))
-    return coded(starts + starts[-1:] * count, count)[:count]
+    return encoded(starts + starts[-1:] * count, count)[:count]
 
 
 @triton.jit
-def found(starts):
+def tensor_of_program(starts):
     """Return the index of this program's tensor, and its number among the tensor's programs; ``starts``: by
-    :func:`firsts`."""
+    :func:`first_programs`."""
     program = tl.program_id(0)
     index = program * 0
     first = program * 0
@@ -78,8 +78,8 @@ def found(starts):
 
 
 @triton.jit
-def picked(values, index):
-    """Return the number, or the address as an integer, that ``values[index]`` of a :func:`coded` tuple stands for."""
+def decoded_at(values, index):
+    """Return the number, or the address as an integer, that ``values[index]`` of a :func:`encoded` tuple stands for."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(index == i, values[i], value)

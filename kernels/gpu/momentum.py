@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .apply import is_wide
 from .fingerprint import in_lanes, joined, row_weights, weighted
-from .launch import Launch, coded, element_type, firsts, found, picked
+from .launch import Launch, decoded_at, element_type, encoded, first_programs, tensor_of_program
 from .model import ceildiv
 
 ROWS, WIDTH, WARPS = tl.constexpr(4), tl.constexpr(512), 4  # of a tile
@@ -73,19 +73,19 @@ def momentum_kernel(
 ):
     """Write the results of ROWS rows of one of the gradients. Addresses: ``gs`` of gradients (of type G), ``cs``
     carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``, ``hypers``;
-    ``starts`` are :func:`launch.firsts`, the others :func:`launch.coded`. WIDE: four entries of all tensors may be read
-    at once. Eight of a half would make another layout, with twice the weights."""
+    ``starts`` are by :func:`launch.first_programs`, the others by :func:`launch.encoded`. WIDE: four entries of all
+    tensors may be read at once. Eight of a half would make another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
-    index, program = found(starts)
-    n_rows = picked(rows, index).to(tl.int32)
-    row_numel = picked(columns, index).to(tl.int32)
-    g_ptr = picked(gs, index).to(tl.pointer_type(G))
-    c_ptr = picked(cs, index).to(tl.pointer_type(W))
-    m_ptr = picked(ms, index).to(tl.pointer_type(M))
-    u_ptr = picked(us, index).to(tl.pointer_type(U))
-    w_ptr = picked(ws, index).to(tl.pointer_type(W))
-    norms_ptr = picked(norms, index).to(tl.pointer_type(tl.float32))
-    sums_ptr = picked(sums, index).to(tl.pointer_type(tl.int64))
+    index, program = tensor_of_program(starts)
+    n_rows = decoded_at(rows, index).to(tl.int32)
+    row_numel = decoded_at(columns, index).to(tl.int32)
+    g_ptr = decoded_at(gs, index).to(tl.pointer_type(G))
+    c_ptr = decoded_at(cs, index).to(tl.pointer_type(W))
+    m_ptr = decoded_at(ms, index).to(tl.pointer_type(M))
+    u_ptr = decoded_at(us, index).to(tl.pointer_type(U))
+    w_ptr = decoded_at(ws, index).to(tl.pointer_type(W))
+    norms_ptr = decoded_at(norms, index).to(tl.pointer_type(tl.float32))
+    sums_ptr = decoded_at(sums, index).to(tl.pointer_type(tl.int64))
     if WIDE:
         g_ptr = tl.multiple_of(g_ptr, G.primitive_bitwidth // 2)
         c_ptr = tl.multiple_of(c_ptr, W.primitive_bitwidth // 2)
@@ -93,7 +93,7 @@ def momentum_kernel(
         u_ptr = tl.multiple_of(u_ptr, U.primitive_bitwidth // 2)
         w_ptr = tl.multiple_of(w_ptr, W.primitive_bitwidth // 2)
         row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
-    hyper_ptr = picked(hypers, index).to(tl.pointer_type(tl.float32))
+    hyper_ptr = decoded_at(hypers, index).to(tl.pointer_type(tl.float32))
     one_minus_beta = tl.load(hyper_ptr)
     beta = tl.load(hyper_ptr + 1)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -186,9 +186,9 @@ def momentum_updates(
             chunk = [tensors_of[i] for i in chosen[start : start + MOST]]
             row_counts = [tensors[5].numel() for tensors in chunk]
             columns = [tensors[0].shape[-1] for tensors in chunk]
-            pointers = [coded(xs, MOST) for xs in zip(*chunk, strict=True)]
+            pointers = [encoded(xs, MOST) for xs in zip(*chunk, strict=True)]
             programs = [ceildiv(n, ROWS.value) for n in row_counts]
-            arguments = (*pointers, firsts(programs, MOST), coded(row_counts, MOST), coded(columns, MOST))
+            arguments = (*pointers, first_programs(programs, MOST), encoded(row_counts, MOST), encoded(columns, MOST))
             settings = constants | {"WIDE": reads_wide, "maxnreg": REGISTERS[reads_wide]}
             Launch(momentum_kernel, sum(programs), chunk[0][0], arguments, settings).run()
     return out

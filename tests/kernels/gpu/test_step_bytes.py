@@ -41,19 +41,30 @@ def test_a_muon_element_costs_36_bytes(device, monkeypatch, half):
     """The gradient once for its norm and its fingerprint, and the writes: 4 + 22. In backward the momentum is read and
     the update written, 6, and divided by a norm that is known, 4. What comes out of a product in half precision is cast
     by the same kernel, 6 as for AdamW; a product in float32 is read, 4."""
-    from compile_muon.kernels.gpu.launch import Launch
+    from compile_muon.kernels.gpu import apply, fingerprint, launch
+    from compile_muon.kernels.gpu import momentum as momentum_kernels
 
     launched: Counter[str] = Counter()
-    run = Launch.run
+    run, encoded = launch.Launch.run, launch.encoded
+    tensors: dict[int, Tensor] = {}  # by the number that stands for the address
 
-    def counted(self: Launch) -> None:
+    def noted(values: Any, count: int) -> Any:
+        codes = encoded(values, count)
+        tensors.update({code: x for code, x in zip(codes, values, strict=False) if isinstance(x, Tensor)})
+        return codes
+
+    for module in (apply, fingerprint, momentum_kernels):
+        monkeypatch.setattr(module, "encoded", noted)
+
+    def counted(self: launch.Launch) -> None:
         name = getattr(self.kernel, "fn", self.kernel).__name__
-        own = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and x.nbytes >= 2 * ROWS * COLS]
+        arguments = [tensors.get(x, x) if isinstance(x, int) else x for x in tree_leaves(self.arguments)]
+        own = [x for x in arguments if isinstance(x, Tensor) and x.nbytes >= 2 * ROWS * COLS]
         # One launch is of as many tensors as another: it is filled up with the first, of which nothing is read.
         launched[name] += sum({x.data_ptr(): x.nbytes for x in own}.values()) // (ROWS * COLS)
         run(self)
 
-    monkeypatch.setattr(Launch, "run", counted)
+    monkeypatch.setattr(launch.Launch, "run", counted)
     monkeypatch.setattr(momentum, "kernel_on", lambda device: True)  # the interpreter's, too
     model = nn.Sequential(nn.Linear(COLS, ROWS, bias=False)).to(device)
     optimizer = compile_muon.MuonZero(model, update="backward", ns_dtype="bfloat16")
