@@ -4,7 +4,7 @@ Inside :func:`noting` launches are recorded and not run. With tensors on the dev
 GPU, what a function would launch on one.
 
 Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor
-(:func:`found`), then picks its values (:func:`picked`): only this is repeated for each tensor of a launch. Triton
+(:func:`tensor_of_program`), then its values (:func:`decoded_at`): only this is repeated for each tensor. Triton
 compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
 multiples of 16, or wider than 32 bits. So addresses are integers, and tuples :func:`encoded`.
 """
