@@ -68,7 +68,7 @@ def test_what_is_summed_of_rows_stays_in_its_thread(reports):
     """Loops that add up across threads, with products of 64 bits, took 514 to 915 instructions and 979 to 1021."""
     report = reports("sm_90", HALVES[:1], "momentum", "examine")
     assert len(report) == 12 and not [(r.launch, r.problem) for r in report if r.problem]
-    most = {"momentum": 490, "momentum unaligned": 640, "examine": 210, "examine unaligned": 280}
+    most = {"momentum": 490, "momentum unaligned": 650, "examine": 210, "examine unaligned": 280}
     kinds = {r.launch: r.launch.split()[0] + " unaligned" * r.launch.endswith("unaligned") for r in report}
     assert not [(r.launch, r.loop) for r in report if not 0 < r.loop <= most[kinds[r.launch]]]
 
