@@ -100,8 +100,8 @@ class Child:
 def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> Child:
     """Run ``function(*args)`` in a fork of this process, which must have one thread only; output goes to ``log``."""
     _end_threads()
-    deadline = time.monotonic() + 10
-    while (threads := len(os.listdir("/proc/self/task"))) != 1:  # the system lists a thread that was joined for a moment
+    deadline = time.monotonic() + 10  # the system lists a thread for a moment after it was joined
+    while (threads := len(os.listdir("/proc/self/task"))) != 1:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{threads} threads: only a process of one can fork ranks")
         time.sleep(0.01)
