@@ -1,7 +1,7 @@
 """Batching: a list of tensors of matrices, each [..., m, n], becomes calls that take one matrix or one batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ Implementation = Callable[[Tensor, Plan], Tensor]
 
 def one_by_one(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
     """Run each matrix by itself, as [m, n]: on CPUs a batched product is no faster than its parts."""
-    return one_batch_per_shape(xs, replace(plan, memory_limit=1), implementation)
+    return [_matrices_of(x, plan, implementation) for x in xs]
 
 
 def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
@@ -93,6 +93,15 @@ def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:
     # The batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
     k = min(m, n)
     return m * n * (given + 3 * itemsize + 4) + 4 * k * k * itemsize
+
+
+def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tensor:
+    if x.numel() == 0:
+        return _empty(x, plan)
+    if x.ndim == 2:
+        return implementation(x, plan)
+    matrices = x.reshape(-1, *x.shape[-2:])
+    return torch.stack([implementation(matrix, plan) for matrix in matrices]).view(x.shape)
 
 
 def _empty(x: Tensor, plan: Plan) -> Tensor:
