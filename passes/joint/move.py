@@ -236,10 +236,9 @@ def _bring_back_all(backward: GraphModule, moved: Sequence[_Back], pool: int) ->
 
 def verify_moves(gm: GraphModule) -> None:
     """Raise :class:`VerificationError` where a copy is read before its wait, or memory that left is read again."""
-    place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    for node in gm.graph.nodes:
-        if node.target not in (MOVE_OUT, BRING_BACK):
-            continue
+    copies = [n for move in (MOVE_OUT, BRING_BACK) for n in gm.graph.find_nodes(op="call_function", target=move)]
+    place = {node: i for i, node in enumerate(gm.graph.nodes)} if copies else {}
+    for node in copies:
         activation = node.args[0] if node.target is MOVE_OUT else node
         waits = [user for user in activation.users if user.target is AWAIT_MOVE]
         if len(waits) != 1:
