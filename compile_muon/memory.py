@@ -53,8 +53,8 @@ from compile_muon.simulate.played import groups_of
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
+    from compile_muon.engine.hooks import StateProvider
     from compile_muon.engine.sharded_param import ShardedParam
-    from compile_muon.engine.state_provider import StateProvider
 
 #: ``(joint graph with markers, context) -> (forward, backward)``
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]

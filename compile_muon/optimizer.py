@@ -43,7 +43,6 @@ from compile_muon.engine.step import Step
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.memory import FrameMemory
 from compile_muon.mesh import DataPlace, Mesh
-from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
@@ -181,7 +180,7 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
             self, config, {group.name: group.method for group in parts.groups}, parts.ledger, parts.group,
-            parts.graph_scalars.device, parts.compares, parts.ownership.check, lr_scale,
+            parts.graph_scalars.device, parts.compares, parts.ownership.check,
         )  # fmt: skip
         self.engine = Engine(
             parts.ledger, step, parts.ownership.model, parts.assignments, parts.mesh, parts.group, parts.extensions,

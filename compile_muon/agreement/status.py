@@ -1,27 +1,34 @@
-"""The status of this rank in training, and the error when a collective does not end.
+"""The status of this rank in training, the error when a collective does not end, and the frames that met other ranks.
 
 A rank that is killed, hangs or raises stops the others in a collective, whose PyTorch error names a socket. So every
 rank keeps its status (step, half, frame, collectives so far) where the others can read it
 (:mod:`compile_muon.agreement.heartbeat`), and a stopped rank reports all of them.
+
+Collectives pair up by order alone. A rank that runs two equal blocks in the other order, or one of them twice, receives
+another parameter's numbers, without a mismatch of sizes or counts. So every visit that communicates is noted in the
+:class:`FrameLog` by the names of its parameters, and ``step()`` compares a digest of the log over the ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from compile_muon.agreement.frame_log import frame_label
+from compile_muon.agreement.compare import by_rank, differing
 from compile_muon.agreement.heartbeat import Entry, Heartbeat, backend_of
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
@@ -29,6 +36,8 @@ from compile_muon.passes.torch_private import collective_failed, store_of
 #: purposes of gathering weights: forward and backward of training, or a forward without a backward
 TRAINING, EVALUATION = "training", "evaluation"
 
+#: latest visits kept by name; the digest covers all
+_REMEMBERED = 4096
 _log = logging.getLogger("compile_muon")
 
 
@@ -88,9 +97,11 @@ class RankStatus:
                 return
             # torch's own message comes first: users search for it.
             self._raised = PeerError.__name__
-            with _terminated_behind() as told:
-                told.append(f"{_first_line(error)}\n{self.everyone()}")
-            raise PeerError(told[0]) from error
+            text = _first_line(error)
+            # torchrun sends SIGTERM at once where another rank died.
+            with held_back(signal.SIGTERM, lambda: _log.error("%s", text)):
+                text += f"\n{self.everyone()}"
+            raise PeerError(text) from error
         finally:
             self._entered = None
 
@@ -159,21 +170,30 @@ def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
 
 
 @contextmanager
-def _terminated_behind() -> Iterator[list[str]]:
-    """Hold back SIGTERM, which torchrun sends at once where another rank died, until the end of this block; then log
-    the texts that the block lists, and end."""
-    texts, came = list[str](), list[int]()
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None:
-        yield texts
+def held_back(number: signal.Signals, ahead: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Hold back a signal until the end of this block; call ``ahead`` first if it came. A second Ctrl-C comes through.
+
+    Elsewhere than on the main thread, and where other than Python handles the signal, nothing is held back.
+    """
+    came = list[FrameType | None]()
+    handler = signal.getsignal(number)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
         return
-    handler = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+
+    def later(_: int, frame: FrameType | None) -> None:
+        came.append(frame)
+        if number == signal.SIGINT:
+            signal.signal(number, handler)
+
+    signal.signal(number, later)
     try:
-        yield texts
+        yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(number, handler)
         if came:
-            _log.error("%s", "\n".join(texts))
-            signal.raise_signal(signal.SIGTERM)
+            ahead()
+            signal.raise_signal(number)
 
 
 def _first_line(error: BaseException) -> str:
@@ -193,3 +213,85 @@ def holder_of_all(names: Sequence[str]) -> str:
     if not shared and len(names) > 1:
         return f" ({names[0]} to {names[-1]})"
     return f" ({'.'.join(shared) or names[0]})"
+
+
+# ------------------------------------------------------------------------------------------------------ frame log
+
+
+def frame_label(frame: str) -> str:
+    """Return a frame's name in errors; empty for eager code.
+
+    >>> frame_label("frame0003"), frame_label("")
+    ('frame 3', '')
+    """
+    return f"frame {int(frame[5:])}" if frame.startswith("frame") else ""
+
+
+class Visit(NamedTuple):
+    """One visit of a frame."""
+
+    half: str  # "forward" or "backward"
+    frame: str  # this rank's name, which recompilations may change; never compared
+    names: Sequence[str]  # its parameters, in the frame's order
+    details: Sequence[str]  # the purpose of each, and options that change the frame's collectives
+
+
+@dataclass
+class FrameLog:
+    """The visits since the last step."""
+
+    count: int = 0
+    _last: deque[Visit] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _hash: Any = field(default_factory=hashlib.blake2b)
+
+    def note(self, half: str, frame: str, names: Sequence[str], details: Sequence[str] = ()) -> None:
+        """Note a visit of a frame with parameters of these ``names``."""
+        self.count += 1
+        self._last.append(Visit(half, frame, names, details))
+        self._hash.update("\n".join((half, *details, *names, "\0")).encode())
+
+    def digest(self) -> bytes:
+        """Return a digest of all visits so far."""
+        return self._hash.digest()
+
+    def visits(self) -> dict[int, Visit]:
+        """Return the latest visits, by number from 0."""
+        return dict(enumerate(self._last, self.count - len(self._last)))
+
+    def close(self) -> None:
+        """End a step."""
+        self.count = 0
+        self._last.clear()
+        self._hash = hashlib.blake2b()
+
+
+def first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
+    """Describe the first visit at which the ranks' frame logs differ."""
+    start = max(min(log, default=0) for log in everyone)
+    known = [{i: visit._replace(frame="") for i, visit in log.items() if i >= start} for log in everyone]
+    differences = differing(known)
+    if not differences:
+        return f"a visit more than {max(map(len, known))} visits ago"
+    number = min(differences)
+    return f"visit {number + 1} of a frame: {by_rank(_described([log.get(number) for log in everyone]))}"
+
+
+def _described(visits: Sequence[Visit | None]) -> list[str]:
+    """Describe each rank's visit, with the first parameter or detail in which they differ."""
+    present = [visit for visit in visits if visit is not None]
+    place = next(iter(differing([dict(enumerate(visit.names)) for visit in present])), None)
+    detail = next(iter(differing([dict(enumerate(visit.details)) for visit in present])), None)
+    texts = []
+    for visit in visits:
+        if visit is None:
+            texts.append("none any more")
+            continue
+        frame = frame_label(visit.frame) or "eager code"
+        if place is not None:
+            what = f" at {visit.names[place]}" if place < len(visit.names) else f", without a parameter {place + 1}"
+        elif detail is not None:
+            what = f" at {visit.names[min(detail, len(visit.names) - 1)]} ({' '.join(visit.details[detail:][:1])})"
+        else:
+            what = f" of {visit.names[0]}"
+        texts.append(f"{visit.half} of {frame}{what}")
+    return texts

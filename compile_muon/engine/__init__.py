@@ -1,13 +1,12 @@
 """The engine: one optimizer at work, and the hooks of its features. The files, in reading order:
 
-a parameter      sharded_param: visits, sums, speculation; dtensor_parameter, dtensors, local
+a parameter      sharded_param, gradient; dtensor_parameter, dtensors, local
 a frame          frame, which asks the ledger; forwards, inside which weights are whole
 a step           step: step_checks -> decision -> directions -> commit; and as a CUDA graph, recorded
-    step_checks  finite, pinned
     directions   step_graph, projected, owner_states
     commit       states, writes_ahead
 weights          resident, other_holders
-features         extension, hooks, peers, state_provider
+features         extension, hooks
 all together     trained, engine
 """
 

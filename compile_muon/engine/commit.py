@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.config.settings import SCALES
 from compile_muon.engine.directions import Directions
 from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.engine.trained import OptimizerState
+from compile_muon.errors import config_error
 from compile_muon.kernels import Averages, average, muon_apply
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.views import Part as ViewPart
@@ -141,7 +143,7 @@ def commit(
             if params and params[0].now.muon_settings.phase in method.idle:
                 group_rates = {**group_rates, "weight_decay": 0.0}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
-            scale = (lambda rows, cols: 1.0) if adjust_lr is None else partial(trained.scale, adjust_lr)
+            scale = (lambda rows, cols: 1.0) if adjust_lr is None else partial(lr_scale, adjust_lr)
             tensors = {sharded: directions.tensors.pop(sharded.name) for sharded in params}
             new_states = {a: directions.states.pop(a.name) for a in params if a.name in directions.states}
             projected = {a: directions.projected.pop(a.name) for a in params if a.name in directions.projected}
@@ -353,6 +355,31 @@ def _write_plain(
             averages=Averages(moving[0], moving[1], 1 - group.rates["momentum"]) if averaged else None,
             found_inf=found_inf,
         )
+
+
+def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
+    """Return the factor on lr for one [rows, cols] matrix; the first two equal ``torch.optim.Muon``'s bitwise.
+
+    ========================  ============================
+    ``original``              sqrt(max(1, rows / cols))
+    ``match_rms_adamw``       0.2 * sqrt(max(rows, cols))
+    ``spectral``              sqrt(rows / cols)
+    a number                  that * sqrt(max(rows, cols))
+    ========================  ============================
+
+    The second and the last give updates a root mean square of 0.2 lr, or of the number times lr (DeepSeek-V4: 0.18).
+    ``rows`` and ``cols`` are those of :attr:`.Assignment.matrix`, never of a shard: [out, rest] of a convolution, one
+    expert of a stack. As in torch they are taken as stored, so rows of Hugging Face's ``Conv1D`` are *in*.
+    """
+    if adjust_lr == "original":
+        return math.sqrt(max(1, rows / cols))
+    if adjust_lr == "match_rms_adamw":
+        adjust_lr = 0.2
+    if isinstance(adjust_lr, float):
+        return adjust_lr * math.sqrt(max(rows, cols))
+    if adjust_lr == "spectral":
+        return math.sqrt(rows / cols)
+    raise config_error("adjust_lr", adjust_lr, "is not a known choice", f"use one of {', '.join(SCALES)}")
 
 
 def _write_piece(

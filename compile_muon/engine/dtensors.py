@@ -1,9 +1,9 @@
-"""DTensors and their shards: conversions, counts of edits, and attributes that users set."""
+"""DTensors and their shards: conversions, counts of edits, and attributes that users set; numbers for the device."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,3 +69,8 @@ def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None)
 def user_attributes(param: Tensor) -> dict[str, Any]:
     """Return the attributes that users set on a parameter."""
     return {key: value for key, value in vars(param).items() if key not in _OF_DTENSORS}
+
+
+def pinned_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers in host memory, pinned for CUDA so that copying them to ``device`` does not block the host."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
-from compile_muon.engine.hooks import Hooks
+from compile_muon.engine.hooks import Hooks, StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step import Step
 from compile_muon.mesh import Mesh
 

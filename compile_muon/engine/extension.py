@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.hooks import Hooks
-from compile_muon.engine.peers import NormGroup
+from compile_muon.engine.hooks import Hooks, NormGroup, StateProvider
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import StateProvider
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.errors import config_error
 from compile_muon.passes import GraphPass

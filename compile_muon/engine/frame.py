@@ -24,10 +24,10 @@ from torch.fx import GraphModule
 from compile_muon.agreement.status import TRAINING
 from compile_muon.config import FrameOptions
 from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.gradient import Speculation, memory_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.resident import keep_fresh
 from compile_muon.engine.sharded_param import ShardedParam, receiving, sharded_param_of
-from compile_muon.engine.speculation import Speculation, memory_of
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import (
     LOWERING_PASSES,

@@ -14,7 +14,7 @@ The life of a gradient, from backward to commit:
 6. :mod:`.commit` moves the momentum toward ``.grad`` and the weight along the direction; :meth:`Ledger.close` drops
    what is left of the backward, and ``zero_grad()`` the gradient.
 
-A speculation (:mod:`.speculation`) can be wasted, but never changes a number, so the policy only costs time.
+A speculation (:mod:`.gradient`) can be wasted, but never changes a number, so the policy only costs time.
 docs/why/ledger.md draws the picture.
 """
 
@@ -27,8 +27,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from compile_muon.agreement.frame_log import FrameLog
-from compile_muon.agreement.status import EVALUATION, TRAINING, RankStatus
+from compile_muon.agreement.status import EVALUATION, TRAINING, FrameLog, RankStatus
 from compile_muon.config import FrameOptions
 from compile_muon.engine.forwards import Forwards
 from compile_muon.engine.hooks import Hooks

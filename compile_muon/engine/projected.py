@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.engine.dtensors import local_tensor
+from compile_muon.engine.hooks import MASTER, ProvideStates, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import MASTER, ProvideStates, StateRequest
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method

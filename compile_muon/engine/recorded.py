@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.pinned import pinned_numbers
+from compile_muon.engine.dtensors import local_tensor, pinned_numbers
+from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import warn_user

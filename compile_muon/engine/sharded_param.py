@@ -32,9 +32,7 @@ from torch.distributed.tensor import DTensor, Placement
 from compile_muon.agreement.status import TRAINING
 from compile_muon.engine.dtensor_parameter import part_of, raw_gradient
 from compile_muon.engine.dtensors import contiguous_stride, edits_of, like_parameter, local_tensor
-from compile_muon.engine.speculation import Speculations, memory_of
-from compile_muon.engine.sums import UnreducedSums
-from compile_muon.engine.visits import Visits
+from compile_muon.engine.gradient import Speculations, UnreducedSums, Visits, memory_of
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype

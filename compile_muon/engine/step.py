@@ -8,24 +8,23 @@ writes.
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 
 import torch
 from torch import Tensor
 
+from compile_muon.agreement.status import held_back
 from compile_muon.engine.commit import commit
 from compile_muon.engine.decision import Decision, Facts, decide, planned
 from compile_muon.engine.directions import make, note
 from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.recorded import StepGraphCache, StepInputs, StepResult
 from compile_muon.engine.resident import start_refresh
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.speculation import Speculation
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.engine.writes_ahead import compile_writes
@@ -136,7 +135,7 @@ class Step(OptimizerState):
         peers.confirm(wrong=bool(wrong))
         if checks.skips(wrong):
             return False
-        writes.enter_context(_uninterrupted())
+        writes.enter_context(held_back(signal.SIGINT))
         self.ledger.written()
         note(self, begun.candidates, decision, clipped=facts.clipped)
         self.fetches = self._fetches(begun, used)
@@ -148,7 +147,7 @@ class Step(OptimizerState):
     def _launch(self, begun: _Begun, writes: ExitStack) -> bool:
         """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
         :attr:`recorded` has one."""
-        writes.enter_context(_uninterrupted())
+        writes.enter_context(held_back(signal.SIGINT))
         decision = decide(begun.facts)
         used = begun.used(decision)
         self.fetches = self._fetches(begun, used)
@@ -277,24 +276,3 @@ class Step(OptimizerState):
                 raise
             return problem
         return None
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C until the end of this block; a second one comes through."""
-    handler, came = signal.getsignal(signal.SIGINT), list[FrameType | None]()
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def later(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, handler)
-        came.append(frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, came[0])

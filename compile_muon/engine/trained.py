@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config
-from compile_muon.engine.dtensors import like_parameter, local_tensor
+from compile_muon.engine.dtensors import like_parameter, local_tensor, pinned_numbers
+from compile_muon.engine.hooks import StateProvider, StateRequest
 from compile_muon.engine.ledger import Ledger
-from compile_muon.engine.pinned import pinned_numbers
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import StateProvider, StateRequest
 from compile_muon.engine.states import new_state
 from compile_muon.engine.step_graph import StepGraphs
 from compile_muon.errors import config_error, listed
@@ -36,8 +35,6 @@ class OptimizerState:
     device: torch.device  # of all tensors
     compares: bool  # whether other ranks answer
     check_model: Callable[[], None]  # raises UnsupportedModelError if the model no longer holds the sharded parameters
-    # ``(adjust_lr, rows, cols)`` -> factor on the learning rate of a matrix.
-    scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     torn: bool = False  # a step has begun to write and has not come to its end
     state_provider: StateProvider = field(init=False)  # of states that are not resident

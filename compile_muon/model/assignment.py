@@ -34,7 +34,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from compile_muon.config import accept
-from compile_muon.config.settings import SCALES
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
 from compile_muon.passes.language.views import View
@@ -146,31 +145,6 @@ def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
     if not param.requires_grad:
         return Assignment(name, "frozen", "requires_grad is False", None)
     return Assignment(name, "adamw", "optimizer.type is AdamW", None)
-
-
-def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
-    """Return the factor on lr for one [rows, cols] matrix; the first two equal ``torch.optim.Muon``'s bitwise.
-
-    ========================  ============================
-    ``original``              sqrt(max(1, rows / cols))
-    ``match_rms_adamw``       0.2 * sqrt(max(rows, cols))
-    ``spectral``              sqrt(rows / cols)
-    a number                  that * sqrt(max(rows, cols))
-    ========================  ============================
-
-    The second and the last give updates a root mean square of 0.2 lr, or of the number times lr (DeepSeek-V4: 0.18).
-    ``rows`` and ``cols`` are those of :attr:`Assignment.matrix`, never of a shard: [out, rest] of a convolution, one
-    expert of a stack. As in torch they are taken as stored, so rows of Hugging Face's ``Conv1D`` are *in*.
-    """
-    if adjust_lr == "original":
-        return math.sqrt(max(1, rows / cols))
-    if adjust_lr == "match_rms_adamw":
-        adjust_lr = 0.2
-    if isinstance(adjust_lr, float):
-        return adjust_lr * math.sqrt(max(rows, cols))
-    if adjust_lr == "spectral":
-        return math.sqrt(rows / cols)
-    raise config_error("adjust_lr", adjust_lr, "is not a known choice", f"use one of {', '.join(SCALES)}")
 
 
 # -------------------------------------------------------------------------------------- the decision

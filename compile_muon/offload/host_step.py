@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compile_muon.engine.commit import weight_of
+from compile_muon.engine.hooks import GRADIENT, WEIGHT
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.state_provider import GRADIENT, WEIGHT
 from compile_muon.passes.language.spec import decode_dtype
 
 _Rows = dict[ShardedParam, dict[str, Tensor]]

@@ -188,7 +188,7 @@ class MatrixMethod(Method):
     """A method that makes directions of whole matrices.
 
     A step is ``W <- keep W + move D`` with ``keep = 1 - lr weight_decay`` and ``move = -lr scale``
-    (:func:`compile_muon.model.assignment.lr_scale`), which ``after`` and ``finish`` may change.
+    (:func:`compile_muon.engine.commit.lr_scale`), which ``after`` and ``finish`` may change.
 
     Args:
         adjust_lr: the scale by shape where the configuration names none; None for 1 whatever the configuration says.

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from compile_muon.agreement.compare import by_rank, compare, differing, ranks_named, worded
-from compile_muon.agreement.frame_log import _REMEMBERED, FrameLog
+from compile_muon.agreement.status import _REMEMBERED, FrameLog
 
 FACTS = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", "b"]}
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compile_muon.engine import finite
+from compile_muon.engine import step_checks
 from compile_muon.passes.language.layout import Axis, Layout
 from compile_muon.passes.language.spec import MuonSpec, ParamSpec
 from compile_muon.passes.language.views import View
@@ -42,7 +42,7 @@ SPECS = {
 
 def found(*pairs):
     specs, directions = zip(*pairs, strict=True)
-    return finite.directions_not_finite(specs, directions).tolist()
+    return step_checks.directions_not_finite(specs, directions).tolist()
 
 
 def direction_of(own):
@@ -67,7 +67,7 @@ def test_a_matrix_of_nan_is_seen_wherever_it_is(name):
 def test_all_is_read_where_one_entry_may_be_infinite_alone(diverging, monkeypatch):
     own = spec((12, 20), coefficients=(3.4445, -4.7750, 5.0) * 5 if diverging else JORDAN)
     if not diverging:
-        monkeypatch.setattr(finite, "matrix_method", lambda name: SimpleNamespace(whole=lambda xs, run: run(xs)))
+        monkeypatch.setattr(step_checks, "matrix_method", lambda name: SimpleNamespace(whole=lambda xs, run: run(xs)))
     direction = direction_of(own)
     direction[7, 9] = INF
     assert found((own, direction), (own, direction_of(own))) == [1.0, 0.0]

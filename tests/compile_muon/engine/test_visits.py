@@ -12,10 +12,9 @@ from support.compiled import Net, X
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero
+from compile_muon.engine.gradient import PATIENCE, UnreducedSums
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
-from compile_muon.engine.speculation import PATIENCE
-from compile_muon.engine.sums import UnreducedSums
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes import Purpose
 from compile_muon.passes.language.layout import Axis, Layout

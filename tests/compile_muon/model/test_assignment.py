@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr
 
+from compile_muon.engine.commit import lr_scale
 from compile_muon.errors import ConfigError, MuonZeroError, UnsupportedModelError
-from compile_muon.model.assignment import Assignment, assign, lr_scale
+from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.support import check_supported
 
 
