@@ -14,7 +14,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -289,74 +289,134 @@ def _as_parameter(sharded: ShardedParam, value: Tensor) -> Tensor:
     return like_parameter(param, rows)
 
 
-def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Run ``_load_from_state_dict`` of ``cls``: whole tensors are cut to shards, and parameters keep their identity."""
-    sharded_params = sharded_params_of(module)
-
-    def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, sharded in sharded_params.items():
-            value = state_dict.get(prefix + name)
-            if not isinstance(value, Tensor):
-                continue
-            # An inference tensor can neither be written to nor become a DTensor.
-            value = value.clone() if value.is_inference() else value
-            state_dict[prefix + name] = _as_parameter(sharded, value)
-
-    # Registered last, so that it sees the keys that the module's other hooks have renamed.
-    hook = module.register_load_state_dict_pre_hook(cut)
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    module.__dict__[_LOADING] = True
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    try:
-        super(cls, module)._load_from_state_dict(*args)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-        del module.__dict__[_LOADING]
-        hook.remove()
-    # The refresh is collective: all ranks are here, but not all need read a weight next.
-    for sharded in sharded_params.values():
-        keep_fresh(sharded, list(sharded_params.values()))
-
-
-# ---------------------------------------------------------------------------------------- conversion
-
-
-def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-    """Run ``_apply`` of ``cls``: ``fn`` may change the values of sharded parameters, not their dtype or device.
-
-    torch would replace the local tensor of a DTensor, on which hooks and compiled graphs rely, even where ``fn``
-    changes nothing, as in a trainer's ``model.to(device)``.
-    """
-    sharded_params = sharded_params_of(module)
-    for sharded in sharded_params.values():
-        shard = sharded.local.detach()
-        with torch.no_grad():
-            result = fn(shard)
-            check_kind(sharded, result)
-            if result is not shard and result.data_ptr() != shard.data_ptr():
-                sharded.param.copy_(like_parameter(sharded.param, result))
-    params = module.__dict__["_parameters"]
-    module.__dict__["_parameters"] = {name: param for name, param in params.items() if name not in sharded_params}
-    try:
-        super(cls, module)._apply(fn, recurse)
-    finally:
-        params.update(module.__dict__["_parameters"])
-        module.__dict__["_parameters"] = params
-
-
 # ------------------------------------------------------------------------------------- the swapped class
 
 
-def _guard(module: nn.Module, name: str, value: Any) -> None:
-    """Handle an assignment to the name of a sharded parameter: copy in ``load_state_dict(assign=True)``, else raise."""
-    sharded = sharded_params_of(module)[name]
-    if value is sharded.param:
-        return
-    if module.__dict__.get(_LOADING) and isinstance(value, Tensor):
-        with torch.no_grad():
-            sharded.param.copy_(value)
-        return
-    raise _replaced(sharded, "replaced", value)
+class _StandIn(nn.Module):
+    """Ahead of a module's own class in the bases of its stand-in: new modules, copies and pickles."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # type(module)(...) builds a new module, which is not sharded.
+        return original_class(cls)(*args, **kwargs) if _ORIGINAL in vars(cls) else super().__new__(cls)
+
+    def __copy__(self) -> nn.Module:
+        new = object.__new__(type(self))
+        new.__setstate__(dict(super().__reduce_ex__(4)[2]))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        inherited = getattr(super(), "__deepcopy__", None)
+        if inherited is not None:
+            return inherited(memo)
+        memo[id(self)] = new = object.__new__(type(self))
+        with ordinary_tensors():
+            new.__setstate__(copy.deepcopy(super().__reduce_ex__(4)[2], memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduction: Any = super().__reduce_ex__(4)
+        state = {name: value for name, value in reduction[2].items() if name != _FORWARDS}
+        return reduction[0], (original_class(type(self)),), state
+
+
+class _ShardedStandIn(_StandIn):
+    """The same of a module with sharded parameters, whose shards it guards."""
+
+    _sharded_names: ClassVar[tuple[str, ...]] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._sharded_names:
+            self._guard(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._sharded_names:
+            raise _replaced(sharded_params_of(self)[name], "deleted")
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in self._sharded_names:
+            self._guard(name, param)
+        elif param is not None and (param.requires_grad or not isinstance(param, nn.Parameter)):
+            owner = next(iter(sharded_params_of(self).values())).name
+            raise UnsupportedModelError(
+                f"{name}: is added beside {owner}, which is sharded, and no optimizer would train it; add "
+                "parameters before MuonZero shards the model, or build a new MuonZero over a new model"
+            )
+        else:
+            super().register_parameter(name, param)
+
+    def _guard(self, name: str, value: Any) -> None:
+        """Handle an assignment to a sharded parameter: copy in ``load_state_dict(assign=True)``, else raise."""
+        sharded = sharded_params_of(self)[name]
+        if value is sharded.param:
+            return
+        if self.__dict__.get(_LOADING) and isinstance(value, Tensor):
+            with torch.no_grad():
+                sharded.param.copy_(value)
+            return
+        raise _replaced(sharded, "replaced", value)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load whole tensors, cut to shards; parameters keep their identity."""
+        sharded_params = sharded_params_of(self)
+
+        def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+            for name, sharded in sharded_params.items():
+                value = state_dict.get(prefix + name)
+                if isinstance(value, Tensor):
+                    # An inference tensor can neither be written to nor become a DTensor.
+                    value = value.clone() if value.is_inference() else value
+                    state_dict[prefix + name] = _as_parameter(sharded, value)
+
+        # Registered last, so that it sees the keys that the module's other hooks have renamed.
+        hook = self.register_load_state_dict_pre_hook(cut)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        self.__dict__[_LOADING] = True
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+            del self.__dict__[_LOADING]
+            hook.remove()
+        # The refresh is collective: all ranks are here, but not all need read a weight next.
+        for sharded in sharded_params.values():
+            keep_fresh(sharded, list(sharded_params.values()))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with ordinary_tensors():  # PyTorch detaches no DTensor inside inference_mode
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Let ``fn`` change the values of sharded parameters, not their dtype or device.
+
+        torch would replace the local tensor of a DTensor, on which hooks and compiled graphs rely, even where ``fn``
+        changes nothing, as in a trainer's ``model.to(device)``.
+        """
+        sharded_params = sharded_params_of(self)
+        for sharded in sharded_params.values():
+            shard = sharded.local.detach()
+            with torch.no_grad():
+                result = fn(shard)
+                check_kind(sharded, result)
+                if result is not shard and result.data_ptr() != shard.data_ptr():
+                    sharded.param.copy_(like_parameter(sharded.param, result))
+        params = self.__dict__["_parameters"]
+        self.__dict__["_parameters"] = {name: param for name, param in params.items() if name not in sharded_params}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            params.update(self.__dict__["_parameters"])
+            self.__dict__["_parameters"] = params
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _stays_here(self, "pickled (torch.save(model), spawned processes)")
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise _stays_here(self, "compiled by torch.jit")
 
 
 def _likeness(cls: type) -> dict[str, Any]:
@@ -364,103 +424,16 @@ def _likeness(cls: type) -> dict[str, Any]:
     return {_ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
 
 
-def _standing_for(cls: type, make: Callable[[type], dict[str, Any]] = lambda stand_in: {}) -> type:
-    """Return the stand-in of ``cls``: a subclass with its name, while whose ``forward`` runs the model is inside one.
-
-    ``make`` returns further attributes of the stand-in, which it gets for their ``super()``.
-    """
-
-    def __new__(kind: type, *args: Any, **kwargs: Any) -> nn.Module:
-        # type(module)(...) builds a new module, which is not sharded.
-        return cls(*args, **kwargs) if kind is stand_in else super(stand_in, kind).__new__(kind)
-
-    def __copy__(self: nn.Module) -> nn.Module:
-        new = object.__new__(type(self))
-        new.__setstate__(dict(super(stand_in, self).__reduce_ex__(4)[2]))
-        return new
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        inherited = getattr(super(stand_in, self), "__deepcopy__", None)
-        if inherited is not None:
-            return inherited(memo)
-        memo[id(self)] = new = object.__new__(type(self))
-        with ordinary_tensors():
-            new.__setstate__(copy.deepcopy(super(stand_in, self).__reduce_ex__(4)[2], memo))
-        return new
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduction: Any = super(stand_in, self).__reduce_ex__(4)
-        return reduction[0], (cls,), {name: value for name, value in reduction[2].items() if name != _FORWARDS}
-
-    body: dict[str, Any] = {
-        function.__name__: function for function in (__new__, __copy__, __deepcopy__, __reduce_ex__)
-    }
+def _stand_in(cls: type, names: tuple[str, ...], alone: bool) -> type:
+    """Return the stand-in of ``cls``: a subclass with its name, while whose ``forward`` runs the model is inside one,
+    with a reader for each parameter of ``names``; ``alone``: this rank holds whole weights."""
+    body: dict[str, Any] = {name: _rebuilding(cls, name) for name in _REBUILDING if hasattr(cls, name)}
     if isinstance(inspect.getattr_static(cls, "forward"), types.FunctionType):
         body["forward"] = _inside(cls, "forward")
-    body |= {name: _rebuilding(cls, name) for name in _REBUILDING if hasattr(cls, name)}
-    body |= _likeness(cls)
-    stand_in: Any = type(cls.__name__, (cls,), body)
-    for name, value in make(stand_in).items():
-        setattr(stand_in, name, value)
-    return stand_in
-
-
-def _with_readers(cls: type, names: tuple[str, ...], alone: bool) -> type:
-    """Return the stand-in of ``cls`` with a reader for each parameter of ``names``, and the guards of its shards."""
-
-    def body(swapped: Any) -> dict[str, Any]:
-        def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-            if name in names:
-                _guard(self, name, value)
-            else:
-                super(swapped, self).__setattr__(name, value)
-
-        def __delattr__(self: nn.Module, name: str) -> None:
-            if name in names:
-                raise _replaced(sharded_params_of(self)[name], "deleted")
-            super(swapped, self).__delattr__(name)
-
-        def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            if name in names:
-                _guard(self, name, param)
-            elif param is not None and (param.requires_grad or not isinstance(param, nn.Parameter)):
-                owner = next(iter(sharded_params_of(self).values())).name
-                raise UnsupportedModelError(
-                    f"{name}: is added beside {owner}, which is sharded, and no optimizer would train it; add "
-                    "parameters before MuonZero shards the model, or build a new MuonZero over a new model"
-                )
-            else:
-                super(swapped, self).register_parameter(name, param)
-
-        def _load_from_state_dict(self: nn.Module, *args: Any) -> None:
-            _load(swapped, self, args)
-
-        def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-            with ordinary_tensors():  # PyTorch detaches no DTensor inside inference_mode
-                super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
-
-        def apply_(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            _apply(swapped, self, fn, recurse)
-            return self
-
-        def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-            raise _stays_here(self, "pickled (torch.save(model), spawned processes)")
-
-        def __prepare_scriptable__(self: nn.Module) -> nn.Module:
-            raise _stays_here(self, "compiled by torch.jit")
-
-        overrides: list[Any] = [
-            __setattr__,
-            __delattr__,
-            register_parameter,
-            _load_from_state_dict,
-            _save_to_state_dict,
-        ]
-        overrides += [__reduce_ex__, __prepare_scriptable__]
-        functions = {function.__name__: function for function in overrides}
-        return {name: _reader(name, alone) for name in names} | functions | {"_apply": apply_}
-
-    return _standing_for(cls, body)
+    body |= {name: _reader(name, alone) for name in names} | _likeness(cls)
+    if not names:
+        return type(cls.__name__, (_StandIn, cls), body)
+    return type(cls.__name__, (_ShardedStandIn, cls), body | {"_sharded_names": names})
 
 
 class _NotUnderDDP:
@@ -491,7 +464,7 @@ def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, Shar
         if not module_params and getattr(key[0], "forward", None) is nn.Module.forward:
             continue  # a container such as nn.ModuleList has no forward
         if key not in cache:
-            cache[key] = _with_readers(*key) if module_params else _standing_for(key[0])
+            cache[key] = _stand_in(*key)
         module.__dict__[_FORWARDS] = forwards
         if callable(method := module.__dict__.get("forward")):
             module.__dict__["forward"] = _bound(forwards, method)
