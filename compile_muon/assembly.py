@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
-from compile_muon.engine.extension import Extension, check_extensions, hooks_of
+from compile_muon.engine import Engine, Extension
+from compile_muon.engine.extension import check_extensions, hooks_of
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import new_graph_scalars
@@ -24,7 +24,6 @@ from compile_muon.errors import listed, warn_user
 from compile_muon.extensions.pipeline import PipelineStages
 from compile_muon.extensions.qk_clip import MuonClip
 from compile_muon.mesh import DataPlace, Mesh, resolve_mesh, target_device
-from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group, plan, warn_of_shared_rates, warn_of_unread
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
@@ -37,27 +36,6 @@ from compile_muon.weights.materialize import Values
 from compile_muon.weights.pretrained import saves_whole
 
 
-@dataclass(frozen=True, eq=False)
-class OptimizerParts:
-    """The parts of one optimizer."""
-
-    config: Config
-    mesh: Mesh | None  # None for one process
-    group: dist.ProcessGroup | None  # all ranks of the mesh
-    extensions: Sequence[Extension]  # built-in features first, the user's last
-    ledger: Ledger
-    ownership: Ownership
-    assignments: dict[str, Assignment]  # of all parameters, by name
-    groups: Sequence[Group]  # of the trained ones
-    graph_scalars: Tensor  # [2] fp32, see :class:`~compile_muon.engine.sharded_param.ShardedParam`
-    compares: bool  # there are other ranks to compare anything with
-
-    @property
-    def trained(self) -> list[ShardedParam]:
-        """Sharded parameters that are not frozen."""
-        return [sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad]
-
-
 def assemble(
     model: nn.Module,
     config: Config,
@@ -67,8 +45,12 @@ def assemble(
     weights: str | os.PathLike | None,
     init: Callable[..., Any] | None,
     extensions: Sequence[Extension],
-) -> OptimizerParts:
-    """Shard ``model`` in place; see :meth:`compile_muon.MuonZero.from_config` for arguments and errors."""
+) -> tuple[Engine, Sequence[Group]]:
+    """Shard ``model`` in place; see :meth:`compile_muon.MuonZero.from_config` for arguments and errors.
+
+    Returns:
+        The engine without its ``step``, which needs the optimizer; and the groups of the trained parameters.
+    """
     check_modules(model)
     check_extensions(extensions)
     values = Values.of(model, weights, init)
@@ -121,18 +103,16 @@ def assemble(
     ledger.begin(sharded_params, hooks, checks_later=zero.checks_read == "next_step" and hooks.peers.alone)
     if values is not None:
         values.fill(model, device)
-    ownership = Ownership(model, ledger.sharded_params)
-    assembled = OptimizerParts(
-        config, ranks, group, features, ledger, ownership, assignments, groups, graph_scalars, compares
-    )
+    ownership = Ownership(model, sharded_params)
+    engine = Engine(ledger, model, ownership, assignments, ranks, group, features, graph_scalars, compares)
     if ranks is not None:
         saves_whole(model)
-    warn_of_half_masters(assembled.trained)
+    warn_of_half_masters([sharded for sharded in sharded_params if sharded.param.requires_grad])
     warn_of_shared_rates(config, groups)
     warn_of_unread(config, groups)
     if config.compile.cuda_graphs and device.type == "cpu":
         warn_user("compile.cuda_graphs = True: there are none on a CPU, and nothing is recorded; leave it out")
-    return assembled
+    return engine, groups
 
 
 def warn_of_half_masters(trained: Sequence[ShardedParam]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from compile_muon.assembly import OptimizerParts, assemble, warn_of_half_masters
+from compile_muon.assembly import assemble, warn_of_half_masters
 from compile_muon.config import (
     ARGUMENTS,
     AdamWConfig,
@@ -144,7 +144,7 @@ class MuonZero(Optimizer):
         groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
         config = config_from_kwargs(**settings, **unknown)
-        self._setup(assemble(model, config, mesh, None, norm_group, weights, init, extensions))
+        self._setup(config, *assemble(model, config, mesh, None, norm_group, weights, init, extensions))
 
     @classmethod
     def from_config(
@@ -161,15 +161,15 @@ class MuonZero(Optimizer):
     ) -> MuonZero:
         """Build the optimizer from a resolved :class:`Config`."""
         self = cls.__new__(cls)
-        self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init, extensions))
+        self._setup(config, *assemble(model, config, mesh, process_group, norm_group, weights, init, extensions))
         return self
 
     #: the interface for checkpoints, plans and integrations
     engine: Engine
 
-    def _setup(self, parts: OptimizerParts) -> None:
-        self.config = config = parts.config
-        super().__init__([_param_group(group, parts.ledger.sharded_params) for group in parts.groups], {})
+    def _setup(self, config: Config, engine: Engine, groups: Sequence[Group]) -> None:
+        self.config, self.engine = config, engine
+        super().__init__([_param_group(group, engine.params) for group in groups], {})
         # OneCycleLR and CyclicLR cycle the momentum of groups, or else their betas, and check `defaults` for either. It
         # is set here because a default given to Optimizer.__init__ would be added to every group.
         for cycled, has_it in (("momentum", any), ("betas", all)):
@@ -178,23 +178,18 @@ class MuonZero(Optimizer):
                 break
         # Transformers' schedules with an `lr_end` divide it by `defaults["lr"]`.
         self.defaults["lr"] = self.param_groups[0]["lr"]
-        step = Step(
-            self, config, {group.name: group.method for group in parts.groups}, parts.ledger, parts.group,
-            parts.graph_scalars.device, parts.compares, parts.ownership.check,
+        engine.step = step = Step(
+            self, config, {group.name: group.method for group in groups}, engine.ledger, engine.group, engine.device,
+            engine.compares, engine.ownership.check,
         )  # fmt: skip
-        self.engine = Engine(
-            parts.ledger, step, parts.ownership.model, parts.assignments, parts.mesh, parts.group, parts.extensions,
-            parts.graph_scalars, parts.compares,
-        )  # fmt: skip
-        self._ownership = parts.ownership
-        for extension in parts.extensions:
-            extension.attach(self.engine)
-        if parts.graph_scalars.device.type == "cuda":
+        for extension in engine.extensions:
+            extension.attach(engine)
+        if engine.device.type == "cuda":
             step.recorded = StepGraphCache()
         step.create_state()
         step.sync_momentum()
-        parts.ledger.call_before_backward(step.before_backward)
-        parts.ledger.memory = FrameMemory(self.engine)
+        engine.ledger.call_before_backward(step.before_backward)
+        engine.ledger.memory = FrameMemory(engine)
         refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None  # the scheduler's epoch at the latest step that wrote
@@ -395,7 +390,7 @@ class MuonZero(Optimizer):
 
         ``own``: a group for ``members`` alone; None for all, in the groups of the configuration.
         """
-        unfrozen = self._ownership.unfrozen()
+        unfrozen = self.engine.ownership.unfrozen()
         sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
         if not sharded_params:
             return
@@ -420,7 +415,7 @@ class MuonZero(Optimizer):
         if own is not None:
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
         self.engine.step.take_up(sharded_params, {group.name: group.method for group in groups})
-        self._ownership.take_up(sharded_params)
+        self.engine.ownership.take_up(sharded_params)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict of this rank's shards, for the same rank to load; pickling it warns so."""

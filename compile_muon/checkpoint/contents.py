@@ -16,8 +16,8 @@ from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.engine.dtensors import like_parameter, local_tensor
 from compile_muon.engine.hooks import MASTER
-from compile_muon.engine.owner_states import each_matrix, every_shape, states_kept
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import each_matrix, every_shape, states_kept
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import memory_in_file
 from compile_muon.files.tensors import TensorFacts

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint.contents import fitting_groups, groups_of, states_of
-from compile_muon.engine.owner_states import matrices_here
+from compile_muon.engine.states import matrices_here
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
 from compile_muon.optimizer import MuonZero

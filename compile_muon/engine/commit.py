@@ -22,9 +22,9 @@ from compile_muon.config.settings import SCALES
 from compile_muon.engine.directions import Directions
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
-from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import config_error
 from compile_muon.kernels import Averages, average, muon_apply

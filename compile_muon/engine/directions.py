@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compile_muon.engine.decision import Decision
 from compile_muon.engine.gradient import Speculation
-from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, project
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.step_checks import StepChecks, directions_not_finite
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.passes.collectives import Traffic

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from compile_muon.mesh import Mesh
 
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
+    from compile_muon.engine.extension import Extension
+    from compile_muon.model.assignment import Assignment
+    from compile_muon.model.ownership import Ownership
 
 E = TypeVar("E")
 
@@ -32,16 +35,16 @@ class Engine:
     """
 
     ledger: Ledger  # visits since the last step, and the policy that frames ask
-    step: Step  # runs ``optimizer.step()``
     model: nn.Module  # the sharded module
-    # By parameter name, the method and its reason, :class:`~compile_muon.model.assignment.Assignment`; grows when
-    # parameters are unfrozen.
-    assignments: dict[str, Any]
+    ownership: Ownership  # checks that ``model`` still holds the sharded parameters
+    # By parameter name, the method and its reason; grows when parameters are unfrozen.
+    assignments: dict[str, Assignment]
     mesh: Mesh | None  # None for one process
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
-    extensions: Sequence[object]  # each a :class:`~compile_muon.Extension`
+    extensions: Sequence[Extension]
     graph_scalars: Tensor  # ``[2]`` fp32 on the device: scalars of the parameters outside configured groups
     compares: bool  # whether other ranks answer; False for one process and in a plan
+    step: Step = field(init=False)  # runs ``optimizer.step()``
     meeting: Ranks | None = None  # one for all checkpointers: its process group has threads and is never freed
 
     @property

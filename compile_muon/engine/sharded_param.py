@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,8 @@ from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulators_of, current_backward, storage_holders, will_execute
 
-
-class Refreshing(Protocol):
-    """A running gather of resident weights."""
-
-    def finish(self) -> None:
-        """Wait for the gather, and write the gathered rows to the resident weights."""
+if TYPE_CHECKING:
+    from compile_muon.engine.resident import Refresh
 
 
 @dataclass(eq=False)
@@ -70,7 +66,7 @@ class ShardedParam:
     owners: tuple[int, ...] = ()  # owner of each ``exchange.shares.Share``, where the method keeps states at owners
     fetches: int = 0  # fetches of the offloaded momentum so far: the number of the latest
     refreshed_at: int = -1  # ``edits_of(param)`` at the latest refresh, finished or running
-    refresh: Refreshing | None = None  # the running refresh
+    refresh: Refresh | None = None  # the running refresh
     accumulated: Tensor | None = None  # gradient buffer of micro-batches outside the memory of CUDA graphs
     entered: tuple[Any, bool] | None = None  # arguments of :meth:`enter` that made ``now``
     # Names of attributes users set on the parameter, as of the latest read outside frames; frames copy them to reads.
@@ -164,7 +160,7 @@ class ShardedParam:
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
 
-    def begin_refresh(self, refresh: Refreshing) -> None:
+    def begin_refresh(self, refresh: Refresh) -> None:
         """Note that ``refresh`` is gathering the resident weight."""
         assert self.resident is not None
         self.refresh = refresh

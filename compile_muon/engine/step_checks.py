@@ -32,8 +32,8 @@ from compile_muon.engine.decision import Facts
 from compile_muon.engine.dtensors import edits_of, local_tensor, pinned_numbers
 from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.ledger import Counters, Ledger
-from compile_muon.engine.owner_states import method_of_matrix
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import method_of_matrix
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.errors import LedgerError, NonFiniteError, listed
 from compile_muon.passes.fingerprint import EXAMINE, fingerprint

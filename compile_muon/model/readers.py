@@ -300,8 +300,9 @@ class _StandIn(nn.Module):
         return original_class(cls)(*args, **kwargs) if _ORIGINAL in vars(cls) else super().__new__(cls)
 
     def __copy__(self) -> nn.Module:
+        reduction: Any = super().__reduce_ex__(4)
         new = object.__new__(type(self))
-        new.__setstate__(dict(super().__reduce_ex__(4)[2]))
+        new.__setstate__(dict(reduction[2]))
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

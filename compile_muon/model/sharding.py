@@ -8,12 +8,15 @@ parameter, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors un
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
@@ -23,12 +26,11 @@ from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_te
 from compile_muon.engine.hooks import StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.other_holders import make_stale
-from compile_muon.engine.owner_states import owners_of
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.errors import listed, warn_user
+from compile_muon.engine.states import owners_of
+from compile_muon.errors import OffloadError, listed, warn_user
 from compile_muon.mesh import Mesh, Role
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.host_weights import on_host
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
@@ -201,3 +203,41 @@ def _drop_gradients(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None
         for sharded in sharded_params.values():
             sharded.param.grad = None
         warn_user(f"gradients of {listed(names)} from a backward before MuonZero are dropped; run backward after it")
+
+
+# --------------------------------------------------------------------------------------------- weights in host memory
+
+
+class _Pages:
+    """Pinned host memory behind CUDA's array interface, so that torch wraps it as a tensor of the GPU.
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html. Pages are registered with the driver at their
+    exact size: torch's pinned memory comes in powers of two, half of it unused at worst.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        begin = self._memory.data_ptr()
+        if error := int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 0)):
+            raise OffloadError(
+                f"offload_param = 'cpu': the driver cannot pin {nbytes:,} more bytes of host memory "
+                f"(cudaError {error}); use more ranks, or leave it out"
+            )
+        weakref.finalize(self, _unpin, begin)
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (begin, False), "version": 3}
+
+
+def _unpin(begin: int) -> None:
+    """Unregister the pages once queued work no longer uses them."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(begin)
+
+
+def on_host(values: Tensor) -> Tensor:
+    """Return a copy of contiguous ``values`` in pinned host memory that still counts as a tensor of its GPU. CPU
+    tensors, empty ones and fake ones (plans) come back as they are."""
+    if not values.is_cuda or not values.numel() or isinstance(values, FakeTensor):
+        return values
+    # as_tensor keeps `_Pages` alive as long as the tensor; vLLM holds weights the same way ("UVA offloading").
+    memory = torch.as_tensor(_Pages(values.nbytes), device=values.device)
+    return memory.view(values.dtype).view(values.shape).copy_(values)

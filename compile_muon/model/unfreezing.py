@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
-from compile_muon.engine.owner_states import deal_owners
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import new_graph_scalars
+from compile_muon.engine.states import deal_owners, new_graph_scalars
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group, plan

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from compile_muon.agreement.together import host_mesh
 from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.hooks import MASTER
-from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import as_state
+from compile_muon.engine.states import as_state, states_kept
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
 

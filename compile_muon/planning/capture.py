@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 from compile_muon.backend import compile_frame
 from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.owner_states import states_kept
 from compile_muon.engine.resident import gathers
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import states_kept
 from compile_muon.errors import MuonZeroError
 from compile_muon.memory import mesh_axes, resident_bytes
 from compile_muon.mesh import Mesh

@@ -19,11 +19,11 @@ from compile_muon.engine.directions import Directions
 from compile_muon.engine.dtensors import edits_of
 from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.hooks import StateProvider, StateRequest
-from compile_muon.engine.owner_states import states_at_owner
 from compile_muon.engine.projected import ProjectedGrad, project
 from compile_muon.engine.recorded import StepGraphCache
 from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam
+from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.step import Step
 from compile_muon.engine.step_checks import StepChecks, directions_not_finite
 from compile_muon.engine.step_graph import StepGraphs

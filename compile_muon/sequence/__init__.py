@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compile_muon.sequence.check import check_sequence
-from compile_muon.sequence.extension import SharedSequences
+from compile_muon.sequence.check import SharedSequences, check_sequence
 from compile_muon.sequence.plan import SequencePlan, plan_sequence
 
 __all__ = ["SequencePlan", "SharedSequences", "check_sequence", "plan_sequence"]

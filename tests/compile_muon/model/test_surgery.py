@@ -320,7 +320,7 @@ def test_an_attribute_is_unfrozen_as_the_parameter() -> None:
 
 
 def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:
-    ownership = optimizer._ownership
+    ownership = optimizer.engine.ownership
     assert isinstance(ownership, Ownership)
     model.probe = nn.Identity()
     model.teacher = nn.Linear(3, 3).requires_grad_(False)
