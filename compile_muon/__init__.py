@@ -35,8 +35,7 @@ from compile_muon.summary import Summary
 
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
-    from compile_muon.model.clip_grad_norm import clip_grad_norm_
-    from compile_muon.model.norms import parameter_norms
+    from compile_muon.model.norms import clip_grad_norm_, parameter_norms
     from compile_muon.sequence import check_sequence
     from compile_muon.weights import (
         full_state_dict,
@@ -81,7 +80,7 @@ __version__ = "0.1.0"
 _LATE = {
     "Checkpointer": "compile_muon.checkpoint",
     "check_sequence": "compile_muon.sequence",
-    "clip_grad_norm_": "compile_muon.model.clip_grad_norm",
+    "clip_grad_norm_": "compile_muon.model.norms",
     "full_state_dict": "compile_muon.weights",
     "load_full_state_dict": "compile_muon.weights",
     "load_pretrained": "compile_muon.weights",

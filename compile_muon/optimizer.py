@@ -188,7 +188,7 @@ class MuonZero(Optimizer):
             step.recorded = StepGraphCache()
         step.create_state()
         step.sync_momentum()
-        engine.ledger.call_before_backward(step.before_backward)
+        engine.ledger.before_backward = step.before_backward
         engine.ledger.memory = FrameMemory(engine)
         refuse_shared(self)  # another optimizer's step would apply a gradient twice
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)

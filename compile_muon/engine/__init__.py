@@ -3,10 +3,10 @@
 a parameter      sharded_param, gradient; dtensor_parameter, dtensors, local
 a frame          frame, which asks the ledger; forwards, inside which weights are whole
 a step           step: step_checks -> decision -> directions -> commit; and as a CUDA graph, recorded
-    directions   step_graph, projected
+    directions   step_graph
     commit       states, writes_ahead
 weights          resident, other_holders
-features         extension, hooks
+features         extension
 all together     trained, engine
 """
 

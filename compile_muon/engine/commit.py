@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.config.settings import SCALES
-from compile_muon.engine.directions import Directions
+from compile_muon.engine.directions import Directions, ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
-from compile_muon.engine.projected import ProjectedGrad, exact_weights, over_whole_rows
+from compile_muon.engine.extension import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.trained import OptimizerState

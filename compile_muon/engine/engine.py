@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
-from compile_muon.engine.hooks import Hooks, StateProvider
+from compile_muon.engine.extension import Hooks, StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step import Step
@@ -20,8 +20,6 @@ from compile_muon.mesh import Mesh
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
     from compile_muon.engine.extension import Extension
-    from compile_muon.model.assignment import Assignment
-    from compile_muon.model.ownership import Ownership
 
 E = TypeVar("E")
 
@@ -36,9 +34,10 @@ class Engine:
 
     ledger: Ledger  # visits since the last step, and the policy that frames ask
     model: nn.Module  # the sharded module
-    ownership: Ownership  # checks that ``model`` still holds the sharded parameters
-    # By parameter name, the method and its reason; grows when parameters are unfrozen.
-    assignments: dict[str, Assignment]
+    ownership: Any  # :class:`~compile_muon.model.ownership.Ownership` of ``model``
+    # By parameter name, the method and its reason, :class:`~compile_muon.model.assignment.Assignment`; grows when
+    # parameters are unfrozen.
+    assignments: dict[str, Any]
     mesh: Mesh | None  # None for one process
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
     extensions: Sequence[Extension]

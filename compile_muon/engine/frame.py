@@ -179,7 +179,7 @@ class ForwardGraph:
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
             for each_ledger in ledgers:
-                each_ledger.runs(self._options)
+                each_ledger.options = self._options
             for sharded in sharded_params:
                 keep_fresh(sharded)
             for weight, state, resident in self._copies:
@@ -229,7 +229,7 @@ class BackwardGraph:
         call = current_backward()
         receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
-            sharded.visits.arrive(delivers)  # for ops in the graph, which runs below autograd and could not ask
+            sharded.visits.delivers = delivers  # for ops in the graph, which runs below autograd and could not ask
         request = self._request(sharded_params, receives, call)
         # A rank whose ``.grad`` was kept, where others dropped theirs, gets another sum: the frame log shows it.
         details = [

@@ -58,10 +58,6 @@ class Visits:
         # ``owed`` must not decide: one rank may run a forward alone (to count operations, say), and all must agree.
         return self.in_call == 1 and self.usual <= 1
 
-    def arrive(self, delivers: bool) -> None:
-        """Note :attr:`delivers` at the beginning of a backward visit."""
-        self.delivers = delivers
-
     def drop(self) -> None:
         """Note that the gradients so far were dropped; owed visits stay, since ``zero_grad()`` may follow forward."""
         self.backwards = 0

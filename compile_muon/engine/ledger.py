@@ -29,8 +29,8 @@ from typing import Any
 
 from compile_muon.agreement.status import EVALUATION, TRAINING, FrameLog, RankStatus
 from compile_muon.config import FrameOptions
+from compile_muon.engine.extension import Hooks
 from compile_muon.engine.forwards import Forwards
-from compile_muon.engine.hooks import Hooks
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
@@ -122,18 +122,6 @@ class Ledger:
         """Take the parameters and extensions of the new optimizer."""
         self.sharded_params, self.hooks, self.checks_later = list(sharded_params), hooks, checks_later
 
-    def join(self, sharded: ShardedParam) -> None:
-        """Add a parameter of a copied module."""
-        self.sharded_params.append(sharded)
-
-    def call_before_backward(self, call: Callable[[], None]) -> None:
-        """Set the function that is called ahead of each backward graph."""
-        self.before_backward = call
-
-    def runs(self, options: FrameOptions) -> None:
-        """Note that a frame with ``options`` runs forward."""
-        self.options = options
-
     def compiled(self, left: int = 0) -> None:
         """Count a lowered and compiled graph; ``left`` as the field, of a backward graph."""
         self.counters.graphs += 1
@@ -158,12 +146,6 @@ class Ledger:
     def written(self) -> None:
         """Note that a step was written."""
         self.counters.skipped_in_a_row = 0
-
-    def latest_gathers(self, of: Any, make: Callable[[], Any]) -> Any:
-        """Return the gathers cached under the key ``of``, made by ``make`` if the cached key is another one."""
-        if self.gathers is None or self.gathers[0] != of:
-            self.gathers = of, make()
-        return self.gathers[1]
 
     # ------------------------------------------------------------------ backward
 

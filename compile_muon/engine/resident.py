@@ -90,7 +90,9 @@ def _latest_gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
         return []
     ledger = sharded_params[0].ledger
     key = [(sharded, sharded.spec) for sharded in sharded_params]
-    cached: list[Gather] = ledger.latest_gathers(key, lambda: gathers(sharded_params))
+    if ledger.gathers is None or ledger.gathers[0] != key:
+        ledger.gathers = key, gathers(sharded_params)
+    cached: list[Gather] = ledger.gathers[1]
     return cached
 
 
@@ -159,7 +161,7 @@ class Refresh:
             if not self.gather.alone:
                 self._unpack()
             for sharded in self.gather.sharded_params:
-                sharded.end_refresh()
+                sharded.refresh = None
 
     def _unpack(self) -> None:
         world = self.gather.axis.size

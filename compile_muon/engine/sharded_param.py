@@ -90,7 +90,7 @@ class ShardedParam:
         copied_fields |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         copied_fields["accumulated"] = None
         copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, entered=None, **copied_fields)
-        copied.ledger.join(copied)
+        copied.ledger.sharded_params.append(copied)
         memo[id(self)] = copied
         return copied
 
@@ -146,14 +146,6 @@ class ShardedParam:
         """The momentum rate in :attr:`graph_scalars`."""
         return self.rates[0] if self.rates else 0.0
 
-    def use_rates(self, rates: tuple[float, ...]) -> None:
-        """Note that :attr:`graph_scalars` holds ``rates`` from now on."""
-        self.rates = rates
-
-    def own(self, owners: tuple[int, ...]) -> None:
-        """Set the owners of its matrices, for good."""
-        self.owners = owners
-
     def enter(self, phase: Any, *, joined: bool) -> None:
         """Choose the graph of the next step by ``phase`` and ``joined`` of :class:`~.passes.methods.MatrixMethod`."""
         if self.entered != (phase, joined):
@@ -171,14 +163,6 @@ class ShardedParam:
     def note_refreshed(self) -> None:
         """Note that the resident weight is, or is being, gathered from the shards as they are."""
         self.refreshed_at = edits_of(self.param)
-
-    def tag(self, names: tuple[str, ...]) -> None:
-        """Note the ``names`` of the attributes that users have set on the parameter."""
-        self.tags = names
-
-    def end_refresh(self) -> None:
-        """Note that the refresh has finished."""
-        self.refresh = None
 
     def place_gradient(self) -> None:
         """Redistribute ``.grad`` to the placements of the parameter; collective if eager code left it otherwise

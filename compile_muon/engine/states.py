@@ -92,7 +92,7 @@ def deal_owners(sharded_params: Sequence[ShardedParam]) -> None:
     """Assign the owners of parameters that are trained from now on."""
     owners = owners_of({sharded.name: sharded.spec for sharded in sharded_params}, sharded_params[0].ledger.costs)
     for sharded in sharded_params:
-        sharded.own(owners.get(sharded.name, ()))
+        sharded.owners = owners.get(sharded.name, ())
 
 
 def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[Tensor]:

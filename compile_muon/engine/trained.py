@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.engine.dtensors import like_parameter, local_tensor, pinned_numbers
-from compile_muon.engine.hooks import StateProvider, StateRequest
+from compile_muon.engine.extension import StateProvider, StateRequest
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import new_state
@@ -150,7 +150,7 @@ class OptimizerState:
                 numbers = pinned_numbers([1 - rates[0], *rates], torch.float32, self.device)
                 sharded_params[0].graph_scalars.data.copy_(numbers, non_blocking=True)
                 for sharded in sharded_params:
-                    sharded.use_rates(rates)
+                    sharded.rates = rates
         for group in self.optimizer.param_groups:
             method = self.method(group)
             if isinstance(method, MatrixMethod) and method.in_step:

@@ -124,7 +124,7 @@ def _note_attributes(sharded: ShardedParam) -> dict[str, Any]:
     attributes = {tag: value for tag, value in all_attributes.items() if not tag.startswith(_OF_PYTORCH)}
     public = tuple(tag for tag in attributes if not tag.startswith("_"))  # marks that libraries leave change no forward
     if public != sharded.tags:
-        sharded.tag(public)
+        sharded.tags = public
     return attributes
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from compile_muon.errors import config_error
 from compile_muon.passes.sequence.exchange_heads import from_heads, heads_of, mean_over, over_ring, to_heads
 from compile_muon.passes.sequence.place import Place
+from compile_muon.sequence.batch import FIELD, Running
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
-from compile_muon.sequence.running import FIELD, Running
 
 _NAME = "compile_muon_sequence"
 #: entry of an attention module's ``__dict__``: the :class:`Running` of its stack, and its own function's name

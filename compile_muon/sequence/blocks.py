@@ -16,7 +16,7 @@ from compile_muon.errors import config_error
 from compile_muon.passes.dynamo.attend import SEQUENCE
 from compile_muon.passes.sequence.exchange_heads import attention, join
 from compile_muon.passes.sequence.place import Place
-from compile_muon.sequence.running import FIELD, Running
+from compile_muon.sequence.batch import FIELD, Running
 
 #: keyword arguments that blocks hand on to attention: the number of all positions, if padded, and all position ids
 LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"

@@ -14,9 +14,8 @@ from compile_muon.engine import Extension
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.dynamo.attend import ATTEND, LOOK_UP_OWN
-from compile_muon.sequence.batch import check_shapes
+from compile_muon.sequence.batch import FIELD, check_shapes
 from compile_muon.sequence.plan import SequencePlan, plan_of
-from compile_muon.sequence.running import FIELD
 
 #: positions per rank that the first step compares
 _PIECE = 128

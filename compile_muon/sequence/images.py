@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from compile_muon.errors import config_error
 from compile_muon.passes.sequence.exchange_heads import join
 from compile_muon.passes.sequence.place import Place
-from compile_muon.sequence.running import FIELD, Running
+from compile_muon.sequence.batch import FIELD, Running
 
 #: Transformers' names of a vision tower and of the projector behind it, which works image by image
 _PARTS = (("vision_tower", "multi_modal_projector"), ("vision_model", "connector"))

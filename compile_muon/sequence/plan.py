@@ -27,10 +27,9 @@ from compile_muon.errors import config_error, listed
 from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
-from compile_muon.sequence.batch import note_batch
+from compile_muon.sequence.batch import FIELD, Batch, Running, note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
 from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
-from compile_muon.sequence.running import FIELD, Batch, Running
 from compile_muon.sequence.tail import behind_tail, takes_parts
 
 _PLAN = "_sequence_plan"

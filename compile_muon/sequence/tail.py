@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compile_muon.errors import config_error
 from compile_muon.passes.torch_private import without_numbers
-from compile_muon.sequence.running import FIELD, Running
+from compile_muon.sequence.batch import FIELD, Running
 
 #: shape of the trial batch: with an odd number of rows, a view in another length cannot fit
 _ROWS, _LENGTH = 3, 4

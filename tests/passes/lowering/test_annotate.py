@@ -94,7 +94,7 @@ def test_ranges_of_a_step(codegen, domain):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     optimizer = MuonZero(model, update="step")
-    optimizer.engine.ledger.runs(FrameOptions(codegen=codegen, nvtx=True))
+    optimizer.engine.ledger.options = FrameOptions(codegen=codegen, nvtx=True)
 
     def step(scale=1.0):
         (model(torch.ones(2, 6)).sum() * scale).backward()
