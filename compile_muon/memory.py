@@ -53,7 +53,7 @@ from compile_muon.simulate.played import groups_of
 
 if TYPE_CHECKING:
     from compile_muon.engine.engine import Engine
-    from compile_muon.engine.extension import StateProvider
+    from compile_muon.engine.hooks import StateProvider
     from compile_muon.engine.sharded_param import ShardedParam
 
 #: ``(joint graph with markers, context) -> (forward, backward)``

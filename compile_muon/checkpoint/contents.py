@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.engine.dtensors import like_parameter, local_tensor
-from compile_muon.engine.extension import MASTER
+from compile_muon.engine.hooks import MASTER
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import each_matrix, every_shape, states_kept
 from compile_muon.errors import CheckpointError, listed

@@ -6,7 +6,7 @@ a step           step: step_checks -> decision -> directions -> commit; and as a
     directions   step_graph
     commit       states, writes_ahead
 weights          resident, other_holders
-features         extension
+features         extension, hooks
 all together     trained, engine
 """
 

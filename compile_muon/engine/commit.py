@@ -21,7 +21,7 @@ from torch import Tensor
 from compile_muon.config.settings import SCALES
 from compile_muon.engine.directions import Directions, ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.extension import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
+from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.trained import OptimizerState
@@ -133,7 +133,8 @@ def commit(
     """
     matrices, rest = [], []
     for group in trained.optimizer.param_groups:
-        method, params = trained.method(group), trained.with_gradient(group)
+        method, members = trained.method(group), [trained.sharded_params[param] for param in group["params"]]
+        params = [sharded for sharded in members if sharded.grad is not None]
         group_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
             if method.has(STEP.name) and params:

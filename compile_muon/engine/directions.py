@@ -5,7 +5,7 @@ Methods may project gradients ahead of Newton-Schulz: combine them with the weig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from compile_muon.engine.decision import Decision
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.extension import MASTER, ProvideStates, StateRequest
 from compile_muon.engine.gradient import Speculation
+from compile_muon.engine.hooks import MASTER, ProvideStates, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.step_checks import StepChecks, directions_not_finite
@@ -55,7 +55,10 @@ def make(
     with trained.ledger.range("step directions", payload=len(sharded_params)):
         # Copies of offloaded states live on the device only while directions are made.
         owner_states = {
-            place: [state.to(trained.device, non_blocking=True) for state in _states(trained, sharded)]
+            place: [
+                state.to(trained.device, non_blocking=True)
+                for state in states_at_owner(sharded, trained.optimizer.state[sharded.param])
+            ]
             for place, sharded in enumerate(sharded_params)
             if sharded.owners
         }
@@ -75,24 +78,6 @@ def make(
         sharded_params[place].name: states[place] for place in with_gradient if place in states
     }
     return Directions(directions, new_states, projected, traffic)
-
-
-def _states(trained: OptimizerState, sharded: ShardedParam) -> list[Tensor]:
-    """Return this rank's states at owners."""
-    return states_at_owner(sharded, trained.optimizer.state[sharded.param])
-
-
-def note(trained: OptimizerState, candidates: Collection[ShardedParam], decision: Decision, *, clipped: bool) -> None:
-    """Record which directions of backward (``candidates``) were used or discarded. ``clipped``: the norm is known to be
-    over the limit."""
-    for sharded in candidates:
-        if sharded.name in decision.use:
-            sharded.speculations.used()
-    trained.ledger.count(used=len(decision.use))
-    reason = "clipped" if clipped else "edited"
-    trained.ledger.discarded([sharded for sharded in candidates if sharded.name not in decision.use], reason)
-    for sharded in trained.muon:
-        sharded.speculations.note_norm(under_limit=not clipped)
 
 
 def _clip(trained: OptimizerState, norm: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
-from compile_muon.engine.extension import Hooks, StateProvider
+from compile_muon.engine.hooks import Hooks, StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step import Step
@@ -19,7 +19,6 @@ from compile_muon.mesh import Mesh
 
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
-    from compile_muon.engine.extension import Extension
 
 E = TypeVar("E")
 
@@ -40,7 +39,7 @@ class Engine:
     assignments: dict[str, Any]
     mesh: Mesh | None  # None for one process
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
-    extensions: Sequence[Extension]
+    extensions: Sequence[Any]  # each a :class:`~compile_muon.Extension`
     graph_scalars: Tensor  # ``[2]`` fp32 on the device: scalars of the parameters outside configured groups
     compares: bool  # whether other ranks answer; False for one process and in a plan
     step: Step = field(init=False)  # runs ``optimizer.step()``

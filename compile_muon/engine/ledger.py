@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from compile_muon.agreement.status import EVALUATION, TRAINING, FrameLog, RankStatus
 from compile_muon.config import FrameOptions
-from compile_muon.engine.extension import Hooks
 from compile_muon.engine.forwards import Forwards
+from compile_muon.engine.hooks import Hooks
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
@@ -204,6 +204,19 @@ class Ledger:
             self.accumulating = before
 
     # ------------------------------------------------------------------ step
+
+    def note_directions(self, candidates: Collection[ShardedParam], used: frozenset[str], *, clipped: bool) -> None:
+        """Record which directions of backward (``candidates``) a step has used, by name, and which it has discarded.
+        ``clipped``: the norm is known to be over the limit."""
+        for sharded in candidates:
+            if sharded.name in used:
+                sharded.speculations.used()
+        self.count(used=len(used))
+        reason = "clipped" if clipped else "edited"
+        self.discarded([sharded for sharded in candidates if sharded.name not in used], reason)
+        for sharded in self.sharded_params:
+            if sharded.spec.muon is not None:
+                sharded.speculations.note_norm(under_limit=not clipped)
 
     def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
         """Throw away the directions of these parameters: "clipped" by ``gradient_clipping``, or "edited" after

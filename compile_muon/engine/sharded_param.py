@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,12 @@ from torch.distributed.tensor import DTensor, Placement
 from compile_muon.agreement.status import TRAINING
 from compile_muon.engine.dtensor_parameter import part_of, raw_gradient
 from compile_muon.engine.dtensors import contiguous_stride, edits_of, like_parameter, local_tensor
-from compile_muon.engine.gradient import Speculations, UnreducedSums, Visits, memory_of
+from compile_muon.engine.gradient import Speculation, Speculations, UnreducedSums, Visits, memory_of
 from compile_muon.passes.eager_traffic import traffic_of_reduction
+from compile_muon.passes.exchange import transfers
 from compile_muon.passes.language.holder import hold, holder_of
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulators_of, current_backward, storage_holders, will_execute
-
-if TYPE_CHECKING:
-    from compile_muon.engine.resident import Refresh
 
 
 @dataclass(eq=False)
@@ -66,7 +64,7 @@ class ShardedParam:
     owners: tuple[int, ...] = ()  # owner of each ``exchange.shares.Share``, where the method keeps states at owners
     fetches: int = 0  # fetches of the offloaded momentum so far: the number of the latest
     refreshed_at: int = -1  # ``edits_of(param)`` at the latest refresh, finished or running
-    refresh: Refresh | None = None  # the running refresh
+    refresh: Any = None  # the running :class:`~compile_muon.engine.resident.Refresh`, or None
     accumulated: Tensor | None = None  # gradient buffer of micro-batches outside the memory of CUDA graphs
     entered: tuple[Any, bool] | None = None  # arguments of :meth:`enter` that made ``now``
     # Names of attributes users set on the parameter, as of the latest read outside frames; frames copy them to reads.
@@ -152,7 +150,7 @@ class ShardedParam:
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
 
-    def begin_refresh(self, refresh: Refresh) -> None:
+    def begin_refresh(self, refresh: Any) -> None:
         """Note that ``refresh`` is gathering the resident weight."""
         assert self.resident is not None
         self.refresh = refresh
@@ -172,6 +170,26 @@ class ShardedParam:
             return
         if grad._spec.placements != param._spec.placements:
             param.grad = grad.redistribute(placements=param.placements)
+
+    def complete_gradient(self) -> None:
+        """Make ``.grad`` the averaged gradient, placed as the parameter is. At stage 1 a step ahead of the last
+        micro-batch reduces the sum kept so far."""
+        self.place_gradient()
+        if not self.spec.layout.accumulates:
+            return
+        self.sums.check(self.grad, self.name)
+        if self.sums.delivered is not None:
+            self.add_gradient(transfers.reduce_grad(self.sums.delivered, self.spec))
+            self.ledger.count(traffic_of_reduction(self.text))
+            self.speculations.drop()
+        self.sums.close()
+
+    def candidate(self) -> Speculation | None:
+        """Return the direction of backward, if rates and momentum are those that it was made with."""
+        made = self.speculations.current
+        if made is None or (made.rates, made.edits) != (self.rates, edits_of(self.momentum_buffer)):
+            return None
+        return made
 
     def add_gradient(self, shard: Tensor) -> None:
         """Add an averaged gradient of the shard to ``.grad``."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from compile_muon.agreement.status import held_back
 from compile_muon.engine.commit import commit
 from compile_muon.engine.decision import Decision, Facts, decide, planned
-from compile_muon.engine.directions import make, note
-from compile_muon.engine.dtensors import edits_of
+from compile_muon.engine.directions import make
 from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.recorded import StepGraphCache, StepInputs, StepResult
 from compile_muon.engine.resident import start_refresh
@@ -29,9 +28,6 @@ from compile_muon.engine.step_checks import StepChecks
 from compile_muon.engine.trained import OptimizerState
 from compile_muon.engine.writes_ahead import compile_writes
 from compile_muon.errors import LedgerError, UnsupportedModelError
-from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.eager_traffic import traffic_of_reduction
-from compile_muon.passes.exchange import transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +84,10 @@ class Step(OptimizerState):
         ledger, refusal = self.ledger, self._model_problem()
         self.own_momenta()
         self.sync_momentum()
-        self._whole_gradients()
+        for sharded in ledger.sharded_params:
+            sharded.complete_gradient()
         muon = [sharded for sharded in self.muon if sharded.grad is not None]
-        speculations = {sharded: now for sharded in muon if (now := sharded.speculations.current) is not None}
-        candidates = {
-            a: m for a, m in speculations.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))
-        }
+        candidates = {sharded: now for sharded in muon if (now := sharded.candidate()) is not None}
         # Without a wait for fingerprints, the host goes by the edit count that autograd's hook noted.
         ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
         facts = planned(
@@ -128,7 +122,7 @@ class Step(OptimizerState):
             return False
         used = begun.used(decision)
         directions = make(self, checks, used, decision, norm)
-        self._count(begun, decision, directions.traffic)
+        self.ledger.count(directions.traffic, in_step=len(decision.make & facts.wanted))
         if decision.wait:
             facts = self._read(checks, facts)
         wrong = facts.wrong(facts.wanted)
@@ -137,7 +131,7 @@ class Step(OptimizerState):
             return False
         writes.enter_context(held_back(signal.SIGINT))
         self.ledger.written()
-        note(self, begun.candidates, decision, clipped=facts.clipped)
+        self.ledger.note_directions(begun.candidates, decision.use, clipped=facts.clipped)
         self.fetches = self._fetches(begun, used)
         commit(self, directions, self.fetches)
         self.count_step()
@@ -159,8 +153,8 @@ class Step(OptimizerState):
         self.grad_norm = result.norm
         self.pending = result.checks, decision.use | decision.make
         self.count_step()
-        self._count(begun, decision, result.traffic)
-        note(self, begun.candidates, decision, clipped=False)
+        self.ledger.count(result.traffic, in_step=len(decision.make & begun.facts.wanted))
+        self.ledger.note_directions(begun.candidates, decision.use, clipped=False)
         return True
 
     def launch(self, begun: _Begun, decision: Decision, inputs: StepInputs | None) -> StepResult:
@@ -234,9 +228,6 @@ class Step(OptimizerState):
         self.norm = facts.norm
         return facts
 
-    def _count(self, begun: _Begun, decision: Decision, traffic: Traffic) -> None:
-        self.ledger.count(traffic, in_step=len(decision.make & begun.facts.wanted))
-
     def _fetches(self, begun: _Begun, used: Mapping[str, Speculation]) -> Mapping[ShardedParam, int]:
         """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
         if self.state_provider.all_resident:
@@ -249,20 +240,6 @@ class Step(OptimizerState):
         # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.graded}
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
-
-    def _whole_gradients(self) -> None:
-        """Make every ``.grad`` the averaged gradient, placed as the parameter is. At stage 1 a step ahead of the last
-        micro-batch reduces the sums kept so far."""
-        for sharded in self.ledger.sharded_params:
-            sharded.place_gradient()
-            if not sharded.spec.layout.accumulates:
-                continue
-            sharded.sums.check(sharded.grad, sharded.name)
-            if sharded.sums.delivered is not None:
-                sharded.add_gradient(transfers.reduce_grad(sharded.sums.delivered, sharded.spec))
-                self.ledger.count(traffic_of_reduction(sharded.text))
-                sharded.speculations.drop()
-            sharded.sums.close()
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """Return the error of an unsupported model, for all ranks to raise once they have met; a single process raises

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.engine.dtensors import like_parameter, local_tensor, pinned_numbers
-from compile_muon.engine.extension import StateProvider, StateRequest
+from compile_muon.engine.hooks import StateProvider, StateRequest
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import new_state
@@ -84,10 +84,6 @@ class OptimizerState:
         return {
             f"{group['name']} {rate.name}": group[rate.name] for group in groups for rate in self.method(group).rates
         }
-
-    def with_gradient(self, group: Mapping[str, Any]) -> list[ShardedParam]:
-        """Return the parameters of a group that have a gradient."""
-        return [a for param in group["params"] if (a := self.sharded_params[param]).grad is not None]
 
     def create_state(self) -> None:
         """Create all states that are missing: checkpoints and sharding need them before the first step."""
@@ -172,7 +168,8 @@ class OptimizerState:
     def own_momenta(self) -> None:
         """Copy states that users put into ``optimizer.state`` to the tensors that graphs read; a removed state begins
         anew, as in torch.optim."""
-        self.state_provider.own()
+        if not self.state_provider.all_resident:
+            self.state_provider.own()
         for sharded in self.muon:
             if not sharded.spec.muon_settings.resident_momentum:
                 continue

@@ -28,7 +28,7 @@ from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
 from compile_muon.engine import Extension
 from compile_muon.engine.decision import Decision, Facts, decide, over
-from compile_muon.engine.extension import NormGroup
+from compile_muon.engine.hooks import NormGroup
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 

@@ -23,7 +23,7 @@ from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
 from compile_muon.engine.dtensor_parameter import ShardedParameter, carry_hooks, sharded_parameter
 from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_tensor, user_attributes
-from compile_muon.engine.extension import StateProvider
+from compile_muon.engine.hooks import StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.other_holders import make_stale
 from compile_muon.engine.sharded_param import ShardedParam

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compile_muon.engine.commit import weight_of
-from compile_muon.engine.extension import GRADIENT, WEIGHT
+from compile_muon.engine.hooks import GRADIENT, WEIGHT
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes.language.spec import decode_dtype
 

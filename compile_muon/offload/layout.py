@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.config import Config, OffloadConfig
-from compile_muon.engine.extension import MASTER, StateRequest
+from compile_muon.engine.hooks import MASTER, StateRequest
 from compile_muon.engine.states import row_state_shape
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment

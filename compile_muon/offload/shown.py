@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from compile_muon.agreement.together import host_mesh
 from compile_muon.engine.dtensors import edits_of, local_tensor
-from compile_muon.engine.extension import MASTER
+from compile_muon.engine.hooks import MASTER
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import as_state, states_kept
 from compile_muon.offload.device_buffers import DeviceBuffers

@@ -16,7 +16,7 @@ from compile_muon.config import Config, OffloadConfig
 from compile_muon.engine import Engine, Extension
 from compile_muon.engine.commit import advance, round_masters
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.extension import GRADIENT, MASTER, ROWS, StateProvider, StateRequest
+from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, StateProvider, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import method_of_matrix
 from compile_muon.engine.step_checks import StepChecks

@@ -17,8 +17,8 @@ from compile_muon.config import FrameOptions
 from compile_muon.engine.commit import commit
 from compile_muon.engine.directions import Directions, ProjectedGrad, project
 from compile_muon.engine.dtensors import edits_of
-from compile_muon.engine.extension import StateProvider, StateRequest
 from compile_muon.engine.gradient import Speculation
+from compile_muon.engine.hooks import StateProvider, StateRequest
 from compile_muon.engine.recorded import StepGraphCache
 from compile_muon.engine.resident import Refresh, gathers
 from compile_muon.engine.sharded_param import ShardedParam

@@ -309,13 +309,15 @@ def test_a_step_that_the_device_withholds_writes_nothing(name: str) -> None:
         parts = []
         for group in optimizer.param_groups:
             if isinstance(method := steps.method(group), MatrixMethod):
-                directions = {sharded: torch.randn_like(sharded.local) for sharded in steps.with_gradient(group)}
+                directions = {
+                    a: torch.randn_like(a.local) for a in map(steps.sharded_params.__getitem__, group["params"])
+                }
                 parts.append(Matrices(method, group, directions, lambda rows, cols: 1.0))
         states = commit_states(parts, steps.provide, flag, all_resident=True)
         commit_weights(states, steps.summed, None, flag)
         for group in optimizer.param_groups:
             if isinstance(method := steps.method(group), ElementMethod) and not method.withholds:
-                own = steps.with_gradient(group)
+                own = [steps.sharded_params[param] for param in group["params"]]
                 slots = [optimizer.state[sharded.param] for sharded in own]
                 commit_elements(method, group, own, slots, torch.tensor(found_inf))
         after = everything(model, optimizer)

@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 import compile_muon
 from compile_muon import ConfigError, Extension, UnsupportedModelError
-from compile_muon.engine.extension import Hooks, hooks_of
+from compile_muon.engine.extension import hooks_of
+from compile_muon.engine.hooks import Hooks
 from compile_muon.passes import DYNAMO_PASSES, GraphKind, GraphPass, PassContext
 
 EMPTY = {f.name for f in dataclasses.fields(Hooks) if getattr(Hooks(), f.name) == ()}
