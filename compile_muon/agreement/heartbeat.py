@@ -86,8 +86,7 @@ class Heartbeat:
         self._meetings: dist.Store | None = None
 
     def meet(self, numbers: Collection[int]) -> None:
-        """Set every rank's ``number``; a rank where an optimizer once failed to be made counts differently from the
-        others."""
+        """Set every rank's ``number``: a rank where an optimizer once failed to be made counts otherwise."""
         self._keys = [f"muon_zero/{rank}/status/{number}" for rank, number in enumerate(numbers)]
 
     def publish(self, entry: Entry) -> bool:

@@ -154,8 +154,7 @@ class RankStatus:
 
 
 def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
-    """Thread function: publish the status as long as it lives, and log a wait where the backend would end the
-    process."""
+    """Publish the status as long as it lives, and log a wait where the backend would end the process; a thread."""
     spoken = False
     while not heartbeat.stopped.wait(heartbeat.interval):
         status = reference()

@@ -62,8 +62,7 @@ class Ranks:
         return host_mesh(trained_on, self._meshes, self.group)
 
     def settle(self) -> None:
-        """Wait for work behind training: two threads must not use one group. Its errors are raised where it was
-        started."""
+        """Wait for work behind training: two threads must not use one group. Its errors are raised where it began."""
         if self.busy is not None:
             wait([self.busy])
             self.busy = None

@@ -43,8 +43,7 @@ raw_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 
 
 class ShardedParameter(DTensor):
-    """A sharded parameter, a view of one, or a result computed from one. For ``isinstance``, and in files, a
-    DTensor."""
+    """A sharded parameter, a view of one, or a result computed from one. A DTensor for ``isinstance`` and in files."""
 
     uncounted_edits: int = 0  # of a parameter and its views, beside those PyTorch counts
     # (name of the parameter, kinds of the warnings that its model has had), also of its views and copies.
@@ -233,8 +232,7 @@ class _Divided(torch.autograd.Function):
 
 
 def meets_plain(names: str, where: str) -> UnsupportedModelError:
-    """Return the error for parameters ``names`` whose shards are computed with as if whole, in ``where`` (operator or
-    frame)."""
+    """Return the error for parameters whose shards are computed with as if whole, in an operator or frame ``where``."""
     return UnsupportedModelError(
         f"{names}: a shard meets a plain tensor in {where}; weights are whole as attributes of their modules, inside a "
         "model's forward and in methods that compile_muon.forward_methods(model, name) names; elsewhere compute with "

@@ -115,8 +115,7 @@ class UnreducedSums:
         return self.delivered is not None and self.taken_by != call
 
     def take(self, call: int) -> Tensor:
-        """Return the sum for a graph that reduces it. The sum stays until :meth:`deliver`, in case the backward
-        raises."""
+        """Return the sum for a graph that reduces it; it stays until :meth:`deliver`, in case the backward raises."""
         assert self.delivered is not None
         self.taken_by = call
         return self.delivered

@@ -57,8 +57,7 @@ def _placed(shard: Tensor, param: DTensor) -> Tensor:
 
 
 class _Placed(torch.autograd.Function):
-    """The inverse of :class:`_Locals`, as a :class:`ShardedParameter`: losses made of the gradient meet plain
-    tensors."""
+    """The inverse of :class:`_Locals`, a :class:`ShardedParameter`: losses made of the gradient meet plain tensors."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, param: DTensor) -> Tensor:

@@ -86,8 +86,7 @@ def refuse_stale(inputs: Sequence[Any]) -> None:
 
 
 def refuse_shared(ours: Optimizer) -> None:
-    """Refuse every other optimizer's step on a parameter of ``ours`` as long as ``ours`` lives: it would apply the
-    gradient twice."""
+    """Refuse other optimizers' steps on parameters of ``ours`` while it lives: they would apply gradients twice."""
     watched().add(ours)
 
 

@@ -45,8 +45,7 @@ _ALONE_STARTS = 0.25
 def buckets(
     sharded_params: Sequence[ShardedParam], dtype_of: Callable[[ParamSpec], str]
 ) -> Iterator[list[ShardedParam]]:
-    """Yield the parameters that may share a buffer: one mesh, one dtype in the buffer (``dtype_of``), one way to be
-    sharded."""
+    """Yield the parameters that may share a buffer: one mesh, one dtype in it (``dtype_of``), one way to be sharded."""
     specs = [sharded.spec for sharded in sharded_params]
     for group in group_neighbours(
         specs, dtype_of, sharded_params[0].ledger.costs if sharded_params else Costs(), _BUCKET_BYTES

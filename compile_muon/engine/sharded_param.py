@@ -163,8 +163,7 @@ class ShardedParam:
         self.refreshed_at = edits_of(self.param)
 
     def place_gradient(self) -> None:
-        """Redistribute ``.grad`` to the placements of the parameter; collective if eager code left it otherwise
-        placed."""
+        """Redistribute ``.grad`` as the parameter is placed; collective if eager code left it otherwise placed."""
         param, grad = self.param, self.grad
         if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
             return
@@ -287,8 +286,7 @@ class ShardedParam:
             self.ledger.discarded([self], "edited")
 
     def keep_gradient(self) -> None:
-        """Copy a gradient that micro-batches still add to out of the memory of a CUDA graph, whose next replay
-        overwrites it."""
+        """Copy a gradient that micro-batches add to out of a CUDA graph's memory, which its next replay overwrites."""
         if not self.ledger.replays_between or self.grad is None or self.ledger.is_last(self):
             return
         grad, buffer = self.local_grad.detach(), self.accumulated

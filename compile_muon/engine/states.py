@@ -25,8 +25,7 @@ from compile_muon.passes.methods import MatrixMethod, Method, State, matrix_meth
 
 
 def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
-    """Return the shape of ``width`` numbers for each row of the matrices in ``shape``, of the parameter or its
-    shard."""
+    """Return the shape of ``width`` numbers for each row of the matrices in a parameter or shard of this ``shape``."""
     return torch.Size([*shape[: 2 if spec.stacked else 1], width])
 
 
@@ -49,8 +48,7 @@ def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | N
 
 
 def new_graph_scalars(method: Method, device: torch.device) -> Tensor:
-    """Return an empty tensor of graph scalars for a method: fp32 ``(1 - momentum, momentum)`` and the rates its graphs
-    read."""
+    """Return an empty tensor of graph scalars: fp32 ``(1 - momentum, momentum)`` and rates that the graphs read."""
     width = 2 + (len(method.graph_rates) if isinstance(method, MatrixMethod) else 0)
     return torch.empty(width, dtype=torch.float32, device=device)
 

@@ -58,8 +58,7 @@ class Step(OptimizerState):
     compiles_writes: bool = True  # whether the next backward with generated code compiles the writes
 
     def before_backward(self) -> None:
-        """Bring rates up to date ahead of a backward graph; with the first that has generated code, compile the step's
-        kernels too."""
+        """Bring rates up to date ahead of a backward graph; the first with generated code also compiles the writes."""
         self.sync_momentum()
         if self.compiles_writes and self.ledger.options.codegen == "inductor":
             self.compiles_writes = False
@@ -139,8 +138,7 @@ class Step(OptimizerState):
         return True
 
     def _launch(self, begun: _Begun, writes: ExitStack) -> bool:
-        """Launch a step whose checks the host reads in the next one, without waiting. A CUDA graph does it where
-        :attr:`recorded` has one."""
+        """Launch a step, by its CUDA graph if :attr:`recorded` has one; the host reads its checks in the next step."""
         writes.enter_context(held_back(signal.SIGINT))
         decision = decide(begun.facts)
         used = begun.used(decision)
@@ -242,8 +240,7 @@ class Step(OptimizerState):
         return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
 
     def _model_problem(self) -> UnsupportedModelError | None:
-        """Return the error of an unsupported model, for all ranks to raise once they have met; a single process raises
-        at once."""
+        """Return the error of an unsupported model, to be raised once ranks have met; a single process raises it."""
         try:
             self.check_model()
             for check in self.ledger.hooks.check:

@@ -261,8 +261,7 @@ class StepChecks:
     def _spread(
         self, what: str, sharded_params: Sequence[ShardedParam], present: Sequence[ShardedParam], values: Tensor | None
     ) -> None:
-        """Add ``values`` of the parameters ``present``, and 0 for the others, so that every rank adds as many
-        numbers."""
+        """Add ``values`` of the parameters ``present``, and 0 for the others: every rank adds as many numbers."""
         if not sharded_params:
             return
         if values is None or len(present) < len(sharded_params):  # ``present`` keeps their order
@@ -491,8 +490,7 @@ class StepChecks:
         return listed(differences)
 
     def skips(self, wrong: dict[str, list[str]]) -> bool:
-        """Raise for, or skip, a step that would write ``wrong`` (names by kind) non-finite numbers; nothing has been
-        written."""
+        """Raise for, or skip, a step that would write ``wrong`` numbers (names by kind); nothing has been written."""
         ledger, zero = self.trained.ledger, self.trained.config.zero
         others = ledger.hooks.peers.elsewhere()
         if not wrong and not others:

@@ -56,8 +56,7 @@ class OptimizerState:
             yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
     def take_up(self, sharded_params: Sequence[ShardedParam], methods: Mapping[str, Method]) -> None:
-        """Train these parameters as well, which the optimizer's groups hold from now on. ``methods``: by name of the
-        group."""
+        """Train parameters as well that the optimizer's groups hold from now on; ``methods``: by name of the group."""
         self.methods = {**self.methods, **methods}
         self._know(sharded_params)
         self.create_state()
@@ -138,8 +137,7 @@ class OptimizerState:
         return results
 
     def sync_momentum(self) -> None:
-        """Write the rates of ``param_groups``, which schedulers change, to the tensors of graph scalars, and choose the
-        graphs of this step."""
+        """Write rates of ``param_groups`` to the tensors of graph scalars, and choose the graphs of this step."""
         for rates, sharded_params in self.check_momentum(self.optimizer.param_groups):
             if rates != sharded_params[0].rates:
                 # .data: a counted edit would make autograd refuse the backward of graphs that saved this tensor.
@@ -158,8 +156,7 @@ class OptimizerState:
                     self.sharded_params[param].enter(phase, joined=joined)
 
     def count_step(self, steps: int = 1) -> None:
-        """Add ``steps`` to the step number of groups whose methods have one; -1 takes back a step that is not known to
-        be written."""
+        """Add ``steps`` to the step numbers of groups; -1 takes back a step that is not known to be written."""
         for group in self.optimizer.param_groups:
             if self.method(group).has(STEP.name):
                 group[STEP.name] += steps

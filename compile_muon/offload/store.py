@@ -333,8 +333,7 @@ class FileStore(Store):
         return [self._threads.submit(self._transfer, memory, place, first, write) for memory, place in pieces]
 
     def _transfer(self, memory: Tensor, place: int, first: Future[Any] | None, write: bool) -> int:
-        """Read or write all of ``memory`` at offset ``place`` of the file, since one call may transfer a part; return
-        how many bytes."""
+        """Read or write all of ``memory`` at ``place`` in the file, by several calls if need be; return its bytes."""
         if first is not None:
             first.result()
         call, done = os.pwritev if write else os.preadv, 0
