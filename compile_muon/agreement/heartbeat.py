@@ -57,11 +57,8 @@ class Entry(NamedTuple):
 
 
 class Heartbeat:
-    """This rank's access to the statuses of the ranks of ``group``.
-
-    ``store`` is a connection of its own to the group's store: another connection may be blocked by a wait. ``device``:
-    of the group's collectives.
-    """
+    """This rank's access to the statuses of the ranks of ``group``. ``store`` is a connection of its own to the group's
+    store: another connection may be blocked by a wait. ``device``: of the group's collectives."""
 
     def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._world = group.rank(), group.size()

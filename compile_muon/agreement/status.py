@@ -171,9 +171,7 @@ def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
 @contextmanager
 def held_back(number: signal.Signals, ahead: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold back a signal until the end of this block; call ``ahead`` first if it came. A second Ctrl-C comes through.
-
-    Elsewhere than on the main thread, and where other than Python handles the signal, nothing is held back.
-    """
+    Elsewhere than on the main thread, and where other than Python handles the signal, nothing is held back."""
     came = list[FrameType | None]()
     handler = signal.getsignal(number)
     if threading.current_thread() is not threading.main_thread() or handler is None:

@@ -167,9 +167,7 @@ class Checkpointer:
 
     def _write(self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, manifest: Manifest) -> None:
         """Write this rank's share of ``tensors`` (on the CPU), and its values; ``manifest`` has all but the files.
-
-        ``values`` are of rank 0 those that all ranks have, of another one those that differ.
-        """
+        ``values`` are of rank 0 those that all ranks have, of another one those that differ."""
         folder, step = self._folder, manifest.step
         place = folder.unfinished(step)
         token = ranks.by_first(doing, lambda: folder.begin(step))

@@ -98,10 +98,8 @@ class Folder:
         return token
 
     def commit(self, step: int, token: str) -> None:
-        """Make the checkpoint of ``step`` count, begun as ``token``; every file in it is on the disk already.
-
-        Something that no checkpointer wrote may have come in the way meanwhile; it stays, and is an error.
-        """
+        """Make the checkpoint of ``step`` count, begun as ``token``; every file in it is on the disk already. Something
+        that no checkpointer wrote may have come in the way meanwhile; it stays, and is an error."""
         unfinished, final = self.unfinished(step), self.path / f"step-{step}"
         (unfinished / token).unlink()
         for part in (unfinished / TENSORS, unfinished / STATE, unfinished):

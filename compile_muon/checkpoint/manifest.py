@@ -115,10 +115,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint; no other file is looked at.
-
-        A DamagedError names the field that was changed, or is what it cannot be. A later format is a CheckpointError.
-        """
+        """Read the manifest of a checkpoint; no other file is looked at. A DamagedError names the field that was
+        changed, or is what it cannot be. A later format is a CheckpointError."""
         with open_within(folder, NAME) as file:
             data = file.read()
         try:

@@ -277,11 +277,8 @@ def commit_weights(
     found_inf: Tensor | None,
     provide: ProvideStates | None = None,
 ) -> None:
-    """Move matrices along their directions.
-
-    ``summed``: matrices of methods with facts, with a gradient or without, equal on all ranks (``everyone``).
-    ``provide`` yields master weights; None where no parameter is a rounded copy.
-    """
+    """Move matrices along their directions. ``summed``: matrices of methods with facts, with a gradient or without,
+    equal on all ranks (``everyone``). ``provide`` yields master weights; None where no parameter is a rounded copy."""
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
     parts_of: dict[ShardedParam, list[tuple[Part, Piece, After]]] = {}
     for prepared_part in prepared.parts:

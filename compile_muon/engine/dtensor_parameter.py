@@ -351,10 +351,8 @@ def _is_whole(leaves: Sequence[Any]) -> bool:
 
 
 def _is_gradient(leaves: Sequence[Any]) -> bool:
-    """Return whether an operator of a backward adds a DTensor's part of a gradient to that of plain tensors.
-
-    A forward must not mix them: a plain tensor may differ between ranks there.
-    """
+    """Return whether an operator of a backward adds a DTensor's part of a gradient to that of plain tensors. A forward
+    must not mix them: a plain tensor may differ between ranks there."""
     plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in leaves)
     return plain and current_backward() >= 0 and _is_whole(leaves)
 

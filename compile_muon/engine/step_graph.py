@@ -106,9 +106,7 @@ class StepGraphs:
         options: FrameOptions,
     ) -> tuple[list[Tensor], dict[int, list[Tensor]], Traffic]:
         """Return ``(directions, new states, traffic)`` for ``grads``, one local shard a parameter; nothing is modified.
-
-        ``states``: this rank's states at owners, by position among the parameters.
-        """
+        ``states``: this rank's states at owners, by position among the parameters."""
         key = (options.codegen, options.nvtx, *(sharded.name for sharded in sharded_params))
         # A method with several graphs has another spec in each.
         key += tuple((i, a.now) for i, a in enumerate(sharded_params) if a.now is not a.spec)

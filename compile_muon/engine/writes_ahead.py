@@ -28,10 +28,8 @@ def compile_writes(trained: OptimizerState) -> None:
 
 
 def launches_of_writes(trained: OptimizerState, device: torch.device) -> Iterator[Launch]:
-    """Yield a launch on ``device`` of each kernel that ``commit_weights`` may start.
-
-    Each comes for aligned and for unaligned memory, since the address of a direction depends on its exchange.
-    """
+    """Yield a launch on ``device`` of each kernel that ``commit_weights`` may start. Each comes for aligned and for
+    unaligned memory, since the address of a direction depends on its exchange."""
     from compile_muon.kernels.gpu.launch import noting
 
     for group in trained.optimizer.param_groups:

@@ -57,11 +57,8 @@ class ExpertDispatch:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the forward of an experts module whose experts are on several ranks.
-
-    `hidden_states`: [T, H]; `top_k_index`: int64 [T, k] in [0, E); `top_k_weights`: [T, k]. Returns [T, H] in the dtype
-    of `hidden_states`.
-    """
+    """Compute the forward of an experts module whose experts are on several ranks. `hidden_states`: [T, H];
+    `top_k_index`: int64 [T, k] in [0, E); `top_k_weights`: [T, k]. Returns [T, H] in the dtype of `hidden_states`."""
     dispatch: ExpertDispatch | None = getattr(self, RECORD, None)
     if dispatch is None:
         problem = f"{type(self).__name__} has its experts to itself"
@@ -200,10 +197,8 @@ def _with_capacity(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index:
 
 
 def _places(chosen: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return each pair's place in [E * C], or E * C if it is dropped, int64 [T * k].
-
-    `chosen`: int64 [T * k], the pairs' experts; `weights`: [T * k].
-    """
+    """Return each pair's place in [E * C], or E * C if it is dropped, int64 [T * k]. `chosen`: int64 [T * k], the
+    pairs' experts; `weights`: [T * k]."""
     # Order by expert, then weight, then token: each stable sort keeps the order of the one before.
     order = torch.argsort(weights, descending=True, stable=True)
     order = order[torch.argsort(chosen[order], stable=True)]

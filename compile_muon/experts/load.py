@@ -47,11 +47,8 @@ def boxes(blocks: Iterable[Block], region: Sequence[slice], local: Tensor) -> It
 
 
 class Experts:
-    """The stored experts of one stack.
-
-    `patterns`: the table's source patterns, in order (gate and up, for example). `dim`: dimension of the stack along
-    which the sources are concatenated; ignored for one pattern.
-    """
+    """The stored experts of one stack. `patterns`: the table's source patterns, in order (gate and up, for example).
+    `dim`: dimension of the stack along which the sources are concatenated; ignored for one pattern."""
 
     def __init__(self, patterns: tuple[str, ...], dim: int) -> None:
         self.patterns, self.dim = patterns, dim
@@ -60,10 +57,8 @@ class Experts:
     def blocks(
         self, shape: tuple[int, ...], facts: Mapping[str, TensorFacts]
     ) -> tuple[list[Block], list[str], list[str], list[str]]:
-        """Return the blocks of a stack of `shape`, missing names, errors about shapes, and names beyond the stack.
-
-        All patterns have equal shares of ``dim``, as gate and up have.
-        """
+        """Return the blocks of a stack of `shape`, missing names, errors about shapes, and names beyond the stack. All
+        patterns have equal shares of ``dim``, as gate and up have."""
         count, expected = shape[0], list(shape[1:])
         shares = len(self.patterns)
         if shares > 1:
@@ -111,10 +106,8 @@ class Origins:
 
 
 def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Origins:
-    """Map the names `known` in a model to the names `stored` in a folder; read nothing.
-
-    Names map to themselves if the folder has only the model's names, or the model has no table of Transformers.
-    """
+    """Map the names `known` in a model to the names `stored` in a folder; read nothing. Names map to themselves if the
+    folder has only the model's names, or the model has no table of Transformers."""
     stored = list(stored)
     expected = _expected(module)
     unused = [name for name in stored if name not in known]

@@ -16,10 +16,8 @@ from compile_muon.errors import DamagedError
 
 
 def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
-    """Open a plain file for reading: opening a pipe would wait, and opening a device may do anything.
-
-    Follow ``links`` only where told: caches of weights are made of links; in a checkpoint one may lead anywhere.
-    """
+    """Open a plain file for reading: opening a pipe would wait, and opening a device may do anything. Follow ``links``
+    only where told: caches of weights are made of links; in a checkpoint one may lead anywhere."""
     try:
         # Ahead of open(), which rewinds a tape; and after it, for a file that was put there in between.
         if stat.S_ISREG((os.stat(path) if links else os.lstat(path)).st_mode):

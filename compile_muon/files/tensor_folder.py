@@ -50,9 +50,7 @@ def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iter
 
 def split(facts: Mapping[str, TensorFacts], limit: int) -> dict[str, list[str]]:
     """Name the files, and the tensors in each: in their order, up to ``limit`` bytes, or one tensor that is larger.
-
-    huggingface_hub's ``split_torch_state_dict_into_shards`` does the same, and wants the tensors themselves.
-    """
+    huggingface_hub's ``split_torch_state_dict_into_shards`` does the same, and wants the tensors themselves."""
     files = list(batches(facts, lambda name: facts[name].nbytes, limit))
     if len(files) <= 1:
         return {FILE: [*facts]}

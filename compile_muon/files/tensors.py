@@ -79,10 +79,8 @@ def ordered(facts: Mapping[str, TensorFacts]) -> dict[str, TensorFacts]:
 def new_tensor_file(
     path: Path, facts: Mapping[str, TensorFacts], metadata: Mapping[str, str] = {}, *, replace: bool = True
 ) -> Iterator[Callable[[Tensor], object]]:
-    """Open a new file that takes the bytes of its tensors (1-D uint8 on the CPU) in the order of ``facts``.
-
-    The file is on the disk when the block ends. See :func:`~compile_muon.files.disk.new_file` for ``replace``.
-    """
+    """Open a new file that takes the bytes of its tensors (1-D uint8 on the CPU) in the order of ``facts``. The file is
+    on the disk when the block ends. See :func:`~compile_muon.files.disk.new_file` for ``replace``."""
     entries: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
     end = 0
     for name, fact in facts.items():
@@ -124,10 +122,8 @@ def _box_of(name: str, tensor: Tensor) -> Box:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Path]:
-    """Write this rank's share of ``tensors``, on the CPU, into one file, and return its path; collective.
-
-    Of several ranks with one part, the one with the least to write takes the part. A rank without a share has no file.
-    """
+    """Write this rank's share of ``tensors``, on the CPU, into one file, and return its path; collective. Of several
+    ranks with one part, the one with the least to write takes the part. A rank without a share has no file."""
     boxes = [_box_of(name, tensor) for name, tensor in tensors.items()]
     holders = defaultdict[tuple[str, tuple[int, ...], int], list[int]](list)
     for rank, parts in enumerate(ranks.gather([(box.stored, box.offsets, box.target.nbytes) for box in boxes])):
@@ -328,10 +324,8 @@ def _without(box: Indices, cut: Indices) -> Iterator[Indices]:
 
 
 def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``value`` to another dtype.
-
-    Refuse complex numbers as real ones, finite numbers as inf or NaN, and integers that do not come back.
-    """
+    """Round ``value`` to another dtype. Refuse complex numbers as real ones, finite numbers as inf or NaN, and integers
+    that do not come back."""
     if value.dtype == dtype:
         return value
     how = f"{name}: is {encode_dtype(value.dtype)}, and {encode_dtype(dtype)} is wanted"

@@ -247,10 +247,7 @@ def keeps_momentum_alone(method: MatrixMethod) -> bool:
 
 def _cut(slots: Sequence[Slot], nbytes: int) -> list[range]:
     """Return ranges of rows, of at most ``nbytes`` in all tensors (of one shape) together, or a page; [] if one has
-    all.
-
-    Ranges begin at a page boundary in each tensor, as O_DIRECT requests must.
-    """
+    all. Ranges begin at a page boundary in each tensor, as O_DIRECT requests must."""
     count, *inner = slots[0].shape or (0,)
     widths = [math.prod(inner) * slot.dtype.itemsize for slot in slots]
     step = math.lcm(*(ALIGNED // math.gcd(width, ALIGNED) for width in widths))

@@ -109,10 +109,8 @@ def _function(module: Any, name: str) -> Any:
 
 
 def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
-    """Let an attention module exchange positions for heads.
-
-    `configs`: ``id`` of a config -> its copy that names our function; modules with one config share its copy.
-    """
+    """Let an attention module exchange positions for heads. `configs`: ``id`` of a config -> its copy that names our
+    function; modules with one config share its copy."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if _NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -129,10 +127,8 @@ def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
 
 
 def loss_of(running: Running) -> Callable[..., Tensor]:
-    """Return Transformers' ``ForCausalLMLoss`` for this rank's positions: whole labels are shifted, then cut.
-
-    The mean is over the valid tokens of all ranks of the group, or over ``num_items_in_batch``.
-    """
+    """Return Transformers' ``ForCausalLMLoss`` for this rank's positions: whole labels are shifted, then cut. The mean
+    is over the valid tokens of all ranks of the group, or over ``num_items_in_batch``."""
     place = running.place
 
     def causal_loss(

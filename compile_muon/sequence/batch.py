@@ -83,10 +83,8 @@ def _digest(given: Sequence[Tensor]) -> Tensor:
 
 
 def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
-    """Raise, on every rank, if a group has batches of different shapes: its exchanges would hang.
-
-    Shapes that are new to this rank are compared by a collective that the host waits for.
-    """
+    """Raise, on every rank, if a group has batches of different shapes: its exchanges would hang. Shapes that are new
+    to this rank are compared by a collective that the host waits for."""
     shapes = tuple(tuple(x.shape) for x in given)
     if shapes in batch.shapes:
         return
@@ -142,10 +140,8 @@ def note_batch(batch: Batch, place: Place, *, loss: bool, compares: bool) -> Cal
 
 
 def _whole(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place, *, loss: bool) -> Call:
-    """Join the ranks' parts of a call's tensors [batch, positions, ...]; other arguments stay.
-
-    Raises a ConfigError if the call has no such tensor, or has labels for a loss that is not cut.
-    """
+    """Join the ranks' parts of a call's tensors [batch, positions, ...]; other arguments stay. Raises a ConfigError if
+    the call has no such tensor, or has labels for a loss that is not cut."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1}
     if not tensors:

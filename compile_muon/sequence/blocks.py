@@ -37,11 +37,8 @@ def _own_rows(name: str, value: Any, whole: int, place: Place) -> Any:
 
 
 def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -> Callable[..., Any]:
-    """Return a pre-hook of `block` that cuts its arguments, and the hidden states of the first block.
-
-    `first`: whether the block is the first of its stack. `passes_on`: whether blocks hand keyword arguments on to
-    attention.
-    """
+    """Return a pre-hook of `block` that cuts its arguments, and the hidden states of the first block. `first`: whether
+    the block is the first of its stack. `passes_on`: whether blocks hand keyword arguments on to attention."""
     place = running.place
     names = list(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:]
     per_position = {number: name for number, name in enumerate(names) if name.startswith(_PER_POSITION)}

@@ -130,9 +130,7 @@ def _differs(plan: SequencePlan, kind: str, found: float) -> ConfigError:
 
 class SharedSequences(Extension):
     """Passes for attention in graphs of ranks that share sequences, and checks that these ranks have equal batches.
-
-    `compares`: whether the other ranks exist and can compare batches (not in a plan).
-    """
+    `compares`: whether the other ranks exist and can compare batches (not in a plan)."""
 
     dynamo_passes = (ATTEND, LOOK_UP_OWN)
 

@@ -59,10 +59,8 @@ def deal(running: Running) -> Callable[..., Any]:
 
 
 def collect(running: Running) -> Callable[..., Any]:
-    """Return a hook of the projector that joins the features of all images.
-
-    The hook raises a ConfigError if the projector does not return one row per image.
-    """
+    """Return a hook of the projector that joins the features of all images. The hook raises a ConfigError if the
+    projector does not return one row per image."""
     place = running.place
 
     def hook(projector: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -119,10 +117,8 @@ def deal_out(patches: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def deal_patches(tower: nn.Module, running: Running) -> None:
-    """Hook `tower` to compute this rank's images and to return the features of all.
-
-    Every rank computes all images without gradients, and if the call has more tensors than patches and grid.
-    """
+    """Hook `tower` to compute this rank's images and to return the features of all. Every rank computes all images
+    without gradients, and if the call has more tensors than patches and grid."""
     names = list(inspect.signature(inspect.unwrap(type(tower).forward)).parameters)[1:]
     # of the call that runs: patches per image, and images per rank
     deals: list[tuple[list[int], list[list[int]]]] = []
@@ -151,10 +147,8 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
 
 
 def _all_images(place: Place, patches: list[int], shares: list[list[int]], own: Tensor) -> Tensor:
-    """Gather the features of all images, in order, from `own`, which has a row for a fixed number of own patches.
-
-    Ranks pad to the longest share, so that one gather joins them.
-    """
+    """Gather the features of all images, in order, from `own`, which has a row for a fixed number of own patches. Ranks
+    pad to the longest share, so that one gather joins them."""
     own_patches = sum(patches[image] for image in shares[place.index] or [0])
     if own.ndim == 0 or own.shape[0] == 0 or own_patches % own.shape[0]:
         problem = f"of what a vision tower returns for {own_patches} patches does not go by them"

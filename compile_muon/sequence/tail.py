@@ -79,10 +79,8 @@ def _first_half(block: nn.Module, args: Any, output: Any) -> Any:
 
 
 def behind_tail(running: Running) -> Callable[..., Any]:
-    """Return a forward hook of the blocks' owner that cuts its output, where positions are joined for its tail.
-
-    The hook raises a ConfigError if the output has other rows or positions than that of the last block.
-    """
+    """Return a forward hook of the blocks' owner that cuts its output, where positions are joined for its tail. The
+    hook raises a ConfigError if the output has other rows or positions than that of the last block."""
     place = running.place
 
     def hook(owner: nn.Module, args: Any, output: Any) -> Any:

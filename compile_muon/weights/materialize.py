@@ -67,10 +67,8 @@ class Values:
         return Values(meta, weights, init, {name: param.dtype for name, param in model.named_parameters()})
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Give every parameter and buffer of the sharded ``model`` its values; collective.
-
-        An ``init`` that does more than that is an UnsupportedModelError.
-        """
+        """Give every parameter and buffer of the sharded ``model`` its values; collective. An ``init`` that does more
+        than that is an UnsupportedModelError."""
         needing = [module for module in model.modules() if _passing(module)]
         for module in model.modules():
             for name, buffer in module._buffers.items():

@@ -35,10 +35,8 @@ class Weights:
     device: torch.device
 
     def meet(self, doing: str, *facts: object) -> Wire:
-        """Connect the ranks, once all have come to do the same with the same model; collective.
-
-        CheckpointErrors say that ranks do different things, or hold different models.
-        """
+        """Connect the ranks, once all have come to do the same with the same model; collective. CheckpointErrors say
+        that ranks do different things, or hold different models."""
         ranks = Wire(self.group, self.device, self.status)
         entry_facts = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
         digest = hashlib.sha256(repr((entry_facts, sorted(self.others), facts)).encode()).hexdigest()
@@ -65,10 +63,8 @@ def check_live(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]], dict[str, Any]]:
-    """Sort ``module.state_dict()``, live, by the names it has without torch.compile.
-
-    Return each tensor by its first name, all names by the first one, and what is no tensor.
-    """
+    """Sort ``module.state_dict()``, live, by the names it has without torch.compile. Return each tensor by its first
+    name, all names by the first one, and what is no tensor."""
     tensors, names = dict[str, Tensor](), dict[str, list[str]]()
     others, first = dict[str, Any](), dict[int, str]()
     for key, value in module.state_dict(keep_vars=True).items():
@@ -115,10 +111,8 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """Gather references; nothing is copied or sent.
-
-    UnsupportedModelErrors are those of :func:`shared_params`, or name a DTensor that is not ours.
-    """
+    """Gather references; nothing is copied or sent. UnsupportedModelErrors are those of :func:`shared_params`, or name
+    a DTensor that is not ours."""
     module = getattr(model, "_orig_mod", model)  # torch.compile(model)
     sharded_params, group = shared_params(module)
     by_id = {id(sharded.param): sharded for sharded in sharded_params}

@@ -148,10 +148,8 @@ def saves_whole(model: nn.Module) -> None:
 
 
 def save_by_class(model: Any, folder: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-    """Write whole weights into ``folder`` of rank 0, and what else the model's class writes; collective.
-
-    Return what the class's own method returns on the first rank, else None.
-    """
+    """Write whole weights into ``folder`` of rank 0, and what else the model's class writes; collective. Return what
+    the class's own method returns on the first rank, else None."""
     class_method = getattr(type(model), "save_pretrained", None)
     library_classes = [getattr(sys.modules.get(library), name, None) for library, name in _SAME_LAYOUT]
     if class_method is None or class_method in [cls.save_pretrained for cls in library_classes if cls is not None]:

@@ -113,10 +113,8 @@ class Wire(Ranks):
             raise failed[0]
 
     def collect_all(self, entries: Mapping[K, Entry]) -> dict[K, Tensor]:
-        """Gather whole tensors on rank 0, on the CPU in memory of their own; an empty dictionary elsewhere.
-
-        Where rank 0 has no room, a RuntimeError is raised there alone.
-        """
+        """Gather whole tensors on rank 0, on the CPU in memory of their own; an empty dictionary elsewhere. Where rank
+        0 has no room, a RuntimeError is raised there alone."""
         gathered: dict[K, Tensor] = {}
 
         def begin(key: K) -> Callable[[Tensor], object]:
@@ -169,10 +167,8 @@ class Wire(Ranks):
                 yield piece.cpu()
 
     def spread(self, entries: Mapping[K, Entry], value_of: Callable[[K], Tensor]) -> None:
-        """Write whole tensors, which ``value_of`` makes on rank 0, into what each rank holds of them; collective.
-
-        What ``value_of`` raises is raised on rank 0 alone, once the others have left the loop, too.
-        """
+        """Write whole tensors, which ``value_of`` makes on rank 0, into what each rank holds of them; collective. What
+        ``value_of`` raises is raised on rank 0 alone, once the others have left the loop, too."""
         for entry, unsharded in self._prepared(entries, value_of):
             self.deal(entry, unsharded)
 
