@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.config.settings import SCALES
 from compile_muon.engine.directions import Directions, ProjectedGrad, exact_weights, over_whole_rows
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, WEIGHT, ProvideStates, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import states_at_owner
 from compile_muon.engine.trained import OptimizerState
-from compile_muon.errors import config_error
 from compile_muon.kernels import Averages, average, muon_apply
 from compile_muon.passes.language.spec import decode_dtype
 from compile_muon.passes.language.views import Part as ViewPart
@@ -374,9 +372,7 @@ def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
         adjust_lr = 0.2
     if isinstance(adjust_lr, float):
         return adjust_lr * math.sqrt(max(rows, cols))
-    if adjust_lr == "spectral":
-        return math.sqrt(rows / cols)
-    raise config_error("adjust_lr", adjust_lr, "is not a known choice", f"use one of {', '.join(SCALES)}")
+    return math.sqrt(rows / cols)
 
 
 def _write_piece(

@@ -60,11 +60,8 @@ class ExpertPlan:
 
         `mesh`: 1-D, its dimension called "expert", of ``size`` ranks with this one among them. No communication: ranks
         must hold equal stacks, or stacks on the meta device, which stay there. Raises a ConfigError, ahead of any
-        change, about another mesh, or a model that has changed since the plan was made.
+        change, about a stack that is on another device.
         """
-        _check_mesh(mesh, self.size)
-        if plan_experts(self._model, self.size, capacity_factor=self.capacity_factor) != self:
-            raise config_error(FIELD, self.size, "the model has changed since the plan was made", "plan again")
         _check_devices(self, mesh)
         rank, group = mesh.get_local_rank(), mesh.get_group().group_name
         own_stacks: dict[nn.Parameter, nn.Parameter] = {}
@@ -221,16 +218,6 @@ def _wrong_stacks(
             remedy = f"take a released model of Transformers, or leave {FIELD} out"
             yield config_error(_joined(path, name), list(param.shape), problem, remedy)
             break
-
-
-def _check_mesh(mesh: DeviceMesh, size: int) -> None:
-    names = mesh.mesh_dim_names
-    if mesh.ndim != 1 or names != (AXIS,) or mesh.size() != size or mesh.get_coordinate() is None:
-        here = "" if mesh.get_coordinate() is not None else ", without this rank"
-        raise config_error(
-            "mesh", f"{tuple(mesh.mesh.shape)} {names}{here}", f"is not the {size} ranks to share experts",
-            f'take the dimension "{AXIS}" of a mesh that has one of that size: mesh["{AXIS}"]',
-        )  # fmt: skip
 
 
 def _check_devices(plan: ExpertPlan, mesh: DeviceMesh) -> None:

@@ -490,5 +490,3 @@ def test_lr_scale_is_bitwise_that_of_torch(rule):
 def test_lr_scales_that_torch_does_not_have():
     assert lr_scale(0.18, 4, 100) == 0.18 * 10
     assert (lr_scale("spectral", 4, 16), lr_scale("spectral", 16, 4)) == (0.5, 2.0)
-    with pytest.raises(ConfigError, match=r"adjust_lr = 'moonshot': is not a known choice; use one of original"):
-        lr_scale("moonshot", 2, 2)
