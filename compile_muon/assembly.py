@@ -99,8 +99,8 @@ def assemble(
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
     features += extensions
-    hooks = hooks_of(features)
-    ledger.begin(sharded_params, hooks, checks_later=zero.checks_read == "next_step" and hooks.peers.alone)
+    ledger.sharded_params, ledger.hooks = sharded_params, hooks_of(features)
+    ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, sharded_params)

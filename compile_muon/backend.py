@@ -38,22 +38,12 @@ from compile_muon.passes import (
     move_activations,
     run_passes,
     saved_by,
+    torch_private,
 )
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.dynamo.local_inputs import called
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
-from compile_muon.passes.torch_private import (
-    NoCompilerError,
-    Partitioner,
-    activation_budget,
-    autograd_cache_disabled,
-    compile_fx,
-    compile_fx_inner,
-    lacks_compiler,
-    meets_plain_tensor,
-    of_constant_shape,
-    order_saved_values,
-)
+from compile_muon.passes.torch_private import NoCompilerError
 from compile_muon.progress import compiling
 
 #: of the partitioner in Inductor's cache keys: another list of passes makes other graphs
@@ -122,11 +112,11 @@ class _Frame:
         def halves(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, GraphModule]:
             gm = run_passes(gm, JOINT_PASSES, ctx)
             self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
-            with activation_budget(ctx.kept.activations):
+            with torch_private.activation_budget(ctx.kept.activations):
                 forward, backward = min_cut_rematerialization_partition(
                     gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
-            order_saved_values(forward, backward, num_fwd_outputs)
+            torch_private.order_saved_values(forward, backward, num_fwd_outputs)
             if ctx.kept.moved:
                 move_activations(forward, backward, num_fwd_outputs, ctx.kept.moved)
             return forward, backward
@@ -156,7 +146,7 @@ def _compile_inductor(
 ) -> Callable[..., Any]:
     def inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
         def codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            code = compile_fx_inner(gm, inputs, cuda_graphs=frame.options.cuda_graphs, **kwargs)
+            code = torch_private.compile_fx_inner(gm, inputs, cuda_graphs=frame.options.cuda_graphs, **kwargs)
             return code if getattr(code, "_boxed_call", False) else make_boxed_func(code)
 
         lowers = lowering or partial(lower_and_compile, codegen=codegen)
@@ -165,11 +155,11 @@ def _compile_inductor(
         return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
     # `custom_partitioner_fn` is a private setting of Inductor's.
-    patches: dict[str, Any] = {"custom_partitioner_fn": Partitioner(frame.partition, _IDENTITY)}
+    patches: dict[str, Any] = {"custom_partitioner_fn": torch_private.Partitioner(frame.partition, _IDENTITY)}
     if frame.options.cuda_graphs:
         patches["triton.cudagraphs"] = True
-    with autograd_cache_disabled():
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    with torch_private.autograd_cache_disabled():
+        return torch_private.compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
 def _compile_eager(
@@ -184,7 +174,7 @@ def _compile_eager(
         partition_fn=frame.partition,
         decompositions={},
     )
-    with autograd_cache_disabled():
+    with torch_private.autograd_cache_disabled():
         return compiler(gm, inputs)
 
 
@@ -223,9 +213,9 @@ def muon_zero(
         with compiling(f"a frame{_holder(example_inputs)}"):
             return compile_frame(gm, example_inputs, frame_options)
     except Exception as error:  # Inductor wraps exceptions in a class of its own
-        if isinstance(error, RuntimeError) and meets_plain_tensor(error):
+        if isinstance(error, RuntimeError) and torch_private.meets_plain_tensor(error):
             raise meets_plain(listed(_read_as_shards(gm, example_inputs)), "a compiled frame") from error
-        if (missing := lacks_compiler(error)) is None:
+        if (missing := torch_private.lacks_compiler(error)) is None:
             raise
         raise NoCompilerError(missing) from error
 
@@ -245,7 +235,7 @@ def compile_frame(
     gm = run_passes(gm, (first, *extension_passes.values(), *later), ctx)
     inputs = _with_shards(example_inputs, ctx.shards) if ctx.shards else list(example_inputs)
     for place in ctx.shards:
-        inputs[place] = of_constant_shape(inputs[place])
+        inputs[place] = torch_private.of_constant_shape(inputs[place])
     compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
     frame = _Frame(options, ctx.frame, costs, sharded_params)
     run = compile_(gm, inputs, frame, lowering)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -323,14 +322,10 @@ def axis_sizes(config: Config, world: int) -> dict[str, int]:
 
 def data_places(sizes: Mapping[str, int]) -> list[DataPlace]:
     """Return the data of each rank, row by row; ``sizes``: ranks by axis, see :func:`axis_sizes`."""
-    own = {name: size for name, size in sizes.items() if name not in ("sequence", "tensor")}
-    world, places = math.prod(own.values()), []
-    for index in itertools.product(*map(range, sizes.values())):
-        rank = 0
-        for name, place in zip(sizes, index, strict=True):
-            rank = rank * own[name] + place if name in own else rank
-        places.append(DataPlace(rank, world))
-    return places
+    own = [1 if name in ("sequence", "tensor") else size for name, size in sizes.items()]
+    world = math.prod(own)
+    ranks = torch.arange(world, device="cpu").view(own).expand(tuple(sizes.values()))
+    return [DataPlace(rank, world) for rank in ranks.flatten().tolist()]
 
 
 def _indivisible(axis: str, size: int, ranks: int) -> ConfigError:

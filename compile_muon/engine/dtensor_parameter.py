@@ -26,13 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.engine.dtensors import user_attributes
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
-from compile_muon.passes.torch_private import (
-    current_backward,
-    dispatch_through_python,
-    lacks_sharding,
-    meets_plain_tensor,
-    partial_first,
-)
+from compile_muon.passes import torch_private
 
 #: whether a user's gradient hook is running
 _in_hook: ContextVar[bool] = ContextVar("in_hook", default=False)
@@ -62,7 +56,7 @@ class ShardedParameter(DTensor):
         if func is torch.ops.aten.t.default and args[0].ndim == 2:
             # torch 2.14 and 2.15 copy a matrix with fewer rows than ranks in aten.t, so edits of the result are lost.
             func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
-        func, args = partial_first(func, args, kwargs)
+        func, args = torch_private.partial_first(func, args, kwargs)
         if func is torch.ops.aten.fill_.Tensor and type(args[1]) is Tensor:  # `x[:2] = 0`: DTensor lacks it
             func, args = torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
         if func is torch.ops.aten._foreach_copy_.default:  # which DTensor lacks
@@ -245,11 +239,11 @@ def _refused(func: Any, leaves: Sequence[Any], error: Exception) -> UnsupportedM
     name = next((v.origin[0] for v in leaves if type(v) is ShardedParameter and v.origin), "a parameter")
     shapes = [value.shape for value in leaves if isinstance(value, DTensor)]
     plain = [value for value in leaves if isinstance(value, Tensor) and not isinstance(value, DTensor)]
-    if meets_plain_tensor(error) or (isinstance(error, AssertionError) and plain):
+    if torch_private.meets_plain_tensor(error) or (isinstance(error, AssertionError) and plain):
         if func._schema.is_mutable or " of " in name or any(value.shape in shapes for value in plain):
             return UnsupportedModelError(f"{name}: a shard meets a plain tensor in {func.__name__}; {_ALIKE}")
         return meets_plain(name, func.__name__)
-    if lacks_sharding(error):
+    if torch_private.lacks_sharding(error):
         remedy = _WHOLE if func._schema.is_mutable else "compute with .full_tensor(), on every rank"
         return UnsupportedModelError(f"{name}: {func.__name__} is not done with shards; {remedy}")
     return None
@@ -296,7 +290,7 @@ def _read_values(name: str) -> Callable[..., Any]:
 
 for _name in _READING:
     setattr(ShardedParameter, _name, _read_values(_name))
-dispatch_through_python(ShardedParameter)
+torch_private.dispatch_through_python(ShardedParameter)
 
 
 def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
@@ -354,7 +348,7 @@ def _is_gradient(leaves: Sequence[Any]) -> bool:
     """Return whether an operator of a backward adds a DTensor's part of a gradient to that of plain tensors. A forward
     must not mix them: a plain tensor may differ between ranks there."""
     plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in leaves)
-    return plain and current_backward() >= 0 and _is_whole(leaves)
+    return plain and torch_private.current_backward() >= 0 and _is_whole(leaves)
 
 
 def _memory(tensor: DTensor) -> int:
@@ -397,7 +391,7 @@ def _derived(result: Any, leaves: Sequence[Any], *, views: bool) -> Any:
     derived.origin = next((v.origin for v in inputs if v.origin and (v is source or v.shape == derived.shape)), None)
     derived.averaging = next((v.averaging for v in inputs if v.averaging), None)
     # In backward, autograd accumulates into views, so a copy must stay writable there, except in a user's hook.
-    if views and inputs and (current_backward() < 0 or _in_hook.get()):
+    if views and inputs and (torch_private.current_backward() < 0 or _in_hook.get()):
         copied_name = inputs[0].copy_of if source is None else source.copy_of
         name = inputs[0].origin[0] if inputs[0].origin else "a sharded tensor"
         derived.copy_of = copied_name or (name if source is None else None)

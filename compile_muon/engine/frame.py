@@ -39,18 +39,12 @@ from compile_muon.passes import (
     ReducedGrad,
     reduced_grads,
     run_passes,
+    torch_private,
 )
 from compile_muon.passes.ahead import kernels_ahead
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
-from compile_muon.passes.torch_private import (
-    SavedContext,
-    below_autograd,
-    compiled_autograd_active,
-    compiling_alone,
-    current_backward,
-)
 from compile_muon.progress import compiling
 
 #: ``(graph, example inputs) -> boxed callable``
@@ -75,11 +69,11 @@ def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
 def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen) -> Lowered:
     """Run :func:`lower` and generate code."""
     # Backward and step graphs compile at run time, when another thread may be compiling its model.
-    with compiling_alone():
+    with torch_private.compiling_alone():
         gm, traffic = lower(gm, ctx)
         appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
         with contextlib.nullcontext() if codegen is eager_codegen else kernels_ahead(gm):
-            return below_autograd(codegen(gm, [*inputs, *appended])), traffic
+            return torch_private.below_autograd(codegen(gm, [*inputs, *appended])), traffic
 
 
 def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -164,7 +158,7 @@ class ForwardGraph:
         sharded_at = dict(zip(self._states, _params_at(args, self._states), strict=True))
         sharded_params = [sharded_at[place] for place in self._read]
         trained = [sharded_at[place] for place in self._trained]
-        if trained and compiled_autograd_active():
+        if trained and torch_private.compiled_autograd_active():
             raise MuonZeroError(
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
@@ -208,7 +202,7 @@ class BackwardGraph:
     lowering: Lowering
     grads: tuple[ReducedGrad, ...] = ()
     _variants: dict[BackwardRequest, Lowered] = field(default_factory=dict)  # compiled lowerings
-    _context: SavedContext = field(default_factory=SavedContext)
+    _context: torch_private.SavedContext = field(default_factory=torch_private.SavedContext)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
@@ -226,7 +220,7 @@ class BackwardGraph:
             return self._visit(args, sharded_params)
 
     def _visit(self, args: list[Any], sharded_params: Sequence[ShardedParam]) -> Any:
-        call = current_backward()
+        call = torch_private.current_backward()
         receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             sharded.visits.delivers = delivers  # for ops in the graph, which runs below autograd and could not ask

@@ -118,10 +118,6 @@ class Ledger:
 
     # ------------------------------------------------------------------ notes from others
 
-    def begin(self, sharded_params: Sequence[ShardedParam], hooks: Hooks, *, checks_later: bool) -> None:
-        """Take the parameters and extensions of the new optimizer."""
-        self.sharded_params, self.hooks, self.checks_later = list(sharded_params), hooks, checks_later
-
     def compiled(self, left: int = 0) -> None:
         """Count a lowered and compiled graph; ``left`` as the field, of a backward graph."""
         self.counters.graphs += 1

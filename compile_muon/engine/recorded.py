@@ -143,15 +143,20 @@ class StepGraphCache:
                 if name in group:
                     group_places[name] = len(values)
                     values.append(float(group[name]))
+
+        def inputs() -> StepInputs:
+            numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
+            return StepInputs(numbers, len(facts), places)
+
         self._steps += 1
         kind = None if used is None or _must_be_launched(step) else self._kind(step, used)
         recording = None if kind is None else self._recordings.get(kind)
         if recording is None and kind is not None and kind in self._seen and self._has_room():
-            recording = self._record(step, launch, self._step_inputs(step, values, len(facts), places), values)
+            recording = self._record(step, launch, inputs(), values)
             self._recordings[kind] = recording
         if recording is None:
             self._miss(kind)
-            results = launch(self._step_inputs(step, values, len(facts), places))
+            results = launch(inputs())
         else:
             self._missed, recording.used = 0, self._steps
             results = self._replay(recording, values, checks)
@@ -165,12 +170,6 @@ class StepGraphCache:
         self._recordings.clear()
         self._seen.clear()
         self._pool = None
-
-    def _step_inputs(
-        self, step: OptimizerState, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]
-    ) -> StepInputs:
-        numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
-        return StepInputs(numbers, facts, places)
 
     def _has_room(self) -> bool:
         """Return whether one more graph may be kept, after dropping one that has not been replayed lately."""

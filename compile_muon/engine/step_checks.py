@@ -155,7 +155,8 @@ class StepChecks:
         trained = self.trained
         self.group, self.device, self.step = trained.group, trained.device, trained.ledger.status.step
         self._world = 1 if self.group is None else self.group.size()
-        rates = trained.rates()
+        groups = trained.optimizer.param_groups
+        rates = {f"{g['name']} {rate.name}": g[rate.name] for g in groups for rate in trained.method(g).rates}
         self.scalars = {name: rate for name, rate in rates.items() if isinstance(rate, Tensor)}
         numbers = {name: rate for name, rate in rates.items() if name not in self.scalars}
         self.settings = {"steps": str(self.step)} | {name: repr(rate) for name, rate in numbers.items()}

@@ -77,13 +77,6 @@ class OptimizerState:
         """Return the method of a parameter group."""
         return self.methods[group["name"]]
 
-    def rates(self) -> dict[str, Any]:
-        """Return the rates of all groups, by name of the group and of the rate."""
-        groups = self.optimizer.param_groups
-        return {
-            f"{group['name']} {rate.name}": group[rate.name] for group in groups for rate in self.method(group).rates
-        }
-
     def create_state(self) -> None:
         """Create all states that are missing: checkpoints and sharding need them before the first step."""
         for group in self.optimizer.param_groups:

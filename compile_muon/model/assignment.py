@@ -112,12 +112,17 @@ def assign(
             name: _decide(name, param, uses_by_id[id(param)], heads, selected) for name, param in parameters.items()
         }
     else:
-        result = {name: _plain_adamw(name, param) for name, param in parameters.items()}
+        frozen, trained_by = ("frozen", "requires_grad is False"), ("adamw", "optimizer.type is AdamW")
+        result = {
+            name: Assignment(name, *(trained_by if param.requires_grad else frozen), None)
+            for name, param in parameters.items()
+        }
     for name, (method, reason) in (chosen or {}).items():
         result[name] = _by_group(name, parameters[name], uses_by_id[id(parameters[name])], method, reason)
     for name, param in parameters.items():
-        undecayed = bool(getattr(param, "_no_weight_decay", False))
-        result[name] = replace(result[name], vector=_is_vector(param, uses_by_id[id(param)]), undecayed=undecayed)
+        undecayed, uses = bool(getattr(param, "_no_weight_decay", False)), uses_by_id[id(param)]
+        vector = param.ndim < 2 or bool(_elementwise(uses) or _vector(param, _matrix(param, uses)))
+        result[name] = replace(result[name], vector=vector, undecayed=undecayed)
     trained = [a for a in result.values() if a.algorithm != "frozen"]
     # No error while frozen matrices remain: a backbone may be unfrozen once its new head is trained.
     may_unfreeze = muon_params is None and any(
@@ -139,12 +144,6 @@ def _by_group(name: str, param: nn.Parameter, uses: Sequence[_Use], method: Meth
         problem = f"is for matrices, and {reason} holds {name}, {list(param.shape)}"
         raise config_error("method", method.name, problem, "leave it out of the group")
     return Assignment(name, method.name, reason, _matrix(param, uses))
-
-
-def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
-    if not param.requires_grad:
-        return Assignment(name, "frozen", "requires_grad is False", None)
-    return Assignment(name, "adamw", "optimizer.type is AdamW", None)
 
 
 # -------------------------------------------------------------------------------------- the decision
@@ -179,10 +178,6 @@ def _decide(
     return Assignment(name, "muon", _hidden(matrix, uses), matrix)
 
 
-def _is_vector(param: nn.Parameter, uses: Sequence[_Use]) -> bool:
-    return param.ndim < 2 or bool(_elementwise(uses) or _vector(param, _matrix(param, uses)))
-
-
 def _use_muon(name: str, param: nn.Parameter) -> bool | None:
     override = getattr(param, "use_muon", None)
     if override is None:
@@ -203,7 +198,8 @@ def _matrix(param: nn.Parameter, uses: Sequence[_Use]) -> tuple[int, int, int]:
 
 def _elementwise(uses: Sequence[_Use]) -> str | None:
     for use in uses:
-        if _is_norm(use.module):
+        # A norm by its class: torch's, or any SomethingNorm, SomethingNorm2d.
+        if type(use.module).__name__.rstrip("123d").lower().endswith("norm"):
             return f"elementwise {use.leaf} of a {type(use.module).__name__}"
         if words(use.leaf)[-1:] in (["bias"], ["biases"]):
             return f"bias vectors {use.leaf}"
@@ -229,8 +225,8 @@ def _embedding(uses: Sequence[_Use]) -> str | None:
 
 def _table(param: nn.Parameter, uses: Sequence[_Use]) -> str | None:
     for use in uses:
-        if _is_layer(use.module):
-            continue
+        if isinstance(use.module, (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear)):
+            continue  # a weight by the module's type, whatever its name
         parts = words(use.leaf)
         if isinstance(use.module, (nn.ParameterList, nn.ParameterDict)):  # pos_embeds.0 is named by its list
             parts = words(use.module_name.rpartition(".")[2])
@@ -325,13 +321,3 @@ def _uses(model: nn.Module) -> dict[int, list[_Use]]:
 
 def _is_conv(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module's parameters are weights by its type, whatever their names."""
-    return _is_conv(module) or isinstance(module, (nn.Linear, nn.Bilinear))
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm by its class: torch's, or any SomethingNorm, SomethingNorm2d."""
-    return type(module).__name__.rstrip("123d").lower().endswith("norm")

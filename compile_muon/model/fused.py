@@ -64,6 +64,15 @@ class _StandIn(nn.Module):
         return self.made.view(*x.shape[:-1], -1)
 
 
+def copy_without_hooks(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy for a trial run: in evaluation mode, without hooks, with the tensors of ``memo``, by id."""
+    copied = copy.deepcopy(module, memo).eval()
+    for inner in copied.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    return copied
+
+
 def _copied(module: nn.Module) -> Any:
     """Return a copy of a module in float32, without hooks, whose weights take no memory."""
     scalar = torch.ones((), device="cpu")
@@ -72,10 +81,7 @@ def _copied(module: nn.Module) -> Any:
     }
     for x in module.buffers():  # rotary tables may be on the GPU, and the copy runs on the CPU
         memo[id(x)] = torch.ones(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.detach().cpu().clone()
-    copied = copy.deepcopy(module, memo).eval()
-    for inner in copied.modules():
-        inner._forward_hooks.clear()
-        inner._forward_pre_hooks.clear()
+    copied = copy_without_hooks(module, memo)
     config: Any = getattr(copied, "config", None)
     if hasattr(config, "_attn_implementation_internal") and "flash" in str(config._attn_implementation_internal):
         config._attn_implementation_internal = "eager"  # flash attention has no CPU kernel; the parts are the same

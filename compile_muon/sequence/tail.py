@@ -6,7 +6,6 @@ other rows, or an error. Positions are joined in front of such a tail, and cut a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
+from compile_muon.model.fused import copy_without_hooks
 from compile_muon.passes.torch_private import without_numbers
 from compile_muon.sequence.batch import FIELD, Running
 
@@ -55,10 +55,7 @@ def _copied(model: nn.Module, path: str, mode: AbstractContextManager[Any]) -> n
 
     with mode:
         memo: dict[int, Any] = {id(x): emptied(x) for x in (*model.parameters(), *model.buffers())}
-    trial = copy.deepcopy(model, memo).eval()
-    for module in trial.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    trial = copy_without_hooks(model, memo)
     owner, _, name = path.rpartition(".")
     blocks: Any = trial.get_submodule(path)
     trial.get_submodule(owner)._modules[name] = blocks[:1]
