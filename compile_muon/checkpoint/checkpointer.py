@@ -155,7 +155,7 @@ class Checkpointer:
             for name, digest in digests.items():
                 # Rank 0's buffers are among the tensors, its other values stand for all ranks.
                 if name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest:
-                    values.drop(name)
+                    del values.named[name]
             work = doing, ranks, tensors, values, manifest
             if not self._asynchronous:
                 self._write(*work)
@@ -260,7 +260,7 @@ class Checkpointer:
             values, was_there = Values(), ranks.rank < manifest.world
             for part in ("rank-00000", f"rank-{ranks.rank:05}", f"own-{ranks.rank:05}")[: 3 if was_there else 1]:
                 if f"{STATE}/{part}.json" in manifest.files:
-                    values.update(Values.read(place, f"{STATE}/{part}", manifest.files))
+                    values.named |= Values.read(place, f"{STATE}/{part}", manifest.files).named
             for name, part in parts.items():
                 if part is not None and name not in values:
                     problems.append(f"{name}: none was saved")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,65 +29,46 @@ _PLAIN = 4096  # bits of a number that stands as it is
 
 @dataclass
 class Values:
-    """Named values in encoded form."""
+    """Named values: of each its JSON, where a tensor is ``{"!": "tensor", "at": key}``, and its tensors by key, on the
+    CPU, memory of their own. A key is a name and a number, for two paths may spell the same."""
 
-    encoded: dict[str, Any] = field(default_factory=dict)  # a tensor is ``{"!": "tensor", "at": key}``
-    # On the CPU, memory of their own. A key is a name and a number, for two paths may spell the same.
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    named: dict[str, tuple[Any, dict[str, Tensor]]] = field(default_factory=dict)
 
     def put(self, name: str, value: object) -> None:
         """Encode ``value`` under ``name``; a CheckpointError says where what is neither JSON nor a tensor is."""
         tensors: dict[str, Tensor] = {}
-        self.encoded[name] = _encode(value, (name,), tensors)
-        self.tensors |= tensors
+        self.named[name] = _encode(value, (name,), tensors), tensors
 
     def get(self, name: str) -> Any:
         """Decode the value put under ``name``, new objects each time; tensors are on the CPU."""
         try:
-            return self._decode(self.encoded[name])
+            return _decode(*self.named[name])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{name}: is no value of a checkpoint ({type(error).__name__}: {error})") from error
 
     def under(self, prefix: str) -> dict[str, Any]:
         """Decode all values whose names begin with ``prefix``, by the rest of the name."""
-        return {name.removeprefix(prefix): self.get(name) for name in self.encoded if name.startswith(prefix)}
+        return {name.removeprefix(prefix): self.get(name) for name in self.named if name.startswith(prefix)}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.encoded
-
-    def _keys(self, name: str) -> list[str]:
-        return [key for key in self.tensors if key.rpartition("/")[0] == name]
-
-    def drop(self, name: str) -> None:
-        """Forget ``name`` and its tensors."""
-        del self.encoded[name]
-        for key in self._keys(name):
-            del self.tensors[key]
-
-    def update(self, other: Values) -> None:
-        """Take what ``other`` has, in the order there is here."""
-        for name in self.encoded.keys() & other.encoded.keys():
-            for key in self._keys(name):
-                del self.tensors[key]
-        self.encoded |= other.encoded
-        self.tensors |= other.tensors
+        return name in self.named
 
     def digests(self) -> dict[str, str]:
         """Map each name to a digest that is equal where values are, bit for bit."""
         digests = {}
-        for name, encoded in self.encoded.items():
+        for name, (encoded, tensors) in self.named.items():
             text = json.dumps(encoded, sort_keys=True).encode()
-            tensors = save({key: self.tensors[key] for key in self._keys(name)})
-            digests[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + tensors).hexdigest()
+            digests[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + save(tensors)).hexdigest()
         return digests
 
     def write(self, base: Path) -> list[Path]:
         """Write ``base.json``, and ``base.safetensors`` if there are tensors; return the files."""
         files = [base.with_suffix(".json")]
-        write_bytes(files[0], json.dumps(self.encoded, allow_nan=False).encode())
-        if self.tensors:
+        encoded = {name: value for name, (value, _) in self.named.items()}
+        write_bytes(files[0], json.dumps(encoded, allow_nan=False).encode())
+        if tensors := {key: tensor for _, tensors in self.named.values() for key, tensor in tensors.items()}:
             files.append(base.with_suffix(".safetensors"))
-            write_whole(files[1], self.tensors)
+            write_whole(files[1], tensors)
         return files
 
     @classmethod
@@ -97,37 +78,40 @@ class Values:
         try:
             with open_within(folder, name) as file:
                 encoded = json.loads(file.read())
-            tensors = {}
+            tensors = defaultdict[str, dict[str, Tensor]](dict)
             if f"{base}.safetensors" in files:
                 name = f"{base}.safetensors"
                 with open_within(folder, name) as file:
-                    tensors = load(file.read())
+                    for key, tensor in load(file.read()).items():
+                        tensors[key.rpartition("/")[0]][key] = tensor
             if not isinstance(encoded, dict):
                 raise ValueError(f"{base}.json: is no object")
-            return cls(encoded, tensors)
+            return cls({name: (value, tensors[name]) for name, value in encoded.items()})
         except CheckpointError:
             raise
         except Exception as error:  # SafetensorError is not an OSError
             raise CheckpointError(f"{folder / name}: {type(error).__name__}: {error}") from error
 
-    def _decode(self, encoded: Any) -> Any:
-        if isinstance(encoded, list):
-            return [self._decode(item) for item in encoded]
-        if not isinstance(encoded, dict):
-            return encoded
-        kind = encoded.get(_MARK)
-        if kind is None:
-            return {key: self._decode(item) for key, item in encoded.items()}
-        if kind == "int":
-            return int(encoded["value"], 16)
-        if kind == "float":
-            return float(encoded["value"])
-        if kind == "tensor":
-            return self.tensors[encoded["at"]].clone()
-        if kind == "tuple":
-            return tuple(self._decode(item) for item in encoded["items"])
-        pairs = {self._decode(key): self._decode(item) for key, item in encoded["items"]}
-        return Counter(pairs) if kind == "counter" else pairs
+
+def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Decode a value, whose tensors are among ``tensors``."""
+    if isinstance(encoded, list):
+        return [_decode(item, tensors) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    kind = encoded.get(_MARK)
+    if kind is None:
+        return {key: _decode(item, tensors) for key, item in encoded.items()}
+    if kind == "int":
+        return int(encoded["value"], 16)
+    if kind == "float":
+        return float(encoded["value"])
+    if kind == "tensor":
+        return tensors[encoded["at"]].clone()
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in encoded["items"])
+    pairs = {_decode(key, tensors): _decode(item, tensors) for key, item in encoded["items"]}
+    return Counter(pairs) if kind == "counter" else pairs
 
 
 def _encode(value: Any, where: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:

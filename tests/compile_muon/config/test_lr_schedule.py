@@ -190,7 +190,7 @@ def as_saved(state: dict) -> dict:
     """Through what a checkpoint consists of, where nothing is pickled."""
     values = Values()
     values.put("scheduler", state)
-    return Values(json.loads(json.dumps(values.encoded)), values.tensors).get("scheduler")
+    return Values(json.loads(json.dumps(values.named))).get("scheduler")
 
 
 def test_a_run_goes_on_with_more_steps_than_were_planned():
