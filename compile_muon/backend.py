@@ -85,11 +85,6 @@ def _read_as_shards(gm: GraphModule, inputs: Sequence[Any]) -> list[str]:
     return [value.origin[0] for value in values if isinstance(value, ShardedParameter) and value.origin is not None]
 
 
-def _holder(inputs: Sequence[Any]) -> str:
-    sharded_params = map(sharded_param_of, inputs)
-    return holder_of_all([sharded.name for sharded in sharded_params if sharded is not None])
-
-
 def _memory(value: Tensor) -> int:
     return local_tensor(value).untyped_storage()._cdata
 
@@ -210,7 +205,8 @@ def muon_zero(
         )
     _check_writes(gm, example_inputs)
     try:
-        with compiling(f"a frame{_holder(example_inputs)}"):
+        names = [sharded.name for x in example_inputs if (sharded := sharded_param_of(x)) is not None]
+        with compiling(f"a frame{holder_of_all(names)}"):
             return compile_frame(gm, example_inputs, frame_options)
     except Exception as error:  # Inductor wraps exceptions in a class of its own
         if isinstance(error, RuntimeError) and torch_private.meets_plain_tensor(error):

@@ -109,24 +109,25 @@ class OptimizerState:
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
         """Return for each tensor of graph scalars its rates by ``groups``, which stand for ``param_groups``, and the
         parameters that share it; groups without their momentum are left out. ConfigError if those that share differ."""
-        groups_of: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
-        methods: dict[int, MatrixMethod] = {}
+        # By tensor, the method, the groups and the parameters that share it.
+        sharers: dict[int, tuple[MatrixMethod, list[Mapping[str, Any]], list[ShardedParam]]] = {}
         for actual, group in zip(self.optimizer.param_groups, groups, strict=True):
             method = self.method(actual)
             if isinstance(method, MatrixMethod) and actual["params"] and method.keeps_momentum <= ("momentum" in group):
-                sharded_params = [self.sharded_params[param] for param in actual["params"]]
-                groups_of.setdefault(id(sharded_params[0].graph_scalars), []).append((group, sharded_params))
-                methods[id(sharded_params[0].graph_scalars)] = method
+                members = [self.sharded_params[param] for param in actual["params"]]
+                _, same_groups, same_params = sharers.setdefault(id(members[0].graph_scalars), (method, [], []))
+                same_groups.append(group)
+                same_params += members
         results = []
-        for graph_scalars, sharers in groups_of.items():
+        for method, same_groups, same_params in sharers.values():
             rates = []
-            for name in ("momentum", *methods[graph_scalars].graph_rates):
-                values = {float(group.get(name, 0.0)) + (name == STEP.name) for group, _ in sharers}
+            for name in ("momentum", *method.graph_rates):
+                values = {float(group.get(name, 0.0)) + (name == STEP.name) for group in same_groups}
                 if len(values) > 1:
-                    names = listed([group["name"] for group, _ in sharers])
+                    names = listed([group["name"] for group in same_groups])
                     raise config_error(name, values, f"differs between {names}", "give all of them the same")
                 rates.append(values.pop())
-            results.append((tuple(rates), [sharded for _, sharded_params in sharers for sharded in sharded_params]))
+            results.append((tuple(rates), same_params))
         return results
 
     def sync_momentum(self) -> None:
