@@ -28,9 +28,8 @@ from compile_muon.passes.sequence.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
 from compile_muon.sequence.batch import FIELD, Batch, Running, note_batch
-from compile_muon.sequence.blocks import enter, intercepting, leave
+from compile_muon.sequence.blocks import behind_tail, enter, intercepting, leave, takes_parts
 from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
-from compile_muon.sequence.tail import behind_tail, takes_parts
 
 _PLAN = "_sequence_plan"
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
@@ -43,7 +42,7 @@ class Stack:
     path: str  # of the ``ModuleList``
     attentions: tuple[str, ...]  # paths of Transformers' attention modules; () where attention is a function
     passes_on: bool  # whether blocks hand keyword arguments on to attention, so that lengths need not divide
-    tail: bool = False  # whether the modules behind the last block need all positions, see :mod:`.tail`
+    tail: bool = False  # whether the modules behind the last block need all positions, see :mod:`.blocks`
 
 
 @dataclass(eq=False)
