@@ -86,11 +86,8 @@ def _inspect(manifest: Manifest) -> None:
 
 
 def _export(checkpoint: Path, out: Path) -> str:
-    """Write weights and buffers into ``out/model.safetensors``, tied ones under all their names, and describe the file.
-
-    The checkpoint is verified first. Tensors are read and written some at a time, so memory does not grow with the
-    model.
-    """
+    """Write weights and buffers of a verified checkpoint into ``out/model.safetensors``, tied ones under all their
+    names, some at a time, so that memory does not grow with the model; return a description of the file."""
     manifest = Manifest.read(checkpoint)
     manifest.verify(checkpoint)
     reader = manifest.reader(checkpoint)

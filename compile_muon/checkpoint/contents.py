@@ -153,11 +153,8 @@ def fitting_groups(
 def host_copies(
     tensors: Mapping[str, Tensor], folders: Mapping[str, Path], ranks: Ranks, memory: dict[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Return the same tensors on the CPU, once all are there; DTensors by their shards.
-
-    Where training goes on meanwhile, ``memory`` is given: even what is on the CPU is copied, and ``memory`` holds the
-    copies, for the next call to use them again.
-    """
+    """Return the same tensors on the CPU, once all are there; DTensors by their shards. Where training goes on
+    meanwhile, even what is on the CPU is copied, to ``memory``, which the next call uses again."""
     copies, waiting = {}, False
     for key, tensor in tensors.items():
         local = local_tensor(tensor).detach()

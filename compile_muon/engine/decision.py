@@ -63,8 +63,7 @@ def over(limit: float | None, norm: float) -> bool:
 
 def planned(facts: Facts, *, speculating: bool, later: bool, together: bool) -> Facts:
     """Return these facts of the host with ``remake`` and ``wait``. ``speculating``: backwards may make directions.
-    ``later``: checks may be read in the next step; never with ``together``, other optimizers that decide with this
-    one."""
+    ``later``: the next step may read checks; never with ``together``, other optimizers that decide with this one."""
     remake = not (speculating or together)
     # A limit, or a direction to be made beside those of backward, needs the norm before the step goes on.
     blind = remake or (facts.limit is None and facts.wanted <= facts.speculated)

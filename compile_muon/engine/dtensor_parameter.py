@@ -356,11 +356,8 @@ def _memory(tensor: DTensor) -> int:
 
 
 def _note_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Count the edits that an operator is about to make, at the parameters whose memory it writes.
-
-    Raises:
-        UnsupportedModelError: the operator would edit a copy, and the parameter would stay as it is.
-    """
+    """Count the edits that an operator is about to make, at the parameters whose memory it writes. Raises
+    UnsupportedModelError if it would edit a copy, and the parameter would stay as it is."""
     value_of = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is None or not argument.alias_info.is_write:

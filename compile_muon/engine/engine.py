@@ -25,11 +25,8 @@ E = TypeVar("E")
 
 @dataclass(eq=False)
 class Engine:
-    """The working parts of a :class:`~compile_muon.MuonZero`; ``optimizer.engine``.
-
-    The optimizer has parameter groups, state and the methods that users call; the engine has the parts that run a step.
-    It lives as long as its optimizer, and its parts stay the same objects.
-    """
+    """The parts of a :class:`~compile_muon.MuonZero` that run a step, beside the groups, state and methods that users
+    call; ``optimizer.engine``. It lives as long as its optimizer, and its parts stay the same objects."""
 
     ledger: Ledger  # visits since the last step, and the policy that frames ask
     model: nn.Module  # the sharded module

@@ -146,11 +146,8 @@ class Ledger:
     # ------------------------------------------------------------------ backward
 
     def purpose(self, sharded: ShardedParam, call: int, *, receives: bool, speculates: bool) -> Purpose:
-        """Note a backward visit, and return what the graph is to do with this parameter's gradient.
-
-        ``call`` numbers the backward call, ``receives`` says whether autograd will add the gradient to ``.grad``, and
-        ``speculates`` whether the graph is able to make a direction of it.
-        """
+        """Note a visit in backward ``call``, and return what the graph is to do with this gradient. ``receives``:
+        autograd will add it to ``.grad``. ``speculates``: the graph is able to make a direction of it."""
         only_visit = sharded.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
             return Purpose.ACCUMULATE if sharded.spec.layout.accumulates else Purpose.REDUCE

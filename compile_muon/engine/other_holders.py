@@ -92,11 +92,8 @@ def refuse_shared(ours: Optimizer) -> None:
 
 @cache
 def watched() -> WeakSet[Optimizer]:
-    """Return the living optimizers whose parameters no other optimizer may step.
-
-    PyTorch gets one hook for all of them, which stays registered: hooks removed by a garbage collection, or on another
-    thread, would change the dictionary while PyTorch iterates over it.
-    """
+    """Return the living optimizers whose parameters no other may step. PyTorch's one hook for all stays registered:
+    removed by a garbage collection, or on another thread, it would change a dictionary that PyTorch iterates over."""
     optimizers: WeakSet[Optimizer] = WeakSet()
 
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:

@@ -126,11 +126,8 @@ class StepGraphCache:
     def run(
         self, step: OptimizerState, launch: Launch, checks: StepChecks, used: Mapping[str, Speculation] | None
     ) -> StepResult:
-        """Launch or replay a step, and send its results to the host.
-
-        ``checks`` holds the facts of the host. ``used`` holds the directions of backward that the step takes; None for
-        a step of a kind that does not recur, which is launched outside a graph.
-        """
+        """Launch or replay a step, and send its results to the host. ``checks`` holds the facts of the host, ``used``
+        the directions of backward that it takes; None for a kind of step that does not recur, which is in no graph."""
         for sharded in step.ledger.sharded_params:  # a captured graph cannot wait for work launched outside it
             if sharded.refresh is not None:
                 sharded.await_refresh()

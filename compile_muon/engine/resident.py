@@ -232,11 +232,8 @@ def start_refresh_by_owner(sharded_params: Sequence[ShardedParam]) -> None:
 
 
 def keep_fresh(sharded: ShardedParam, among: Sequence[ShardedParam] | None = None) -> None:
-    """Refresh resident weights if this shard was edited since the last refresh, by a loaded checkpoint, say.
-
-    ``among``: the parameters to refresh then, by default all of the optimizer. LedgerError if ranks have edited the
-    weights a different number of times.
-    """
+    """Refresh resident weights, ``among`` (default: all), if this shard was edited since, by a loaded checkpoint, say.
+    LedgerError if ranks have edited the weights a different number of times."""
     if sharded.resident is not None and edits_of(sharded.param) != sharded.refreshed_at:
         among = sharded.ledger.sharded_params if among is None else among
         _compare_edits(among, sharded.group)

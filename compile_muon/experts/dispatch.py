@@ -88,11 +88,8 @@ def _dropless(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tens
 
 
 def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the experts' outputs for `rows`, sorted by expert; `counts`: int64 [E], rows per expert.
-
-    The code does not branch on data: a rank without rows runs, and records for backward, the same exchanges as the
-    others, also when activation checkpointing recomputes them.
-    """
+    """Return the experts' outputs for `rows`, sorted by expert; `counts`: int64 [E], rows per expert. It does not
+    branch on data: without rows, and recomputed by activation checkpointing, the same exchanges run."""
     size, group = dispatch.size, dispatch.group
     sent_counts = counts.view(size, -1)
     even = [sent_counts.shape[1]] * size

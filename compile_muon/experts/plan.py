@@ -97,11 +97,8 @@ def _slice(stack: nn.Parameter, mesh: DeviceMesh, rank: int, size: int) -> nn.Pa
 
 
 def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None = None) -> ExpertPlan:
-    """Plan the cut of all modules whose forward goes through Transformers' experts interface; change nothing.
-
-    `size`, `capacity_factor`: as checked by :class:`~compile_muon.config.ExpertParallelConfig`. Raises a ConfigError
-    about each module and parameter that cannot be cut.
-    """
+    """Plan the cut of all modules whose forward goes through Transformers' experts interface; change nothing. Raises a
+    ConfigError about each module and parameter that cannot be cut."""
     mistakes = Mistakes()
     experts_modules = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
     if not experts_modules:

@@ -267,11 +267,8 @@ def forward_methods(model: nn.Module, *names: str) -> None:
 
 
 def _as_parameter(sharded: ShardedParam, value: Tensor) -> Tensor:
-    """Return ``value`` of a state dict as a tensor of the parameter's kind: DTensor or plain.
-
-    A whole ``value`` is cut locally, without communication; a DTensor that is not on the parameter's mesh is gathered
-    first. ``value`` of a wrong shape is returned as it is, and torch reports it.
-    """
+    """Return ``value`` of a state dict as the parameter's kind of tensor: a whole one is cut without communication, a
+    DTensor on another mesh gathered first, and one of a wrong shape left for torch to report."""
     param: Any = sharded.param
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -391,11 +388,8 @@ class _ShardedStandIn(_StandIn):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Let ``fn`` change the values of sharded parameters, not their dtype or device.
-
-        torch would replace the local tensor of a DTensor, on which hooks and compiled graphs rely, even where ``fn``
-        changes nothing, as in a trainer's ``model.to(device)``.
-        """
+        """Let ``fn`` change values of sharded parameters, not dtype or device. Even where it changes nothing
+        (``model.to(...)``), torch would replace a DTensor's local tensor, on which hooks and compiled graphs rely."""
         sharded_params = sharded_params_of(self)
         for sharded in sharded_params.values():
             shard = sharded.local.detach()

@@ -22,11 +22,8 @@ _REMEDY = "cut it over mesh['tensor'] or mesh['expert'] of the mesh that MuonZer
 
 
 def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
-    """Return the role of every parameter by name; the model is not changed.
-
-    Forward reads a parameter as it is now: as a DTensor where it is one. ``param.mesh = mesh["expert"]`` on a plain
-    tensor marks it as this rank's experts of a stack.
-    """
+    """Return the role of every parameter by name; the model is not changed. Forward reads what is a DTensor now as one.
+    ``param.mesh = mesh["expert"]`` on a plain tensor marks it as this rank's experts of a stack."""
     return {name: _role(name, param, mesh) for name, param in model.named_parameters()}
 
 

@@ -42,9 +42,7 @@ class HostStep:
 
     def begin(self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None) -> None:
         """Begin to copy the first bucket's gradients, which are final, and weights that have no master on the host.
-
-        ``buckets``: parameters whose gradients are copied together; ``found_inf``: 1.0 for a step that writes nothing.
-        """
+        ``buckets``: of gradients to be copied together; ``found_inf``: 1.0 for a step that writes nothing."""
         self.follow()
         self.arrivals = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
 

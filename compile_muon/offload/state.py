@@ -119,11 +119,8 @@ class OffloadedStates(StateProvider, Extension):
     # ------------------------------------------------------------------ graphs
 
     def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
-        """Write the momentum to ``out``, and begin to read the bucket that was fetched behind it the last time.
-
-        A momentum in a file is moved toward the gradient here and written to the file's next generation, which a step
-        that uses the direction commits.
-        """
+        """Write the momentum to ``out``, and read ahead what was fetched next the last time. One in a file is moved
+        toward the gradient into the file's next generation, which a step that uses the direction commits."""
         self._drop_broken_off()
         wrong: list[Tensor] = []
         method = method_of_matrix(sharded)

@@ -31,11 +31,8 @@ class Transaction:
 
     @contextmanager
     def agreeing(self, what: str, *, meets: bool = True) -> Iterator[None]:
-        """Raise on all ranks if a disk of one failed inside the block, after rolling back; collective at its end.
-
-        ``what`` follows the ranks' names in the message on the others. ``meets`` is False without a disk: nothing can
-        fail, and ranks do not meet.
-        """
+        """Raise on all ranks if a disk of one failed inside the block, after rolling back; collective at its end,
+        except without ``meets``, where no disk can fail. ``what`` follows the ranks' names on the others."""
         failure: OffloadError | None = None
         try:
             yield

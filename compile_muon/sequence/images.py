@@ -39,11 +39,8 @@ def vision_parts(model: nn.Module) -> tuple[str, str] | None:
 
 
 def deal(running: Running) -> Callable[..., Any]:
-    """Return a pre-hook of the tower that keeps this rank's images, and sets ``running.whole`` to the count of all.
-
-    Every rank computes all images, with ``running.whole`` 0, without gradients, as a rank may be alone, and if the
-    call has more tensors than the pixels.
-    """
+    """Return a pre-hook of the tower that keeps this rank's images, and sets ``running.whole`` to the count of all; to
+    0, and all are computed here, without gradients, as a rank may be alone, and beside other tensors than pixels."""
 
     def hook(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]

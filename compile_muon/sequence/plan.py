@@ -82,11 +82,8 @@ class SequencePlan:
         return f"{listed(differing)} share a sequence and were given different batches" if differing else ""
 
     def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup, *, compares: bool) -> None:
-        """Hook the blocks, and replace attention and loss; no communication.
-
-        `place`: of this rank in its group, in the order of the sequence. `everyone`: all ranks. `compares`: whether
-        these ranks exist and can compare batches (not in a plan).
-        """
+        """Hook the blocks, and replace attention and loss; no communication. `place`: of this rank in its group, in the
+        order of the sequence. `everyone`: all ranks. `compares`: they exist and can compare batches."""
         self.place = ring_place = replace(place, ring=self.ring)
         self.everyone = everyone
         configs: dict[int, Any] = {}
