@@ -30,8 +30,8 @@ def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.
 
 
 def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
-    """Return this rank's part ``own`` of a state as the kind of tensor that the parameter is. ``each``: of the
-    :class:`~compile_muon.passes.methods.State`. ``mesh``: of these ranks on the device of ``own``; the parameter's."""
+    """Return this rank's part ``own`` of a state as the parameter's kind of tensor. ``each``: see
+    :class:`~compile_muon.passes.methods.State`. ``mesh``: of the device of ``own``, by default the parameter's."""
     param = sharded.param
     if not isinstance(param, DTensor):
         return own
