@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -169,27 +169,27 @@ class Heartbeat:
 
     def ask(self, entry: Entry) -> str:
         """Publish the status of this rank, which waits in vain, and return where all ranks are; takes a few beats."""
-        answers: list[str] = []
-        thread = threading.Thread(target=lambda: answers.extend(self._ask(entry)), daemon=True)
+        readings: list[dict[int, Entry] | None] = []
+
+        def read_twice() -> None:
+            self.publish(entry)
+            readings.append(self.read())
+            time.sleep(3 * self.interval + 0.2)
+            self.publish(entry)
+            readings.append(self.read())
+
+        thread = threading.Thread(target=read_twice, daemon=True)
         thread.start()
         thread.join(4 * self.interval + 2 * _STORE_SECONDS)
-        if answers:
-            return answers[0]
+        first, second = (*readings, None, None)[:2]
+        if first is not None and second is not None:
+            alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
+            return report(self._world, second, alive)
         known = report(self._world, {**self._seen, self._rank: entry}, [self._rank])
         return (
             "the store of the process group is gone with the process that hosts it (rank 0, or torchrun's agent) or "
             f"with the connection to it. Going by what is remembered, {known}"
         )
-
-    def _ask(self, entry: Entry) -> Iterator[str]:
-        self.publish(entry)
-        first = self.read()
-        time.sleep(3 * self.interval + 0.2)
-        self.publish(entry)
-        second = self.read()
-        if first is not None and second is not None:
-            alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
-            yield report(self._world, second, alive)
 
 
 def _elsewhere(other: Entry, entry: Entry) -> bool:

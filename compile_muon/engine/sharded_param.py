@@ -197,10 +197,6 @@ class ShardedParam:
         else:
             self.param.grad = like_parameter(self.param, shard)
 
-    def receives(self) -> bool:
-        """Return whether the current backward will add to ``.grad``; ``autograd.grad`` for other tensors does not."""
-        return receiving([self])[0]
-
     def await_refresh(self, read: Tensor | None = None) -> None:
         """Wait for the running refresh. ``read``: the resident weight or, where Inductor copied it at the start of the
         graph, this copy, which then gets the refreshed weight."""
@@ -222,7 +218,7 @@ class ShardedParam:
     def to_reduce(self, grad: Tensor) -> Tensor | None:
         """Return the gradient that an eager backward reduces; None where stage 1 keeps it as an unreduced sum."""
         # Where a graph of the gradient is asked for, or it goes elsewhere than to .grad, it must be whole.
-        if not self.spec.layout.accumulates or torch.is_grad_enabled() or not self.receives():
+        if not self.spec.layout.accumulates or torch.is_grad_enabled() or not receiving([self])[0]:
             return grad
         call = current_backward()
         self.begin_backward(call)
@@ -317,7 +313,7 @@ class ShardedParam:
 
 
 def receiving(sharded_params: Iterable[ShardedParam]) -> list[bool]:
-    """Return for each parameter whether the current backward will add to its ``.grad``."""
+    """Return whether the current backward will add to each ``.grad``; ``autograd.grad`` for other tensors does not."""
     # Never cached: torch.utils.swap_tensors exchanges the autograd node of a tensor as well.
     return [
         node is not None and will_execute(node) for node in accumulators_of(sharded.param for sharded in sharded_params)
