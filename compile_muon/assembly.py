@@ -88,9 +88,9 @@ def assemble(
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update, costs=costs, status=RankStatus(group, device))
     shared_sequences = None if sequence_plan is None else SharedSequences(sequence_plan, compares=compares)
     features: list[Extension] = [each for each in (stages, offloaded, shared_sequences) if each is not None]
-    provider = hooks_of([*features, *extensions]).state_provider
+    ledger.hooks = hooks_of([*features, *extensions])
     sharded_params = shard_model(
-        model, assignments, config, ranks, roles, ledger, all_graph_scalars, device, provider, expert_plan
+        model, assignments, config, ranks, roles, ledger, all_graph_scalars, device, expert_plan
     )
     if shared_sequences is not None:
         assert ranks is not None

@@ -71,18 +71,16 @@ def plan(config: Config, model: nn.Module, *, partial: bool) -> tuple[dict[str, 
         methods=(config.method, config.auxiliary),
     )
     assignments = with_views(config, assignments, model)
-    return assignments, _planned(config, assignments, model)
+    return assignments, _planned(config, assignments, members)
 
 
-def _planned(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> list[Group]:
+def _planned(config: Config, assignments: Mapping[str, Assignment], members: Mapping[str, GroupConfig]) -> list[Group]:
     """Return the groups of the trained parameters: matrices before the rest, defaults before configured groups.
 
     A configured group whose parameters have several methods, or of which some decay and some do not, becomes several
     groups, told apart by the suffixes ``_<method>`` and ``_no_decay`` of their names.
     """
-    named = dict(model.named_parameters())
     trained = {name: a for name, a in assignments.items() if a.algorithm != "frozen"}
-    members = _members(config, list(trained), named)
     methods_of = defaultdict[str, set[str]](set)
     for name, group in members.items():
         methods_of[group.name].add(trained[name].algorithm)

@@ -23,7 +23,6 @@ from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
 from compile_muon.engine.dtensor_parameter import ShardedParameter, carry_hooks, sharded_parameter
 from compile_muon.engine.dtensors import contiguous_stride, has_memory, local_tensor, user_attributes
-from compile_muon.engine.hooks import StateProvider
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.other_holders import make_stale
 from compile_muon.engine.sharded_param import ShardedParam
@@ -144,16 +143,15 @@ def shard_model(
     ledger: Ledger,
     all_graph_scalars: Mapping[str, Tensor],
     device: torch.device,
-    provider: StateProvider,
     spread: ExpertPlan | None = None,
 ) -> list[ShardedParam]:
     """Shard every parameter of ``model`` in place, put markers in front of it, and return the sharded parameters.
 
     Parameters are all on one device, or all on the meta device; the result is in ``named_parameters()`` order.
-    ``all_graph_scalars``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``provider`` keeps states that are not
-    resident. ``spread`` moves experts to their ranks once all ranks agree.
+    ``all_graph_scalars``: fp32 ``(1 - momentum, momentum)`` by parameter name. ``spread`` moves experts to their ranks
+    once all ranks agree.
     """
-    named = dict(model.named_parameters())
+    named, provider = dict(model.named_parameters()), ledger.hooks.state_provider
     costs = costs_for(config.machine, device.type)
     specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
     owners = owners_of(specs, ledger.costs)
