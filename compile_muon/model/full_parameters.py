@@ -56,9 +56,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             as before then.
     """
     snapshots = [ModuleSnapshot(path, inner) for path, inner in module.named_modules()]
-    sharded_params = list(
-        {id(sharded): sharded for snapshot in snapshots for sharded in snapshot.sharded_params.values()}.values()
-    )
+    sharded_params = list(dict.fromkeys(a for snapshot in snapshots for a in snapshot.sharded_params.values()))
     for sharded in sharded_params:
         if sharded.name in sharded.ledger.unsharded:
             raise UnsupportedModelError(
@@ -67,7 +65,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             )
     with ordinary_tensors():
         gathered = gather_whole(sharded_params)
-        params: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
+        params: dict[ShardedParam, Any] = {a: _parameter(a, gathered[a]) for a in sharded_params}
     fingerprints = None if write else _fingerprints(sharded_params, params)
     for snapshot in snapshots:
         snapshot.open(params)
@@ -78,10 +76,8 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         problems = [problem for snapshot in snapshots for problem in snapshot.problems()] + _came(snapshots)
         for snapshot in snapshots:
             # Tied modules write one key; `_untied` reports those that hold different parameters by now.
-            params |= {
-                id(sharded): snapshot.module.__dict__["_parameters"].get(name)
-                for name, sharded in snapshot.sharded_params.items()
-            }
+            parameters = snapshot.module.__dict__["_parameters"]
+            params |= {sharded: parameters.get(name) for name, sharded in snapshot.sharded_params.items()}
         problems = problems or _untied(snapshots, params)
     finally:
         children = [dict(snapshot.module._modules) for snapshot in snapshots]
@@ -113,13 +109,13 @@ class ModuleSnapshot:
         self.trained = {name: sharded.param.requires_grad for name, sharded in self.sharded_params.items()}
         self.dtypes: dict[str, torch.dtype] = {}  # of the whole parameters that `open` put in
 
-    def open(self, unsharded: dict[int, Any]) -> None:
-        """Put whole parameters into the module; `unsharded`: by the id of the sharded parameter."""
+    def open(self, unsharded: dict[ShardedParam, Any]) -> None:
+        """Put whole parameters into the module; `unsharded`: by sharded parameter."""
         self.module.__class__ = original_class(self.cls)
         for name, sharded in self.sharded_params.items():
             del self.module.__dict__[sharded_param_key(name)]
-            self.module.__dict__["_parameters"][name] = unsharded[id(sharded)]
-            self.dtypes[name] = unsharded[id(sharded)].dtype
+            self.module.__dict__["_parameters"][name] = unsharded[sharded]
+            self.dtypes[name] = unsharded[sharded].dtype
 
     def close(self) -> None:
         """Restore the class, parameters and children."""
@@ -133,14 +129,14 @@ class ModuleSnapshot:
         for name, sharded in self.sharded_params.items():
             self.module.__dict__[sharded_param_key(name)] = sharded
 
-    def problems(self, among: Container[int] | None = None) -> list[str]:
-        """List changes that cannot be written back; `among`: ids of the sharded parameters to check, None for all."""
+    def problems(self, among: Container[ShardedParam] | None = None) -> list[str]:
+        """List changes that cannot be written back; `among`: the parameters to check, None for all."""
         parameters = self.module.__dict__["_parameters"]
         added = [name for name in parameters if name not in self.parameters and parameters[name] is not None]
         problems = [f"{self.prefix}{name}: was added; add it before MuonZero" for name in added]
         for name, sharded in self.sharded_params.items():
             problem = self._problem(name, sharded, parameters.get(name))
-            if problem and (among is None or id(sharded) in among):
+            if problem and (among is None or sharded in among):
                 problems.append(f"{self.prefix}{name}: {problem}")
         return problems
 
@@ -183,12 +179,12 @@ def _came(held: Sequence[ModuleSnapshot]) -> list[str]:
     ]
 
 
-def _untied(held: Sequence[ModuleSnapshot], unsharded: dict[int, Any]) -> list[str]:
+def _untied(held: Sequence[ModuleSnapshot], unsharded: dict[ShardedParam, Any]) -> list[str]:
     return [
         f"{snapshot.prefix}{name}: is tied to {sharded.name}, but one of them was replaced alone"
         for snapshot in held
         for name, sharded in snapshot.sharded_params.items()
-        if snapshot.module.__dict__["_parameters"][name] is not unsharded[id(sharded)]
+        if snapshot.module.__dict__["_parameters"][name] is not unsharded[sharded]
     ]
 
 
@@ -208,29 +204,28 @@ def _edited(sharded_params: Sequence[ShardedParam], before: Tensor | None, after
     ]
 
 
-def _fingerprints(sharded_params: Sequence[ShardedParam], unsharded: dict[int, Any]) -> Tensor | None:
-    return fingerprint([local_tensor(unsharded[id(sharded)]) for sharded in sharded_params]) if sharded_params else None
+def _fingerprints(sharded_params: Sequence[ShardedParam], unsharded: dict[ShardedParam, Any]) -> Tensor | None:
+    return fingerprint([local_tensor(unsharded[sharded]) for sharded in sharded_params]) if sharded_params else None
 
 
 # -------------------------------------------------------------------------------------- collectives
 
 
 @torch.no_grad()
-def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
-    """Return the whole values in master dtype, by the id of the sharded parameter, each in memory of its own."""
-    whole_by_id: dict[int, Tensor] = {}
+def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[ShardedParam, Tensor]:
+    """Return the whole values in master dtype, by sharded parameter, each in memory of its own."""
+    wholes: dict[ShardedParam, Tensor] = {}
     for bucket in buckets(sharded_params, lambda spec: spec.dtype):
         shards = [sharded.local.detach() for sharded in bucket]
         if not bucket[0].spec.layout.sharded:
-            whole_by_id |= {id(sharded): shard.clone() for sharded, shard in zip(bucket, shards, strict=True)}
+            wholes |= {sharded: shard.clone() for sharded, shard in zip(bucket, shards, strict=True)}
             continue
         # `dtype`, the master's, and not `compute_dtype`.
         specs = [sharded.spec for sharded in bucket]
-        wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
-        # safetensors refuses tensors that share a storage, as parts of a bucket do.
-        separate = [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in wholes]
-        whole_by_id |= {id(sharded): unsharded for sharded, unsharded in zip(bucket, separate, strict=True)}
-    return whole_by_id
+        for sharded, x in zip(bucket, gather_pieces(shards, specs, decode_dtype(specs[0].dtype)), strict=True):
+            # safetensors refuses tensors that share a storage, as parts of a bucket do.
+            wholes[sharded] = x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+    return wholes
 
 
 def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
@@ -246,7 +241,7 @@ def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -
 
 
 @torch.no_grad()
-def _write(sharded_params: Sequence[ShardedParam], values: dict[int, Any]) -> None:
+def _write(sharded_params: Sequence[ShardedParam], values: dict[ShardedParam, Any]) -> None:
     """Broadcast the values of the first rank that has the same part of the model, and copy this rank's rows."""
     # Only copies are broadcast over the axis `tensor` too; its slices differ by rank, so the two share no bucket.
     kinds = [
@@ -254,7 +249,7 @@ def _write(sharded_params: Sequence[ShardedParam], values: dict[int, Any]) -> No
         for joined in (True, False)
     ]
     for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
-        parts = [local_tensor(values[id(sharded)]).detach() for sharded in bucket]
+        parts = [local_tensor(values[sharded]).detach() for sharded in bucket]
         layout = bucket[0].spec.layout
         axes = [
             axis for axis in (layout.everyone, *([] if layout.tensor_parallel else [layout.tensor])) if not axis.alone

@@ -108,7 +108,7 @@ def _initialize(
     wire = Wire(group, device, status)
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
-    done: set[int] = set()
+    done: set[ShardedParam] = set()
     order: list[nn.Module] = []
     nn.Module.apply(model, order.append)  # children first
     modules = [m for m in dict.fromkeys(order) if only is None or any(m is each for each in only)]
@@ -118,13 +118,13 @@ def _initialize(
         for module in modules:
             prefix = f"{paths[id(module)]}."
             values = _run(module, init, paths, device, dtypes)
-            names = {id(sharded): prefix + name for name, sharded in sharded_params_of(module).items()}
+            names = {sharded: prefix + name for name, sharded in sharded_params_of(module).items()}
             for sharded, value in values:
                 # Hugging Face ties after it has initialized: what will be another's does not count.
-                name = names.get(id(sharded), "").lstrip(".")
-                if id(sharded) in done and name and any(re.search(pattern, name) for pattern in tied):
+                name = names.get(sharded, "").lstrip(".")
+                if sharded in done and name and any(re.search(pattern, name) for pattern in tied):
                     continue
-                done.add(id(sharded))
+                done.add(sharded)
                 wire.deal(Entry(sharded.param, sharded), value if wire.rank == 0 else None)
             for buffer in module._buffers.values():
                 if buffer is not None:
@@ -135,10 +135,10 @@ def _initialize(
 class _Edits(TorchDispatchMode):
     """Notes which of some tensors on the meta device are written to, through ``.data`` and views too."""
 
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[ShardedParam, Tensor]) -> None:
         super().__init__()
         self._keys = {tensor.untyped_storage()._cdata: key for key, tensor in tensors.items()}
-        self.edited: set[int] = set()
+        self.edited: set[ShardedParam] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
@@ -157,21 +157,21 @@ def _run(
     numbers.
     """
     snapshots = [ModuleSnapshot(paths[id(inner)], inner) for inner in module.modules()]
-    sharded_params = {id(sharded): sharded for snapshot in snapshots for sharded in snapshot.sharded_params.values()}
-    module_param_ids = {id(sharded) for sharded in snapshots[0].sharded_params.values()}
-    wanted = set(module_param_ids)
+    sharded_params = dict.fromkeys(a for snapshot in snapshots for a in snapshot.sharded_params.values())
+    own = set(snapshots[0].sharded_params.values())
+    wanted = set(own)
     begun = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
-        # In the same order on every rank, which ids have not.
-        others = [sharded for key, sharded in sharded_params.items() if key in wanted - module_param_ids]
+        # In the same order on every rank, which a set has not.
+        others = [sharded for sharded in sharded_params if sharded in wanted - own]
         gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.model_parallel])
-        gathered |= {id(a): cast(Any, a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel}
-        unsharded: dict[int, Any] = {}
-        for key, sharded in sharded_params.items():
+        gathered |= {a: cast(Any, a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel}
+        unsharded: dict[ShardedParam, Any] = {}
+        for sharded in sharded_params:
             shape, dtype = sharded.spec.layout.unsharded_shape, dtypes.get(sharded.name, sharded.param.dtype)
-            place = device if key in wanted else "meta"
-            values = gathered[key].to(dtype) if key in gathered else torch.empty(shape, dtype=dtype, device=place)
-            unsharded[key] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
+            empty = torch.empty(shape, dtype=dtype, device=device if sharded in wanted - gathered.keys() else "meta")
+            values = gathered[sharded].to(dtype) if sharded in gathered else empty
+            unsharded[sharded] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
         edits = _Edits({key: value.detach() for key, value in unsharded.items() if key not in wanted})
         for snapshot in snapshots:
             snapshot.open(unsharded)
@@ -182,7 +182,7 @@ def _run(
                 problem for snapshot in snapshots for problem in (*snapshot.rearranged(), *snapshot.problems(wanted))
             ]
             now = {
-                id(a): snapshot.module._parameters.get(name)
+                a: snapshot.module._parameters.get(name)
                 for snapshot in snapshots
                 for name, a in snapshot.sharded_params.items()
             }
@@ -198,4 +198,4 @@ def _run(
             torch.cuda.set_rng_state(begun[1], device)
     if problems:
         raise UnsupportedModelError("init: " + listed(problems))
-    return [(sharded_params[k], value.detach()) for k, value in now.items() if k in wanted and value is not None]
+    return [(a, value.detach()) for a, value in now.items() if a in wanted and value is not None]

@@ -93,7 +93,7 @@ def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGr
     UnsupportedModelErrors say that nothing in the model is sharded, that it is inside a ``full_parameters`` block, or
     that its parameters are shared by different groups of ranks.
     """
-    sharded_params = list({id(a): a for inner in module.modules() for a in sharded_params_of(inner).values()}.values())
+    sharded_params = list(dict.fromkeys(a for inner in module.modules() for a in sharded_params_of(inner).values()))
     if not sharded_params:
         raise UnsupportedModelError(
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
