@@ -39,10 +39,10 @@ class StateRequest(Enum):
     ALL = "all"  # states and master weights, to be written
 
 
-_Bucketwise: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
-#: ``(parameters, request)`` -> some of the parameters at a time, and the states of each, to which writes are kept. A
-#: momentum that its fetch has moved is not among them.
-ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], _Bucketwise]"
+#: some of the parameters at a time, and the states of each, to which writes are kept; without a momentum that its fetch
+#: has moved
+Provided: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
+ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], Provided]"
 
 
 class StateProvider:
@@ -65,9 +65,7 @@ class StateProvider:
         """Write the momentum to ``out``, for a direction of ``grad``; a subclass may move its own copy toward it."""
         raise LedgerError(f"{sharded.name}: its momentum is kept by the optimizer of the model that this is a copy of")
 
-    def provide(
-        self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
-    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+    def provide(self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int) -> Provided:
         """Yield the states of these parameters, some parameters at a time, for step number ``step``; writes to them are
         kept.
 

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.config import FrameOptions
-from compile_muon.engine.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
+from compile_muon.engine.frame import Lowered, Lowering, eager_codegen, lower_and_compile
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
@@ -136,11 +136,6 @@ class StepGraphs:
             ledger = sharded_params[0].ledger
             title = f"step{len(self._compiled)}"
             ctx = PassContext(GraphKind.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
-            lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
+            codegen = eager_codegen if options.codegen == "eager" else partial(compile_fx_inner, is_inference=True)
+            lowering = self.lowering or partial(lower_and_compile, codegen=codegen)
             return lowering(gm, inputs, ctx)
-
-
-_CODEGEN: dict[str, Codegen] = {
-    "inductor": partial(compile_fx_inner, is_inference=True),
-    "eager": eager_codegen,
-}

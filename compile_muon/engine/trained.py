@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.engine.dtensors import like_parameter, local_tensor, pinned_numbers
-from compile_muon.engine.hooks import StateProvider, StateRequest
+from compile_muon.engine.hooks import Provided, StateProvider, StateRequest
 from compile_muon.engine.ledger import Ledger
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import new_state
@@ -46,9 +46,7 @@ class OptimizerState:
         self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # states of extensions
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
-    def provide(
-        self, sharded_params: Sequence[ShardedParam], what: StateRequest
-    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+    def provide(self, sharded_params: Sequence[ShardedParam], what: StateRequest) -> Provided:
         """Yield the states of these parameters, to be read and written; all at once where they are resident."""
         if not self.state_provider.all_resident:
             yield from self.state_provider.provide(sharded_params, what, self.ledger.status.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from compile_muon.config import Config, OffloadConfig
 from compile_muon.engine import Engine, Extension
 from compile_muon.engine.commit import advance, round_masters
 from compile_muon.engine.dtensors import local_tensor
-from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, StateProvider, StateRequest
+from compile_muon.engine.hooks import GRADIENT, MASTER, ROWS, Provided, StateProvider, StateRequest
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.states import method_of_matrix
 from compile_muon.engine.step_checks import StepChecks
@@ -151,9 +151,7 @@ class OffloadedStates(StateProvider, Extension):
 
     # ------------------------------------------------------------------ steps
 
-    def provide(
-        self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
-    ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+    def provide(self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int) -> Provided:
         self._drop_broken_off()
         self.provided = [], []
         if resident := [sharded for sharded in sharded_params if sharded.name not in self.layout.kept]:

@@ -202,7 +202,7 @@ class _Noted:
 
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
-    ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
         for bucket_params, states in self.provider.provide(sharded_params, what, step):
             buckets, read_only = self.provider.provided
