@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compile_muon.engine.dtensors import local_tensor, pinned_numbers
+from compile_muon.engine.dtensors import edits_of, local_tensor, pinned_numbers
 from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step_checks import StepChecks
@@ -227,7 +227,7 @@ class StepGraphCache:
         recording.replay()
         torch.autograd.graph.increment_version(recording.written)  # a replay does not count edits
         for sharded in recording.resident:
-            sharded.note_refreshed()
+            sharded.refreshed_at = edits_of(sharded.param)
         results = recording.launched
         # The next replay overwrites the norm, which users keep.
         return StepResult(results.checks.again(checks), results.norm.clone(), results.traffic)

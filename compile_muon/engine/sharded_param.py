@@ -139,11 +139,6 @@ class ShardedParam:
         self.momentum_buffer = buffer if is_resident else self.momentum
         hold(self.momentum, self)
 
-    @property
-    def factor(self) -> float:
-        """The momentum rate in :attr:`graph_scalars`."""
-        return self.rates[0] if self.rates else 0.0
-
     def enter(self, phase: Any, *, joined: bool) -> None:
         """Choose the graph of the next step by ``phase`` and ``joined`` of :class:`~.passes.methods.MatrixMethod`."""
         if self.entered != (phase, joined):
@@ -153,14 +148,9 @@ class ShardedParam:
     def begin_refresh(self, refresh: Any) -> None:
         """Note that ``refresh`` is gathering the resident weight."""
         assert self.resident is not None
-        self.refresh = refresh
-        self.note_refreshed()
+        self.refresh, self.refreshed_at = refresh, edits_of(self.param)
         # Autograd must refuse a backward that saved the weight before this refresh.
         torch.autograd.graph.increment_version(self.resident)
-
-    def note_refreshed(self) -> None:
-        """Note that the resident weight is, or is being, gathered from the shards as they are."""
-        self.refreshed_at = edits_of(self.param)
 
     def place_gradient(self) -> None:
         """Redistribute ``.grad`` as the parameter is placed; collective if eager code left it otherwise placed."""

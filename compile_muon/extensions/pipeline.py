@@ -43,12 +43,9 @@ _REMEDY = (
 class Outlook(IntEnum):
     """A stage's course after the first gather."""
 
-    READY = 0
-    """It has all directions."""
-    LATER = 1
-    """It makes some, which may turn out not to be finite."""
-    WRONG = 2
-    """It has something that is not finite."""
+    READY = 0  # it has all directions
+    LATER = 1  # it makes some, which may turn out not to be finite
+    WRONG = 2  # it has something that is not finite
 
 
 def _outlook(decision: Decision) -> Outlook:

@@ -209,16 +209,12 @@ class MuonClip(Extension):
             if found_inf is not None:
                 factor = torch.where(found_inf == 1, torch.ones_like(factor), factor)
             shared = factor.view(keys.count, -1).amin(1)
-            for weight, rows, power in attention.scaled:
-                _scale(weight, rows, shared.repeat_interleave(rows.count // keys.count) ** power)
+            for sharded, heads, power in attention.scaled:
+                local, factors = sharded.local.detach(), shared.repeat_interleave(heads.count // keys.count) ** power
+                of_rows = torch.cat([factors, factors.new_ones(1)])[heads.numbers].to(local.dtype)
+                local.mul_(of_rows[:, None] if local.ndim > heads.dim + 1 else of_rows)
         self.max_logit = largest.max()
 
     def metrics(self) -> Mapping[str, float]:
         """Return ``max_logit``."""
         return {"max_logit": math.nan if self.max_logit is None else float(self.max_logit)}
-
-
-def _scale(sharded: ShardedParam, heads: _Heads, factors: Tensor) -> None:
-    local = sharded.local.detach()
-    of_rows = torch.cat([factors, factors.new_ones(1)])[heads.numbers].to(local.dtype)
-    local.mul_(of_rows[:, None] if local.ndim > heads.dim + 1 else of_rows)

@@ -133,7 +133,8 @@ class OffloadedStates(StateProvider, Extension):
             chunk.part(out).copy_(momentum)
             # A method's own `advance` may need the direction, which is not made yet.
             if self._buffers.in_file(bucket) and method.advance is None:
-                advance(method, [momentum], [chunk.part(grad)], [], {"momentum": sharded.factor})
+                rates = {"momentum": sharded.rates[0] if sharded.rates else 0.0}
+                advance(method, [momentum], [chunk.part(grad)], [], rates)
                 self._codec.encode(momentum, parts, sharded.name, sharded.ledger.status.step)
                 wrong.append(not_finite([momentum])[0])
                 self._buffers.close(bucket)
