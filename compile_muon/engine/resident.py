@@ -148,7 +148,10 @@ class Refresh:
         work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
         refresh = cls(gather, name, work, sending, received)
         for sharded in sharded_params:
-            sharded.begin_refresh(refresh)
+            assert sharded.resident is not None
+            sharded.refresh, sharded.refreshed_at = refresh, edits_of(sharded.param)
+            # Autograd must refuse a backward that saved the weight before this refresh.
+            torch.autograd.graph.increment_version(sharded.resident)
         return refresh
 
     @torch.no_grad()

@@ -145,13 +145,6 @@ class ShardedParam:
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
             self.entered = phase, joined
 
-    def begin_refresh(self, refresh: Any) -> None:
-        """Note that ``refresh`` is gathering the resident weight."""
-        assert self.resident is not None
-        self.refresh, self.refreshed_at = refresh, edits_of(self.param)
-        # Autograd must refuse a backward that saved the weight before this refresh.
-        torch.autograd.graph.increment_version(self.resident)
-
     def place_gradient(self) -> None:
         """Redistribute ``.grad`` as the parameter is placed; collective if eager code left it otherwise placed."""
         param, grad = self.param, self.grad

@@ -60,11 +60,6 @@ class Running:
         """Whether each rank computes a share of the images; without gradients a rank may be alone and computes all."""
         return torch.is_grad_enabled() and self.batch.wanted != "whole"
 
-    def look_for_cache(self, kwargs: dict[str, Any]) -> None:
-        """Set ``reads`` from the keyword arguments of the first block."""
-        has_cache = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
-        self.reads = has_cache and self.batch.wanted != "cut"
-
 
 _PERIOD = 8191  # a prime: weights of positions repeat with it
 #: arguments that losses read

@@ -54,7 +54,8 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         if first and passes_on:
-            running.look_for_cache(kwargs)
+            has_cache = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
+            running.reads = has_cache and running.batch.wanted != "cut"
         if running.alone:
             return args, kwargs
         if first:
