@@ -67,10 +67,18 @@ class Gather:
     @classmethod
     def of(cls, sharded_params: Sequence[ShardedParam]) -> Gather:
         specs = tuple(sharded.spec for sharded in sharded_params)
-        axis, widths = _last_gather(specs)
-        return cls(
-            tuple(sharded_params), specs, _gathered_alone(sharded_params[0]), axis, tuple(widths), _traffic(specs)
-        )
+        layout, itemsize = specs[0].layout, decode_dtype(specs[0].compute_dtype).itemsize
+        collective = "all_to_all" if layout.pairwise else "all_gather"
+        # The last gather first: it ends in the resident weights.
+        over = [(layout.shard, shard_widths(specs))] if layout.replicated_weight else []
+        over += [(layout.replicate, piece_widths(specs))] if layout.cut_twice else []
+        sent = Traffic()
+        for axis, widths in over:
+            nbytes = sum(widths) * itemsize * (axis.size - 1)
+            sent = sent + Traffic(nbytes, ((collective, 1),), by_axis=((axis.name, nbytes),))
+        axis, widths = over[0]
+        alone = _gathered_alone(sharded_params[0])
+        return cls(tuple(sharded_params), specs, alone, axis.serving(Category.REFRESH), tuple(widths), sent)
 
 
 def gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
@@ -102,14 +110,6 @@ def _gathered_alone(sharded: ShardedParam) -> bool:
     start = gather_start(layout, sharded.ledger.costs)
     even = layout.shape[0] % parts == 0 and nbytes >= max(_ALONE_BYTES, _ALONE_STARTS * start)
     return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
-
-
-def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
-    """Return the axis of the gather that ends in the resident weights, and the elements a rank sends of each."""
-    layout = specs[0].layout
-    if layout.replicated_weight:
-        return layout.shard.serving(Category.REFRESH), shard_widths(specs)
-    return layout.replicate.serving(Category.REFRESH), piece_widths(specs)
 
 
 def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
@@ -209,23 +209,6 @@ def start_refresh(sharded_params: Sequence[ShardedParam]) -> Traffic:
             Refresh.start(gather, name)
         total = total + gather.sent
     return total
-
-
-def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
-    """Return the traffic of parameters that share a gather."""
-    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
-    total = Traffic()
-    if layout.replicated_weight:
-        total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.pairwise)
-    if layout.cut_twice:
-        total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.pairwise)
-    return total
-
-
-def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Traffic:
-    """Return the traffic of one gather over ``axis``."""
-    nbytes = sum(widths) * dtype.itemsize * (axis.size - 1)
-    return Traffic(nbytes, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, nbytes),))
 
 
 def start_refresh_by_owner(sharded_params: Sequence[ShardedParam]) -> None:
