@@ -127,8 +127,7 @@ def states_of(optimizer: MuonZero, sharded: ShardedParam) -> Iterator[tuple[str,
 
 def groups_of(optimizer: MuonZero) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
     """Return hyperparameters, and names of parameters, by the name of the group."""
-    names = {id(sharded.param): sharded.name for sharded in optimizer.engine.params}
-    members = {group["name"]: [names[id(param)] for param in group["params"]] for group in optimizer.param_groups}
+    members = {group["name"]: [*group["param_names"]] for group in optimizer.param_groups}
     return {group["name"]: values_of(group) for group in optimizer.param_groups}, members
 
 

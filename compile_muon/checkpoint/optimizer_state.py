@@ -23,15 +23,15 @@ from compile_muon.weights.wire import Entry, Wire
 
 def _slots(optimizer: MuonZero, ranks: Wire) -> Iterator[tuple[tuple[str, str], Entry]]:
     """Yield parameter and slot, and tensor, the same on every rank."""
-    sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
-    numbers = {a.name: matrices_here(a) for a in sharded_params.values() if a.owners}
+    numbers = {sharded.name: matrices_here(sharded) for sharded in optimizer.engine.params if sharded.owners}
     holders = {
         (name, number): rank
         for rank, held in enumerate(ranks.gather(numbers) if numbers else ())
         for name, own in held.items()
         for number in own
     }
-    for sharded in [sharded_params[id(param)] for group in optimizer.param_groups for param in group["params"]]:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        sharded = optimizer.engine.step.sharded_params[param]
         for slot, value, matrix in states_of(optimizer, sharded):
             if matrix is not None:
                 yield (sharded.name, slot), Entry(value, None, holders[sharded.name, matrix])

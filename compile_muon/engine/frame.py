@@ -275,17 +275,10 @@ class BackwardGraph:
             purposes = [Purpose.REDUCE] * len(purposes)
 
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
-            params_purposes = list(zip(sharded_params, purposes, strict=True))
-            return BackwardRequest(
-                purposes=tuple(purposes),
-                unreduced=tuple(
-                    [
-                        delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
-                        for (a, p), delivers in zip(params_purposes, receives, strict=True)
-                    ]
-                ),
-                carried=tuple([p is Purpose.SPECULATE and a.grad is not None for a, p in params_purposes]),
-            )
+            rows = list(zip(sharded_params, purposes, receives, strict=True))
+            unreduced = [gets and p is not Purpose.ACCUMULATE and a.sums.available(call) for a, p, gets in rows]
+            carried = [p is Purpose.SPECULATE and a.grad is not None for a, p, _ in rows]
+            return BackwardRequest(tuple(purposes), tuple(unreduced), tuple(carried))
 
         wanted = request(purposes)
         speculative = [variant for variant in self._variants if Purpose.SPECULATE in variant.purposes]
