@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_muon.errors import listed
-from compile_muon.files.tensors import Box, TensorFacts
+from compile_muon.files.tensors import Box, TensorFacts, common, indices_of, volume, within
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,13 @@ class Block:
 
 def boxes(blocks: Iterable[Block], region: Sequence[slice], local: Tensor) -> Iterator[Box]:
     """Yield the boxes to read from `blocks` into `local`, the shard that covers `region` of the model's tensor."""
+    part = tuple(range(cut.start, cut.stop) for cut in region)
     for block in blocks:
-        first = [max(start, part.start) for start, part in zip(block.start, region, strict=True)]
-        last = [
-            min(start + size, part.stop) for start, size, part in zip(block.start, block.shape, region, strict=True)
-        ]
-        if any(stop <= start for start, stop in zip(first, last, strict=True)):
+        both = common(indices_of(block.start, block.shape), part)
+        if not volume(both):
             continue
-        here = tuple(slice(f - part.start, s - part.start) for f, s, part in zip(first, last, region, strict=True))
-        offsets = tuple(f - start for f, start in zip(first, block.start, strict=True))
-        target = local[here]
+        target = local[within(both, part)]
+        offsets = tuple(here.start - start for here, start in zip(both, block.start, strict=True))
         yield Box(block.stored, offsets[1:], target[0]) if block.expert else Box(block.stored, offsets, target)
 
 

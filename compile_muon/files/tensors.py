@@ -201,15 +201,15 @@ class Reader:
         """Read ``boxes``, file by file, :func:`converted` to the dtypes of their targets."""
         wanted = defaultdict[str, list[tuple[Box, _Piece, Indices]]](list)
         for box in boxes:
-            indices = _indices(box.offsets, box.target.shape)
+            indices = indices_of(box.offsets, box.target.shape)
             for piece in self._pieces[box.stored]:
-                if _size(both := _common(indices, piece.box)):
+                if volume(both := common(indices, piece.box)):
                     wanted[piece.file].append((box, piece, both))
         for name, requests in wanted.items():
             with self._opened(name) as stored:
                 for box, piece, both in requests:
-                    target = box.target[_within(both, _indices(box.offsets, box.target.shape))]
-                    part = stored.get_slice(box.stored)[_within(both, piece.box)]
+                    target = box.target[within(both, indices_of(box.offsets, box.target.shape))]
+                    part = stored.get_slice(box.stored)[within(both, piece.box)]
                     target.copy_(converted(box.stored, part, target.dtype))
 
     @contextmanager
@@ -239,7 +239,7 @@ class Reader:
                 first = [0] * len(shape) if cuts is None else cuts[key][_OFFSETS]
                 if len(first) != len(shape) or not all(type(n) is int and 0 <= n < 2**62 for n in first):
                     raise ValueError(f"{_OFFSETS} = {first!r} of {key!r} is no place of a shard {shape}")
-                yield key, _Piece(name, _indices(first, shape), _getdtype(part.get_dtype()), cuts is not None)
+                yield key, _Piece(name, indices_of(first, shape), _getdtype(part.get_dtype()), cuts is not None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             said = f"its header says nonsense ({type(error).__name__}: {error})"
             raise CheckpointError(f"{self._folder / name}: {said}") from error
@@ -256,15 +256,15 @@ class Reader:
             raise CheckpointError(f"{self._folder}: {name} has several dtypes, or numbers of dims: {_files(pieces)}")
         shape = tuple(max(part.stop for part in parts) for parts in zip(*(p.box for p in pieces), strict=True))
         missing, kept = [tuple(map(range, shape))], list[_Piece]()
-        for piece in sorted(pieces, key=lambda piece: -_size(piece.box)):
+        for piece in sorted(pieces, key=lambda piece: -volume(piece.box)):
             rest = [part for box in missing for part in _without(box, piece.box)]
-            new = sum(map(_size, missing)) - sum(map(_size, rest))
-            if new < _size(piece.box):
+            new = sum(map(volume, missing)) - sum(map(volume, rest))
+            if new < volume(piece.box):
                 self._compare(name, piece, kept)
             if new or not kept:
                 kept.append(piece)
             missing = rest
-        if any(map(_size, missing)):
+        if any(map(volume, missing)):
             where = ", ".join(f"{part.start}:{part.stop}" for part in missing[0])
             raise CheckpointError(
                 f"{self._folder}: {name}[{where}] is in none of the files, which hold other rows of {list(shape)}; "
@@ -276,12 +276,12 @@ class Reader:
     def _compare(self, name: str, piece: _Piece, others: Iterable[_Piece]) -> None:
         """Compare the bits that ``piece`` and others have in the same places."""
         for other in others:
-            if not _size(both := _common(piece.box, other.box)):
+            if not volume(both := common(piece.box, other.box)):
                 continue
             values = []
             for holder in (piece, other):
                 with self._opened(holder.file) as stored:
-                    part = stored.get_slice(name)[_within(both, holder.box)]
+                    part = stored.get_slice(name)[within(both, holder.box)]
                     values.append(part.contiguous().reshape(-1).view(torch.uint8).clone())
             if not torch.equal(*values):
                 raise CheckpointError(
@@ -294,27 +294,30 @@ def _files(pieces: Iterable[_Piece]) -> str:
     return " and ".join(dict.fromkeys(piece.file for piece in pieces))
 
 
-def _indices(first: Iterable[int], shape: Iterable[int]) -> Indices:
+def indices_of(first: Iterable[int], shape: Iterable[int]) -> Indices:
+    """Return the indices of a part of this shape, from its first index."""
     return tuple(range(start, start + size) for start, size in zip(first, shape, strict=True))
 
 
-def _size(box: Indices) -> int:
+def volume(box: Indices) -> int:
+    """Return the number of elements."""
     return math.prod(map(len, box))
 
 
-def _common(one: Indices, two: Indices) -> Indices:
+def common(one: Indices, two: Indices) -> Indices:
+    """Return the indices in both; those of a dim are empty where there are none."""
     return tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, two, strict=True))
 
 
-def _within(box: Indices, outer: Indices) -> tuple[slice, ...]:
-    """Slices of ``outer`` that are ``box``."""
+def within(box: Indices, outer: Indices) -> tuple[slice, ...]:
+    """Return the slices of ``outer`` that are ``box``."""
     return tuple(slice(b.start - o.start, b.stop - o.start) for b, o in zip(box, outer, strict=True))
 
 
 def _without(box: Indices, cut: Indices) -> Iterator[Indices]:
     """Cut ``box`` into what is outside of ``cut``."""
-    both = _common(box, cut)
-    if not _size(both):
+    both = common(box, cut)
+    if not volume(both):
         yield box
         return
     for dim, (part, inner) in enumerate(zip(box, both, strict=True)):
