@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from compile_muon.errors import config_error
+from compile_muon.passes.exchange.transfers import all_to_all
 
 #: dimension of a mesh along which ranks hold different experts
 AXIS = "expert"
@@ -93,7 +94,7 @@ def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tens
     size, group = dispatch.size, dispatch.group
     sent_counts = counts.view(size, -1)
     even = [sent_counts.shape[1]] * size
-    received_counts = _all_to_all(counts, even, even, group).view(size, -1)
+    received_counts = all_to_all(counts, even, even, group).view(size, -1)
     # The only host synchronization.
     sizes = torch.cat((sent_counts.sum(1), received_counts.sum(1))).tolist()
     # In a graph these sizes depend on data: the tracer needs their bounds.
@@ -241,7 +242,7 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
         return
     own_count = torch.full((dispatch.size,), tokens, device=device)
     ones = [1] * dispatch.size
-    token_counts = _all_to_all(own_count, ones, ones, dispatch.group).tolist()
+    token_counts = all_to_all(own_count, ones, ones, dispatch.group).tolist()
     if len(set(token_counts)) > 1:
         problem = f"ranks have {token_counts} tokens, and static shapes need as many on each"
         remedy = "pad batches to one length and drop the last incomplete one, or leave it out"
@@ -251,19 +252,13 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
 # ------------------------------------------------------------------------------------------------------- the exchange
 
 
-def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-    """Exchange rows, sorted by rank; `received` and `sent`: rows from and to each rank."""
-    out = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
-    return torch.ops._c10d_functional.wait_tensor(out)
-
-
 class _Exchange(torch.autograd.Function):
-    """:func:`_all_to_all` for autograd: backward sends gradients the other way, and waits for them."""
+    """An all-to-all of rows, sorted by rank, for autograd: backward sends gradients the other way, and waits."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
         ctx.way = received, sent, group
-        return _all_to_all(rows, received, sent, group)
+        return all_to_all(rows.contiguous(), received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
