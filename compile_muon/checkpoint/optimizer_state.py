@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint.contents import fitting_groups, groups_of, states_of
-from compile_muon.engine.states import matrices_here
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.tensors import converted
 from compile_muon.optimizer import MuonZero
@@ -23,20 +22,14 @@ from compile_muon.weights.wire import Entry, Wire
 
 def _slots(optimizer: MuonZero, ranks: Wire) -> Iterator[tuple[tuple[str, str], Entry]]:
     """Yield parameter and slot, and tensor, the same on every rank."""
-    numbers = {sharded.name: matrices_here(sharded) for sharded in optimizer.engine.params if sharded.owners}
-    holders = {
-        (name, number): rank
-        for rank, held in enumerate(ranks.gather(numbers) if numbers else ())
-        for name, own in held.items()
-        for number in own
-    }
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        sharded = optimizer.engine.step.sharded_params[param]
-        for slot, value, matrix in states_of(optimizer, sharded):
-            if matrix is not None:
-                yield (sharded.name, slot), Entry(value, None, holders[sharded.name, matrix])
-            else:
-                yield (sharded.name, slot), Entry(value, sharded if isinstance(value, DTensor) else None)
+    members = [optimizer.engine.step.sharded_params[p] for group in optimizer.param_groups for p in group["params"]]
+    states = [(sharded, *state) for sharded in members for state in states_of(optimizer, sharded)]
+    at_owners = [(sharded.name, slot) for sharded, slot, _, matrix in states if matrix is not None]
+    mine = [(sharded.name, slot) for sharded, slot, value, matrix in states if matrix is not None and not value.is_meta]
+    holders = {key: rank for rank, keys in enumerate(ranks.gather(mine) if at_owners else ()) for key in keys}
+    for sharded, slot, value, _ in states:
+        key = sharded.name, slot
+        yield key, Entry(value, sharded if isinstance(value, DTensor) else None, holders.get(key))
 
 
 def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:

@@ -115,11 +115,6 @@ def each_matrix(sharded: ShardedParam, state: State, held: Tensor) -> Iterator[t
         yield from enumerate(matrices, part.first)
 
 
-def matrices_here(sharded: ShardedParam) -> list[int]:
-    """Return the numbers of the parameter's matrices that this rank owns."""
-    return [part.first + place for part in owned(sharded.spec, sharded.owners) for place in range(part.count)]
-
-
 def every_shape(sharded: ShardedParam, state: State) -> dict[int, tuple[int, int]]:
     """Return the shape of a state for each matrix of the whole parameter, by number."""
     return {number: state.shape(*shape) for number, shape in enumerate(matrix_shapes(sharded.spec))}
