@@ -187,9 +187,9 @@ def commit_states(
         for sharded in group.directions
         for place, part in enumerate(sharded.now.parts)
     ]
-    parts_of: dict[ShardedParam, list[tuple[Part, Tensor | None]]] = {}
-    for part, sums in zip(parts, _sums_of_rows(parts, provide), strict=True):
-        parts_of.setdefault(part.sharded, []).append((part, sums))
+    sums_of, parts_of = _sums_of_rows(parts, provide), dict[ShardedParam, list[Part]]()
+    for part in parts:
+        parts_of.setdefault(part.sharded, []).append(part)
     for group in groups:
         if group.joint and all_resident:
             continue
@@ -203,7 +203,8 @@ def commit_states(
                 by_rows = ROWS in slots
                 if not by_rows or slots[ROWS].storage_offset() == sharded.local.storage_offset():
                     numbers = {} if by_rows else slots
-                    pieces += [_piece(part, numbers, sums, found_inf) for part, sums in parts_of.get(sharded, ())]
+                    for part in parts_of.get(sharded, ()):
+                        pieces.append(_piece(part, numbers, sums_of.get((sharded, part.place)), found_inf))
             for sharded, new_states in group.states.items():
                 old_states = states_at_owner(sharded, rows[sharded]) if sharded in rows else []
                 for old, new in zip(old_states, new_states, strict=False):
@@ -220,20 +221,17 @@ def commit_states(
     return Prepared(groups, all_resident, pieces)
 
 
-def _sums_of_rows(parts: Sequence[Part], provide: ProvideStates) -> list[Tensor | None]:
-    """Return for each part the method's sums over whole rows, where ranks hold columns of the same rows; None where a
-    rank holds whole rows. Collective in the former case."""
+def _sums_of_rows(parts: Sequence[Part], provide: ProvideStates) -> dict[tuple[ShardedParam, int], Tensor | None]:
+    """Return the method's sums over whole rows by parameter and number of the part, where ranks hold columns of the
+    same rows; collective then."""
     cut_parts: dict[ShardedParam, list[Part]] = {}
     for part in parts:
         if part.sharded.spec.cut_in_columns and part.group.method.row_sums is not None:
             cut_parts.setdefault(part.sharded, []).append(part)
-    if not cut_parts:
-        return [None] * len(parts)
-    row_sums: dict[tuple[ShardedParam, int], Tensor | None] = {}
+    sums: dict[tuple[ShardedParam, int], Tensor | None] = {}
     for sharded, weight in exact_weights(provide, list(cut_parts)):
-        row_sums |= {(sharded, part.place): part.row_sums(weight) for part in cut_parts[sharded]}
-    sums = [row_sums.get((part.sharded, part.place)) for part in parts]
-    over_whole_rows([(part.sharded, part.place, columns) for part, columns in zip(parts, sums, strict=True)])
+        sums |= {(sharded, part.place): part.row_sums(weight) for part in cut_parts[sharded]}
+    over_whole_rows([(part.sharded, part.place, sums.get((part.sharded, part.place))) for part in parts])
     return sums
 
 
