@@ -202,7 +202,8 @@ def start_refresh(sharded_params: Sequence[ShardedParam]) -> Traffic:
     """Start to refresh the resident weights of ``sharded_params``; return the traffic of this rank. Collective."""
     total = Traffic()
     for sharded in sharded_params:
-        sharded.await_refresh()
+        if sharded.refresh is not None:
+            sharded.refresh.finish()
     for number, gather in enumerate(_latest_gathers(sharded_params)):
         name = f"refresh {number}"
         with gather.sharded_params[0].ledger.range(f"{name} launch", Category.REFRESH.value, gather.sent.bytes_sent):
