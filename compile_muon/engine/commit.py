@@ -228,6 +228,8 @@ def _sums_of_rows(parts: Sequence[Part], provide: ProvideStates) -> dict[tuple[S
     for part in parts:
         if part.sharded.spec.cut_in_columns and part.group.method.row_sums is not None:
             cut_parts.setdefault(part.sharded, []).append(part)
+    if not cut_parts:
+        return {}
     sums: dict[tuple[ShardedParam, int], Tensor | None] = {}
     for sharded, weight in exact_weights(provide, list(cut_parts)):
         sums |= {(sharded, part.place): part.row_sums(weight) for part in cut_parts[sharded]}
