@@ -23,7 +23,7 @@ from compile_muon.files.disk import memory_in_file
 from compile_muon.files.tensors import TensorFacts
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.weights.named_tensors import check_live, named_state
+from compile_muon.weights.full import check_live, named_state
 
 
 @dataclass

@@ -35,7 +35,7 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
-from compile_muon.weights.named_tensors import weights_of
+from compile_muon.weights.full import weights_of
 
 _FOLDER = "muon_zero"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from compile_muon.weights.named_tensors import check_alike
+from compile_muon.weights.full import check_alike
 
 
 def take_those_of_rank_0(model: nn.Module) -> None:

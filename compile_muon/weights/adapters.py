@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.files.disk import open_plain, sync
 from compile_muon.model.full_parameters import full_parameters
-from compile_muon.weights.full import gather, load_full_state_dict
-from compile_muon.weights.named_tensors import Weights
+from compile_muon.weights.full import Weights, gather, load_full_state_dict
 from compile_muon.weights.wire import Wire
 
 

@@ -23,7 +23,7 @@ from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.files.tensor_folder import reader_of
 from compile_muon.model.full_parameters import ModuleSnapshot, gather_whole
 from compile_muon.model.readers import sharded_params_of
-from compile_muon.weights.named_tensors import check_alike, shared_params
+from compile_muon.weights.full import check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Entry, Wire
 

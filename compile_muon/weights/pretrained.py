@@ -35,7 +35,7 @@ from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.language.spec import encode_dtype
 from compile_muon.progress import underway
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
-from compile_muon.weights.named_tensors import Weights, check_live, weights_of
+from compile_muon.weights.full import Weights, check_live, weights_of
 from compile_muon.weights.wire import Entry, Wire
 
 #: arguments of Transformers' and PEFT's that ask for nothing else than is done
