@@ -1,8 +1,8 @@
 """Whole weights in and out of a sharded model, streamed: no rank holds more than its shards and one tensor.
 
 ``wire`` is how rows travel between rank 0 and the others, ``full`` has what a model holds by name and whole state
-dicts; ``pretrained`` and ``materialize`` are the use. Files are those of :mod:`compile_muon.files`, stacks of experts are read
-by :mod:`compile_muon.experts.load`. docs/how-to/weights.md is the same for users.
+dicts; ``pretrained`` and ``materialize`` are the use. Files are those of :mod:`compile_muon.files`, stacks of experts
+are read by :mod:`compile_muon.experts.load`. docs/how-to/weights.md is the same for users.
 """
 
 from compile_muon.weights.adapters import merge_adapters
