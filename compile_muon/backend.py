@@ -43,7 +43,7 @@ from compile_muon.passes import (
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.dynamo.local_inputs import called
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
-from compile_muon.passes.torch_private import NoCompilerError
+from compile_muon.passes.torch_private import NoCompilerError, order_saved_values
 from compile_muon.progress import compiling
 
 #: of the partitioner in Inductor's cache keys: another list of passes makes other graphs
@@ -111,7 +111,7 @@ class _Frame:
                 forward, backward = min_cut_rematerialization_partition(
                     gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
-            torch_private.order_saved_values(forward, backward, num_fwd_outputs)
+            order_saved_values(forward, backward, num_fwd_outputs)
             if ctx.kept.moved:
                 move_activations(forward, backward, num_fwd_outputs, ctx.kept.moved)
             return forward, backward
