@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full, relative_error, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
@@ -76,7 +75,7 @@ def of_methods() -> dict[tuple[str, int], list[Tensor]]:
 
 
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.full)])
-def test_methods_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int) -> None:
+def test_methods_have_the_same_bits_at_every_stage(ranks: RanksOf, world: int) -> None:
     """But SOAP, whose owners differ; and of micro-batches stage 1 adds up those of each rank first."""
     for (name, micro), (first, *others) in ranks(world).run(of_methods)[0].items():
         differing = [stage for stage, weights in enumerate(others, 1) if not torch.equal(weights, first)]
@@ -90,7 +89,7 @@ def test_methods_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks]
     ("world", "compiled"),
     [(2, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True), (4, False)))],
 )
-def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:
+def test_weights_have_the_same_bits_at_every_stage(ranks: RanksOf, world: int, compiled: bool) -> None:
     results = ranks(world).run(everywhere, compiled=compiled)
     first = results[0]["0 step"]
     clipped = {bits for found in results for what, bits in found.items() if "clipped" in what}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -111,7 +110,7 @@ config["optimizer"] = {{"type": "AdamW", "params": adamw}}
 
 
 @pytest.mark.full
-def test_both_columns_train_alike(ranks: Callable[[int], Ranks]) -> None:
+def test_both_columns_train_alike(ranks: RanksOf) -> None:
     theirs, ours = columns()
     assert len(theirs) == len(ours) > 6
     expected = ranks(2).run(run, blocks=theirs, stage=None)
@@ -123,7 +122,7 @@ def test_both_columns_train_alike(ranks: Callable[[int], Ranks]) -> None:
 
 
 @pytest.mark.full
-def test_the_page_as_it_stands_trains_with_muon(ranks: Callable[[int], Ranks]) -> None:
+def test_the_page_as_it_stands_trains_with_muon(ranks: RanksOf) -> None:
     for logged, *_ in ranks(2).run(run, blocks=columns()[1], stage=None):
         assert logged[-1][0] < logged[0][0]
 

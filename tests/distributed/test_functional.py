@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -219,5 +219,5 @@ ASKED: dict[Any, tuple[list[tuple[int, bool]], ...]] = {
         for case in cases
     ],
 )
-def test_what_is_asked_for_by_function(ranks: Callable[[int], Ranks], what: Any, stage: int, compiled: bool) -> None:
+def test_what_is_asked_for_by_function(ranks: RanksOf, what: Any, stage: int, compiled: bool) -> None:
     ranks(2).run(what, stage=stage, compiled=compiled)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import world_and_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +128,7 @@ def trained(stage: int, checks: str, loops: list[str]) -> dict[str, tuple[list[T
     ],
 )
 def test_next_step_is_in_step_whoever_else_made_a_gradient(
-    ranks: Callable[[int], Ranks], world: int, stage: int, loops: list[Callable[[Net, int], None]]
+    ranks: RanksOf, world: int, stage: int, loops: list[Callable[[Net, int], None]]
 ) -> None:
     given = {"stage": stage, "loops": [loop.__name__ for loop in loops]}
     results = [ranks(world).run(trained, checks=checks, **given)[0] for checks in ("in_step", "next_step")]

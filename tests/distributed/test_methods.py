@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from support.exact import (
     steps_of,
     train,
 )
-from support.harness import Ranks
+from support.harness import Ranks, RanksOf
 from support.reference import ADAMW_EPS, DECAY, LR, newton_schulz, relative_error
 from torch import Tensor
 
@@ -146,7 +146,7 @@ def check(group: Ranks, name: str, cases: list[Case], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+def test_a_method_is_what_its_paper_says(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     """On ranks that cut views in the middle."""
     number, views = list(ROWS).index(name), ROWS[name].views[1:] or ROWS[name].views
     check(ranks(1), name, [Case(number % 4)], tmp_path)
@@ -177,7 +177,7 @@ EARLY = {"compiled": True, "update": "backward"}
     ids=str,
 )
 def test_a_method_is_the_same_in_every_setting(
-    ranks: Callable[[int], Ranks], tmp_path: Path, name: str, world: int, case: Case
+    ranks: RanksOf, tmp_path: Path, name: str, world: int, case: Case
 ) -> None:
     check(ranks(world), name, [case], tmp_path)
 
@@ -207,7 +207,7 @@ def drawn(dice: random.Random, name: str, world: int) -> Case:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))])
-def test_drawn_settings(ranks: Callable[[int], Ranks], tmp_path: Path, name: str, seed: int) -> None:
+def test_drawn_settings(ranks: RanksOf, tmp_path: Path, name: str, seed: int) -> None:
     dice = random.Random(f"{name} {seed}")
     world = dice.choice([1, 2, 3, 4])
     check(ranks(world), name, list({drawn(dice, name, world) for _ in range(2)}), tmp_path)
@@ -230,7 +230,7 @@ def going_on(name: str, case: Case, folder: str, first: int, last: int, whole: b
     ids=str,
 )
 def test_states_are_saved_and_resharded(
-    ranks: Callable[[int], Ranks], tmp_path: Path, name: str, worlds: tuple[int, ...], whole: bool
+    ranks: RanksOf, tmp_path: Path, name: str, worlds: tuple[int, ...], whole: bool
 ) -> None:
     """Stopped and gone on with by other ranks, at another stage, offloaded or not, the last time on a mesh if it can
     be: with the weights of a run that never stopped."""
@@ -263,7 +263,7 @@ def sent_for(name: str, stage: int, views: dict[str, Any]) -> tuple[int, int, in
     return all_reduce.call_count, now.bytes_sent - before.bytes_sent, now.matrices - before.matrices, kinds
 
 
-def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int], Ranks]) -> None:
+def test_a_method_costs_one_collective_where_it_has_facts(ranks: RanksOf) -> None:
     group = ranks(2)
     plain = group.run(sent_for, name="muon", stage=2, views={})
     for name in ("normuon", "heavy_ball"):
@@ -271,14 +271,14 @@ def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int],
             assert found == (calls + bool(MATRIX[name].facts), *rest), name
 
 
-def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: Callable[[int], Ranks]) -> None:
+def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: RanksOf) -> None:
     *_, sent, _, whole = ranks(2).run(sent_for, name="muon", stage=2, views={})[0]
     *_, less, _, heads = ranks(2).run(sent_for, name="muon", stage=2, views={"fused": {"heads": 8}})[0]
     assert whole["fused"][0] == "owner" and heads == {**whole, "fused": ("local", 0.0)}
     assert 0 < less < sent
 
 
-def test_only_heads_that_straddle_ranks_travel(ranks: Callable[[int], Ranks]) -> None:
+def test_only_heads_that_straddle_ranks_travel(ranks: RanksOf) -> None:
     """24 rows on 3 ranks, 8 each: of 8 heads of 3 rows two are on two ranks."""
     whole, heads = (
         ranks(3).run(sent_for, name="muon", stage=2, views=views) for views in ({}, {"fused": {"heads": 8}})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.mixtures import tiny, tokens_of
 from support.reference import world_and_rank
 from torch import Tensor, nn
@@ -104,17 +104,14 @@ def beside(
 # ----------------------------------------------------------------------------------------------------- whole models
 
 
-def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
-    for kind in kinds:
-        model, whole, _ = beside(kind, size)
-        found, expected = (each(input_ids=tokens_of(world_and_rank()[1])).logits for each in (model, whole))
-        close(found, expected, kind)
-
-
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
-def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
-    kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")
-    ranks(world).run(train_whole_models, kinds=kinds, size=size)
+@on_ranks()
+def test_whole_models_compute_what_they_do_unsharded(size: int) -> None:
+    world, rank = world_and_rank()
+    for kind in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss"):
+        model, whole, _ = beside(kind, size)
+        found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
+        close(found, expected, kind)
 
 
 # ---------------------------------------------------------------------------------------------- experts by themselves
@@ -280,7 +277,7 @@ def crowded(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, index, (weights * 4).round() / 4 + 0.25, factor
 
 
-def test_capacity_drops_the_least_probable(ranks: Callable[[int], Ranks]) -> None:
+def test_capacity_drops_the_least_probable(ranks: RanksOf) -> None:
     found = [ranks(2).run(drop, capacity_factor=factor)[0] for factor in (0.3, 1.0, 8.0)]
     assert found[0] > found[1] > found[2] == 0
 
@@ -296,8 +293,15 @@ def capacity_that_drops_nothing_is_exact() -> None:
 # ---------------------------------------------------------------------------------------- compiled, recomputed, cast
 
 
-def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> int:
-    """A block of router and experts, compiled and not; how many graphs that took."""
+@pytest.mark.parametrize(
+    ("capacity_factor", "backend", "fullgraph", "graphs"),
+    [(None, "aot_eager", False, 2), pytest.param(1.0, "inductor", True, 1, marks=pytest.mark.full)],
+)
+@on_ranks(2)
+def test_a_block_is_one_graph_where_it_can_be(
+    capacity_factor: float | None, backend: str, fullgraph: bool, graphs: int
+) -> None:
+    """A block of router and experts, compiled and not."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -318,18 +322,7 @@ def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> in
             found.append([out, hidden.grad, *summed_gradients(block, world).values()])
         for mine, expected in zip(found[1], found[0], strict=True):
             close(mine, expected, f"{backend}, capacity {capacity_factor}", limit=2e-6)
-    return counter.frame_count
-
-
-@pytest.mark.parametrize(
-    ("capacity_factor", "backend", "fullgraph", "graphs"),
-    [(None, "aot_eager", False, 2), pytest.param(1.0, "inductor", True, 1, marks=pytest.mark.full)],
-)
-def test_a_block_is_one_graph_where_it_can_be(
-    ranks: Callable[[int], Ranks], capacity_factor: float | None, backend: str, fullgraph: bool, graphs: int
-) -> None:
-    found = ranks(2).run(compiled, capacity_factor=capacity_factor, backend=backend, fullgraph=fullgraph)
-    assert found == [graphs, graphs]
+    assert counter.frame_count == graphs
 
 
 def checkpointed_layers_dispatch_again() -> None:
@@ -491,5 +484,5 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize("check", ON_TWO_RANKS)
-def test_on_two_ranks(ranks: Callable[[int], Ranks], check: Callable[[], None]) -> None:
+def test_on_two_ranks(ranks: RanksOf, check: Callable[[], None]) -> None:
     ranks(2).run(check)

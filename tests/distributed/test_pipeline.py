@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import (
     ADAMW_EPS,
     ADAMW_LR,
@@ -222,7 +222,7 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
     ],
 )
 def test_stages_train_as_the_whole_model(
-    ranks: Callable[[int], Ranks], stage: int, schedule: str, compiled: bool, clip: float, update: str, scale: bool
+    ranks: RanksOf, stage: int, schedule: str, compiled: bool, clip: float, update: str, scale: bool
 ) -> None:
     settings = {"stage": stage, "schedule": schedule, "compiled": compiled, "update": update, "scale": scale}
     holds = compiled and update != "step" and clip != BITES and not scale
@@ -233,14 +233,14 @@ def test_stages_train_as_the_whole_model(
         assert each["gathers"] == [1 if holds else 2] * STEPS
 
 
-def test_a_stage_without_matrices(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_without_matrices(ranks: RanksOf) -> None:
     found = ranks(4).run(train, clip=BITES, parts=NO_MATRIX, stage=3, update="backward", compiled=False)
     for rank, each in enumerate(check(found)):
         assert each["matrices"] == (0, 6)[rank // 2] and each["gathers"] == [2] * STEPS
 
 
 @pytest.mark.full
-def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_directions_that_hold_on_one_stage_alone(ranks: RanksOf) -> None:
     settings = {"stage": 1, "clip": NEVER, "update": "backward", "schedule": "1f1b"}
     found = ranks(4).run(train, edited="blocks.0.up.weight", **settings)
     for rank, each in enumerate(check(found)):
@@ -250,7 +250,7 @@ def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) 
 
 
 @pytest.mark.full
-def test_four_stages_of_one_rank(ranks: Callable[[int], Ranks]) -> None:
+def test_four_stages_of_one_rank(ranks: RanksOf) -> None:
     check(ranks(4).run(train, parts=FOUR, compiled=False, stage=2, clip=None, edited="blocks.1.up.weight"))
 
 
@@ -314,7 +314,7 @@ def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[s
 
 
 @pytest.mark.full
-def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int], Ranks]) -> None:
+def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: RanksOf) -> None:
     outcomes = ranks(4).run(not_finite, kinds=list(NAMED), nonfinite="error", compiled=True)
     for rank, (found, metrics) in enumerate(outcomes):
         for number, (what, said) in enumerate(found.items()):
@@ -325,7 +325,7 @@ def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int
         assert metrics["skipped_steps"] == 0
 
 
-def test_what_is_not_finite_on_one_stage_is_left_out_on_all(ranks: Callable[[int], Ranks]) -> None:
+def test_what_is_not_finite_on_one_stage_is_left_out_on_all(ranks: RanksOf) -> None:
     for said, metrics in ranks(4).run(not_finite, kinds=["gradient", "late"], nonfinite="skip", compiled=False):
         assert said == {"gradient": "", "late": ""} and metrics["skipped_steps"] == 2
 
@@ -383,7 +383,7 @@ REFUSALS = {
 
 
 @pytest.mark.full
-def test_what_one_stage_refuses_all_refuse(ranks: Callable[[int], Ranks]) -> None:
+def test_what_one_stage_refuses_all_refuse(ranks: RanksOf) -> None:
     *most, sums = REFUSALS
     found = ranks(4).run(refuses, kinds=[*most, "steps"], parts=EVEN)
     # One micro-batch more than comes: at stage 1 there are sums left, to be reduced in the step.
@@ -397,7 +397,7 @@ def test_what_one_stage_refuses_all_refuse(ranks: Callable[[int], Ranks]) -> Non
         assert said["steps"].startswith(steps), said["steps"]
 
 
-def test_a_stage_of_one_rank_refuses_for_all(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_of_one_rank_refuses_for_all(ranks: RanksOf) -> None:
     first, *others = ranks(4).run(refuses, kinds=["model"], parts=FOUR)
     assert first["model"].startswith("UnsupportedModelError: extra")
     said = "LedgerError: step() was refused by pipeline stage 0 (rank 0), whose own error says why: nothing was updated"
@@ -428,7 +428,7 @@ def waits() -> str:
 
 
 @pytest.mark.full
-def test_a_stage_that_does_not_come_is_named(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_that_does_not_come_is_named(ranks: RanksOf) -> None:
     first, second, *_ = ranks(4).run(waits)
     for said in (first, second):
         assert "rank 1 runs the loop's own code after step 1, the decision of the pipeline stages" in said, said
@@ -486,7 +486,7 @@ SAID = {
 }
 
 
-def test_groups_that_do_not_fit_are_refused(ranks: Callable[[int], Ranks]) -> None:
+def test_groups_that_do_not_fit_are_refused(ranks: RanksOf) -> None:
     found = ranks(4).run(do_not_fit)
     assert set().union(*found) == set(SAID)
     for texts in found:
@@ -514,7 +514,7 @@ def run_page(code: str) -> str:
 
 
 @pytest.mark.full
-def test_the_page_runs_as_it_stands(ranks: Callable[[int], Ranks]) -> None:
+def test_the_page_runs_as_it_stands(ranks: RanksOf) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for there, here in HERE.items():
         assert there in code

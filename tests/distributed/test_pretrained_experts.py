@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.mixtures import tiny
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ def load(folders: dict[str, str], size: int) -> None:
     ],
 )
 def test_each_rank_reads_its_experts(
-    ranks: Callable[[int], Ranks], world: int, size: int, kinds: tuple[str, ...], tmp_path: Path
+    ranks: RanksOf, world: int, size: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     folders = {kind: save(tmp_path / kind, kind) for kind in kinds}
     ranks(world).run(load, folders=folders, size=size)
@@ -157,7 +157,7 @@ def on_meta() -> Any:
 
 
 @pytest.mark.full
-def test_each_rank_reads_its_part_of_a_matrix(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_each_rank_reads_its_part_of_a_matrix(ranks: RanksOf, tmp_path: Path) -> None:
     folder = save(tmp_path, "Mixtral", tiny("Mixtral", num_hidden_layers=1))
     ranks(4).run(load_pieces, folder=folder)
 
@@ -195,7 +195,7 @@ def load_others(folder: str) -> None:
     compare(model, {f"model.{name}": value for name, value in expected.items()} | {"lm_head.weight": before})
 
 
-def test_other_folders(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_other_folders(ranks: RanksOf, tmp_path: Path) -> None:
     low = tiny("Qwen3Moe", num_hidden_layers=1, tie_word_embeddings=True).bfloat16()
     save(tmp_path / "low", "Qwen3Moe", low)
     deepseek = tiny("DeepseekV3", num_hidden_layers=1)
@@ -279,7 +279,7 @@ def misfits(folders: dict[str, str]) -> dict[str, str]:
     return said
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RanksOf, tmp_path: Path) -> None:
     model = tiny("Mixtral", num_hidden_layers=1)
     with torch.no_grad():
         for param in model.parameters():

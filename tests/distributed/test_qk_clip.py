@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -295,7 +295,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], name: str) -> None:
+def test_heads_over_the_threshold_are_scaled(ranks: RanksOf, name: str) -> None:
     function, given, world = (CASES | MORE)[name]
     ranks(world).run(function, **given)
 

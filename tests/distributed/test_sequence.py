@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.harness import RankError
+from support.harness import RankError, on_ranks
 from support.reference import DEVICE, full, hidden_matrices, train, world_and_rank
 from support.zoo import ZOO
 from torch import Tensor, nn
@@ -396,7 +396,18 @@ class Losing(Masked):
         return super().forward(ids).logsumexp(-1).square().mean()
 
 
-def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "counts", "compiled", "by"),
+    [
+        ("Masked", True, False, "check"),
+        *(("Masked", counts, False, "step") for counts in (False, True)),
+        ("Losing", True, False, "step"),  # a loss, where that is all
+        pytest.param("Masked", False, True, "check", marks=pytest.mark.full),
+        pytest.param("Llama", False, True, "step", marks=pytest.mark.full),
+    ],
+)
+@on_ranks(2)
+def test_a_check_and_the_first_step_compare_outputs(kind, counts, compiled, by) -> None:
     """What is said of blocks that count positions by themselves: by a check, or by the first step."""
     torch.manual_seed(0)
     own, far = {"Masked": Masked, "Losing": Losing}.get(kind), list[float]()
@@ -415,20 +426,6 @@ def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
         said, shared = refusal(optimizer.step, model), optimizer.engine.extension(SharedSequences)
         assert said or (shared is not None and not shared.plan.unchecked)
     assert (f"changes what {kind} computes" in said) == counts, said
-
-
-@pytest.mark.parametrize(
-    ("kind", "counts", "compiled", "by"),
-    [
-        ("Masked", True, False, "check"),
-        *(("Masked", counts, False, "step") for counts in (False, True)),
-        ("Losing", True, False, "step"),  # a loss, where that is all
-        pytest.param("Masked", False, True, "check", marks=pytest.mark.full),
-        pytest.param("Llama", False, True, "step", marks=pytest.mark.full),
-    ],
-)
-def test_a_check_and_the_first_step_compare_outputs(ranks, kind, counts, compiled, by) -> None:  # type: ignore[no-untyped-def]
-    ranks(2).run(told, kind=kind, counts=counts, compiled=compiled, by=by)
 
 
 def part(whole: Masked, stage: int) -> Masked:
@@ -491,7 +488,15 @@ def ranks_of_a_sequence_with_different_batches_are_named() -> None:
         assert "ranks 2, 3 share a sequence and were given different batches" in error and "data_place" in error, error
 
 
-def other_shapes(compiled: bool, inputs: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "inputs", "length"),
+    [
+        (False, "whole", 12),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole", 12), (False, "sharded", 6))),
+    ],
+)
+@on_ranks(2)
+def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(compiled, inputs, length) -> None:
     """What a rank is told whose batch has more rows than that of the other."""
     zoo, rank = ZOO["gpt"], dist.get_rank()
     model = zoo.build()
@@ -500,17 +505,6 @@ def other_shapes(compiled: bool, inputs: str, length: int) -> None:
     said = refusal(lambda: run(torch.ones(2 + rank, length, dtype=torch.int64)))
     assert said.startswith(f"batch = [[{2 + rank}, {length}]]: "), said
     assert f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said, said
-
-
-@pytest.mark.parametrize(
-    ("compiled", "inputs", "length"),
-    [
-        (False, "whole", 12),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole", 12), (False, "sharded", 6))),
-    ],
-)
-def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs, length) -> None:  # type: ignore[no-untyped-def]
-    ranks(2).run(other_shapes, compiled=compiled, inputs=inputs, length=length)
 
 
 def saved(size: int, attention: str = "heads") -> int:

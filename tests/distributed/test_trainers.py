@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
-from support.trainers import Run, check, plain, refusal, trainer
+from support.harness import RanksOf
+from support.reference import refusal
+from support.trainers import Run, check, plain, trainer
 
 LIBRARIES = ("accelerate", "lightning", "transformers", "torchtitan")
 #: world, stage, compiled
@@ -24,7 +25,7 @@ SHARED = ((2, 2, False), (2, 3, True), (2, 1, False), (4, 2, False))
 
 
 @pytest.fixture(scope="module")
-def fitted(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def fitted(ranks: RanksOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The folder that the first of :data:`FITS` leaves, and what its ranks found; of each library once."""
 
     @functools.cache
@@ -54,7 +55,7 @@ def cases(default: set[tuple[str, Any]], full: set[tuple[str, Any]], every: tupl
     ),
 )
 def test_a_fit_is_a_plain_loop(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, world: int, stage: int, compiled: bool
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, world: int, stage: int, compiled: bool
 ) -> None:
     job = trainer(library)
     expected = plain(job, [world] * job.STEPS)
@@ -79,7 +80,7 @@ def test_a_fit_is_a_plain_loop(
 ])  # fmt: skip
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, others: tuple[tuple[int, int], ...]
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, others: tuple[tuple[int, int], ...]
 ) -> None:
     job, (saved, (whole, *_)) = trainer(library), fitted(library)
     assert any("momentum_buffer" in name and value.any() for name, value in whole.state.items())
@@ -104,7 +105,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(
     ),
 )
 def test_ranks_that_share_sequences_train_as_half_as_many(
-    ranks: Callable[[int], Ranks], tmp_path: Path, library: str, world: int, stage: int, compiled: bool
+    ranks: RanksOf, tmp_path: Path, library: str, world: int, stage: int, compiled: bool
 ) -> None:
     job = trainer(library)
     expected = plain(job, [world // 2] * job.STEPS, shared=2)
@@ -124,7 +125,7 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     [("lightning", {"thawed": True}, {"thaw": ("up", 3)}), *(pytest.param(*o, marks=pytest.mark.full) for o in OTHERS)],
 )
 def test_other_settings_train_as_a_plain_loop_too(
-    ranks: Callable[[int], Ranks], tmp_path: Path, library: str, settings: dict[str, Any], other: dict[str, Any]
+    ranks: RanksOf, tmp_path: Path, library: str, settings: dict[str, Any], other: dict[str, Any]
 ) -> None:
     job = trainer(library)
     expected = plain(job, [2] * job.STEPS, **other)
@@ -192,9 +193,7 @@ def refused(library: str, **change: Any) -> str:
 
 
 @pytest.mark.parametrize(("library", "change", "said"), REFUSED, ids=[f"{row[0]} {row[1][:40]}" for row in REFUSED])
-def test_what_cannot_be_honoured_is_refused(
-    ranks: Callable[[int], Ranks], library: str, change: str, said: str
-) -> None:
+def test_what_cannot_be_honoured_is_refused(ranks: RanksOf, library: str, change: str, said: str) -> None:
     trainer(library)
     for message in ranks(2 if library == "torchtitan" or "sequence" in change else 1).run(
         refused, library=library, change=change
@@ -249,7 +248,7 @@ DAMAGE: dict[tuple[str, str], tuple[str, Callable[[Path], Any], str]] = {
     ("library", "how"), [pytest.param(*each, marks=pytest.mark.full if each in LONGER else ()) for each in DAMAGE]
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, how: str
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, how: str
 ) -> None:
     path, damage, said = DAMAGE[library, how]
     folder = shutil.copytree(fitted(library)[0], tmp_path / "copy")

@@ -12,8 +12,10 @@ host goes over Gloo still. All ranks share the first GPU, which NCCL allows from
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -123,7 +125,8 @@ def _module(path: str) -> ModuleType:
 def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
     began, before = time.process_time(), compiled()
     try:
-        value = getattr(_module(path), name)(**kwargs)
+        function = getattr(_module(path), name)
+        value = getattr(function, "on_rank", function)(**kwargs)
         pickle.dumps(value)
         found = Outcome(value, groups=len(_world.pg_map))
     except BaseException:
@@ -295,3 +298,26 @@ class _Single(Ranks):
 def single_process() -> Ranks:
     """One rank, in the calling process."""
     return _Single(1)
+
+
+#: The fixture `ranks`: so many of them, started once a session.
+RanksOf = Callable[[int], Ranks]
+
+
+def on_ranks(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for a test whose body runs on each of ``world`` ranks, or of as many as the test's parameter `world`
+    says. Its other parameters and fixtures (`tmp_path`, say) travel to the ranks, and so have to be picklable."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RanksOf, **given: Any) -> None:
+            ranks(given.pop("world", world)).run(body, **given)
+
+        own = inspect.signature(body)
+        names = ["ranks"] if world is not None else ["ranks", "world"]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.on_rank = body  # type: ignore[attr-defined]
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+        return test
+
+    return decorate

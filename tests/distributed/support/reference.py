@@ -189,6 +189,11 @@ class Report:
         far |= {"directions misplaced": self.misplaced} if self.misplaced else {}
         return far | ({"visits owed": self.balance} if self.balance else {})
 
+    def check(self) -> None:
+        """An AssertionError where anything is out of tolerance."""
+        if self.problems():
+            raise AssertionError(self.problems())
+
     def _tolerance(self, name: str) -> float:
         # Two fp32 runs, each its noise away from the truth, may be twice that apart.
         return max(PARAMETER_TOLERANCE, 2 * self.noise.get(name, 0.0))
@@ -280,3 +285,12 @@ def train(
     update = settings.get("update", "auto")
     misplaced = 0 if update == "auto" else len(matrices) * steps - int(made[update])
     return Report(found, errors, norms, wrong, optimizer.engine.ledger.balance(), misplaced, noise)
+
+
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What an error of ours or of PyTorch says, or nothing."""
+    try:
+        call(*args, **kwargs)
+    except (compile_muon.MuonZeroError, RuntimeError) as error:
+        return str(error)
+    return ""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.odd import STEPS, Odd, loss
-from support.reference import DEVICE, Report, hidden_matrices, train
+from support.reference import DEVICE, hidden_matrices, train
 
 
 def data(step: int, micro: int, rank: int) -> Tensor:
@@ -148,7 +148,7 @@ def spread(model: Any, mesh: DeviceMesh | None, marked: bool = False) -> None:
 
 def train_on_mesh(
     kind: str, sizes: dict[str, int], count: int = 4, marked: bool = False, tied: bool = False, **settings: Any
-) -> Report:
+) -> None:
     """Train a model beside the whole one, on a mesh with axes of these sizes. ``count``: of experts. ``marked``:
     experts are plain tensors with a mark. ``tied``: the table is the head."""
     model = model_of(kind, count)
@@ -158,6 +158,7 @@ def train_on_mesh(
     spread(model, mesh, marked)
     matrices = hidden_matrices(whole, exclude=("embedding", "head", "bias"), stacks=(".up", ".down"))
     matrices = {name: view for name, view in matrices.items() if name != "out.weight"}  # the last one is the head
-    return train(
-        model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sizes.get("tensor", 1), mesh=mesh, **settings
-    )
+    sharing = sizes.get("tensor", 1)
+    train(
+        model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sharing, mesh=mesh, **settings
+    ).check()  # fmt: skip

@@ -95,15 +95,6 @@ def sentences(size: int = 96) -> Tensor:
     return torch.randint(0, 61, (size, 8), generator=torch.Generator().manual_seed(1))
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    """What an error of ours says, or nothing."""
-    try:
-        call()
-    except compile_muon.MuonZeroError as error:
-        return str(error)
-    return ""
-
-
 def of_epochs(step: int, worlds: Sequence[int]) -> Sequence[Tensor]:
     first, world = step % STEPS_OF_EPOCH * ACCUMULATED, worlds[step]
     return sentences().split(BATCH)[first * world : min(first + ACCUMULATED, BATCHES_OF_EPOCH) * world]
