@@ -169,18 +169,6 @@ def test_step_hooks_of_torch_run():
     assert calls == ["before", "after"]
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
-def test_grad_norm_is_that_of_the_raw_gradients(update):
-    _, optimizer, run = built(update == "backward", update=update)
-    torch.manual_seed(0)
-    reference = Words()
-    loss_of(run, 0).backward()
-    optimizer.step()
-    loss_of(reference, 0).backward()
-    want = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
-    torch.testing.assert_close(optimizer.grad_norm, want)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_state_dicts_are_saved_without_us_and_go_on_bit_for_bit(stage, tmp_path):
     """What is saved loads as plain tensors, without unpickling anything of ours."""

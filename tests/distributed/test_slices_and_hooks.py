@@ -237,8 +237,8 @@ NAMED: dict[str, tuple[Callable[[Normed], Any], str]] = {
         "call .full_tensor() first, on every rank",
     ),
     "torch.export": (lambda model: torch.export.export(model, (torch.randn(4, 5),)), "copy.deepcopy(model) inside"),
-    "torch.jit.trace": (lambda model: torch.jit.trace(model, (torch.randn(4, 5),)), "copy.deepcopy(model) inside"),
-    "torch.jit.script": (torch.jit.script, "copy.deepcopy(model) inside"),
+    "torch.jit.trace": (lambda model: torch.jit.trace(model, (torch.randn(4, 5),)), "cannot be traced by torch.jit"),
+    "torch.jit.script": (torch.jit.script, "cannot be compiled by torch.jit"),
 }
 
 
