@@ -166,9 +166,6 @@ print("FILES", *{{getattr(module, "__file__", None) for module in [*sys.modules.
     assert not ours - {file for test in tests for file in graph.reached(test, executed=True)} - affected.EVERYTHING
 
 
-# ------------------------------------------------------------------------------------------ since a commit
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Callable[..., list[str]]:
     """`repository("commit", ...)`: git in a new one, with a first commit."""

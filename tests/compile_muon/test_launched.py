@@ -97,8 +97,6 @@ def test_torchrun_starts_ranks_that_meet_and_part(tmp_path: Path) -> None:
     check(ran(PROGRAM + "train('torchrun')\n", tmp_path, *command), {"torchrun"})
 
 
-# ------------------------------------------------------------------------------------------------------- variables
-
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "30007"}
 
 

@@ -79,9 +79,6 @@ class Both:
             assert_equal(self.model, self.reference)
 
 
-# --- bitwise ----------------------------------------------------------------------------------------------------------
-
-
 SETTINGS = list(product(["backward", "step"], ["original", "match_rms_adamw"], [True, False], [0.0, 0.1]))
 # Every third has each pair of values.
 THIRD = [
@@ -114,9 +111,6 @@ def test_bitwise_torch_with_accumulation():
     both = Both(gradient_accumulation_steps=3)
     both.train(steps=3, micro=3)
     assert both.optimizer.traffic.matrices == 3 * len(MUON)  # once per matrix and step
-
-
-# --- schedulers -------------------------------------------------------------------------------------------------------
 
 
 SCHEDULES = [
@@ -154,9 +148,6 @@ def test_one_cycle_cycles_the_momentum_without_recompiling():
     with torch._dynamo.config.patch(error_on_recompile=True):
         both.train(steps=4, then=then)
     assert len(seen) > 4, "the schedule must move the momentum"
-
-
-# --- an optimizer like others -----------------------------------------------------------------------------------------
 
 
 def test_step_hooks_of_torch_run():
@@ -206,9 +197,6 @@ def test_a_momentum_that_users_edit_counts(when):
         optimizer.step()
     assert_equal(pairs[0][0], pairs[1][0])
     assert pairs[0][1].totals()["directions_used"] == (6 if when == "before" else 5)
-
-
-# --- decay ------------------------------------------------------------------------------------------------------------
 
 
 class Marked(nn.Module):
@@ -264,9 +252,6 @@ def test_muons_groups_have_one_momentum():
     optimizer.param_groups[1]["momentum"] = 0.5
     with pytest.raises(ConfigError, match="momentum = .*differs between muon, muon_no_decay"):
         optimizer.step()
-
-
-# --- schedules of a configuration -------------------------------------------------------------------------------------
 
 
 def scheduled():

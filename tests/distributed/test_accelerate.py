@@ -41,9 +41,6 @@ def equal(model: nn.Module, other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(other[name], value) for name, value in state_of(model).items())
 
 
-# ----------------------------------------------------------------------------------------------------- states on disk
-
-
 def test_a_state_may_be_saved_over_another(tmp_path: Path) -> None:
     """Also over a later one of another run, which the Checkpointer alone would take."""
     with accelerated():
@@ -111,9 +108,6 @@ def test_several_models_share_an_accelerator(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(set(losses[0])) == 3, losses
 
 
-# --------------------------------------------------------------------------------------------- the rest of the loop
-
-
 def rest_of_the_loop(folder: str) -> float:
     """Values clipped, and whole state dicts of torch.compile's wrapper."""
     with accelerated():
@@ -170,9 +164,6 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
             optimizer.zero_grad()
             assert accelerator.optimizer_step_was_skipped is skipped
             assert (scheduler.get_last_lr() == before) is skipped
-
-
-# ----------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("flag", FLAGS)

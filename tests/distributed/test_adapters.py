@@ -128,9 +128,6 @@ def test_the_trainer_trains_adapters_alone_and_goes_on_from_them(ranks: RanksOf,
         assert torch.equal(value, found[whole.replace("ln_f.", "ln_f.modules_to_save.default.")])
 
 
-# ------------------------------------------------------------------------------------------------------------ merging
-
-
 def adapted(kind: str) -> Any:
     import peft
 

@@ -67,9 +67,6 @@ def snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> list[Tensor]
     return held + [full(v).detach().clone() for slots in optimizer.state.values() for v in slots.values()]
 
 
-# ------------------------------------------------------------------------------------------- before sharding
-
-
 def build(difference: dict[str, Any]) -> str:
     model = stack()
     before = copy.deepcopy(model.state_dict())
@@ -122,9 +119,6 @@ def test_ranks_compare_versions_settings_and_parameters(ranks: RanksOf, differen
     kind = "ConfigError" if said.startswith(("settings", "library")) else "UnsupportedModelError"
     assert first.startswith(f"{kind}: ranks disagree on {said}"), first
     assert others == [first, first]
-
-
-# ------------------------------------------------------------------------------------------------- in a step
 
 
 def diverge(stage: int, how: str, fault: str) -> tuple[str, bool]:

@@ -76,9 +76,6 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
 
 
-# ------------------------------------------------------------------------------------------ a rank that fails
-
-
 def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
     model = tiny().to(DEVICE)
     optimizer = optimizer_of(model, stage=stage)
@@ -122,9 +119,6 @@ def test_losing_a_rank_ends_the_others_within_the_timeout(
     assert seconds < group.timeout + 5
     if how == "dies":
         assert lost.failure is not None and "code 7" in lost.failure
-
-
-# -------------------------------------------------------------------------------------- non-finite gradients
 
 
 def _snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
@@ -197,9 +191,6 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(stage: int, where: st
     assert _same(before, _snapshot(model, optimizer))
 
 
-# --------------------------------------------------------------------------------------- edits of gradients
-
-
 @on_ranks(2)
 def test_edits_of_gradients_count() -> None:
     """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
@@ -227,9 +218,6 @@ def test_edits_of_gradients_count() -> None:
     totals = optimizer.totals()
     assert max(errors) < 1e-5
     assert (totals["directions_used"], totals["directions_in_step"]) == (3, 9)
-
-
-# ---------------------------------------------------------------------------------------------- checkpoints
 
 
 def _trained(stage: int, seed: int) -> tuple[nn.Module, compile_muon.MuonZero]:
@@ -266,9 +254,6 @@ def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: RanksOf, 
     for world, stage in ((1, 0), (3, 1), (2, 2)):
         for found in ranks(world).run(loaded_by_torch, folder=str(tmp_path), stage=stage, saved=saved):
             assert found == (True, 0.013), world
-
-
-# -------------------------------------------------------------------------------------- loops of many kinds
 
 
 @pytest.mark.parametrize(("stage", "update"), [(1, "backward"), (2, "step")])

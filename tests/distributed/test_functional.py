@@ -54,8 +54,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(full(found[name]), value, atol=1e-6, rtol=1e-4, msg=name)
 
 
-# ------------------------------------------------------------------------------------------------- other weights
-
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "whole": lambda p: 1.5 * full(p) - 0.1 * full(p).square(),
     "computed": lambda p: 1.5 * p - 0.1 * p.square(),
@@ -86,9 +84,6 @@ def functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -
         optimizer.zero_grad()
     with pytest.raises(compile_muon.UnsupportedModelError, match=r"head\.bias: functional_call .* shape \[2\]"):
         functional_call(model, {"head.bias": torch.zeros(2)}, (batch(rank),))
-
-
-# ------------------------------------------------------------------------------------------- losses of gradients
 
 
 def squares(values: Any) -> Any:
@@ -131,8 +126,6 @@ def losses_of_gradients(stage: int, compiled: bool) -> None:
         optimizer.step()
 
 
-# ------------------------------------------------------------------------------------------------- torch.func
-
 TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
     "grad": lambda model, x, _: grad(lambda x: model(x).square().sum())(x),
     "jvp": lambda model, x, _: jvp(model, (x,), (torch.ones_like(x),))[1],
@@ -154,8 +147,6 @@ def transforms_of_torch_func(stage: int, compiled: bool) -> None:
     loss_of(model, rank).backward()
     optimizer.step()
 
-
-# -------------------------------------------------------------------------------------- reads that pass by attributes
 
 #: what a forward adds to its loss, of its own parameters; what of them is read as an attribute is ``.own`` alone
 DIRECT: dict[str, Callable[[Any, Tensor], Tensor]] = {

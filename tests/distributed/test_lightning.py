@@ -160,9 +160,6 @@ def test_loggers_and_callbacks(ranks: RanksOf, tmp_path: Path) -> None:
     assert list(tmp_path.glob("lightning_logs/*/events*"))
 
 
-# ------------------------------------------------------------------------------------------------- checkpoints
-
-
 class Compiled(Language):
     def __init__(self) -> None:
         super().__init__()
@@ -191,9 +188,6 @@ def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         said = refusal(trainer.save_checkpoint, tmp_path / "file" / "x.ckpt")
     assert "x.ckpt: was not saved: rank 0:" in said
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:

@@ -51,8 +51,6 @@ def test_communicators_are_made_once_for_a_mesh() -> None:
     train_odd((2, 2), communicators="separate", stage=3, shard_state_over="all").check()
 
 
-# ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
-
 Sizes = dict[str, int] | None
 #: of each kind: a mesh, its stage, and what state is cut over. None is a mesh of shards alone, of so many ranks
 PLACES: dict[str, list[tuple[Sizes, int, int, str]]] = {
@@ -163,9 +161,6 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(ranks: RanksOf, tmp_path: 
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
         assert after == pytest.approx(later, rel=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- what users read
 
 
 def told(kind: str, sizes: dict[str, int], over: str) -> tuple[str, dict[str, float]]:

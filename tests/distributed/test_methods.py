@@ -142,9 +142,6 @@ def check(group: Ranks, name: str, cases: list[Case], folder: Path) -> None:
             assert not wrong, f"rank {rank}: {name}, {case}: {wrong}"
 
 
-# ------------------------------------------------------------------------------------------------------ contracts
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_a_method_is_what_its_paper_says(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     """On ranks that cut views in the middle."""
@@ -245,9 +242,6 @@ def test_states_are_saved_and_resharded(
         assert all(error <= TOLERANCE for error in far.values()), far
 
 
-# ------------------------------------------------------------------------------------------------- what is sent
-
-
 def sent_for(name: str, stage: int, views: dict[str, Any]) -> tuple[int, int, int, dict[str, tuple[str, float]]]:
     """All-reduces of a third step, other bytes, matrices orthogonalized; the exchange of each matrix and its bytes."""
     with known(name) as settings:
@@ -287,9 +281,6 @@ def test_only_heads_that_straddle_ranks_travel(ranks: RanksOf) -> None:
     # 16 rows of 8 numbers went to an owner and back; now 2 of 3 rows at most, twice
     saved = sum(found[1] for found in whole) - sum(found[1] for found in heads)
     assert saved >= 2 * (16 - 2 * 3) * 8 * 4
-
-
-# ------------------------------------------------------------------------------------- what is between two steps
 
 
 def everything(model: Exact, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:

@@ -63,9 +63,6 @@ def test_training_is_that_of_the_whole_model(kind: str, size: int, settings: dic
     train_mixture(kind, size, **settings).check()
 
 
-# ---------------------------------------------------------------------------------------- dense models, tensor parallel
-
-
 def save_dense(folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -75,9 +75,6 @@ def test_drawn_meshes(ranks: RanksOf, kind: str, seed: int) -> None:
     ranks(2 ** len(axes)).run(train_on_mesh, kind=kind, sizes=dict.fromkeys(axes, 2), **given)
 
 
-# -------------------------------------------------------------------------------------------------------- what users do
-
-
 def clipped(kind: str, sizes: dict[str, int] | None, by: str) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after three clipped steps, and the norms that were clipped."""
     limit, model, mesh = 0.05, model_of(kind), on_mesh(sizes)
@@ -120,9 +117,6 @@ def test_clipping_counts_every_element_once(ranks: RanksOf, kind: str, sizes: di
         assert theirs == pytest.approx(norms, rel=1e-5)
         for name, weight in expected.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize(

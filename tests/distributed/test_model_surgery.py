@@ -58,9 +58,6 @@ def same(model: nn.Module, expected: dict[str, Tensor], run: Any = None) -> None
         torch.testing.assert_close((model if run is None else run)(X), plain(X), atol=1e-6, rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- state dicts
-
-
 def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
     model, optimizer = sharded(stage)
     run = compiled(model) if stage == 2 else model
@@ -115,9 +112,6 @@ def state_dicts_are_saved_on_every_rank(stage: int) -> None:
     same(fresh, want)
 
 
-# ----------------------------------------------------------------------------------------------- copies
-
-
 def deep_copies_are_models_of_their_own(stage: int) -> None:
     """An average of weights: follows its own parameters, and training the first does not touch it."""
     model, optimizer = sharded(stage)
@@ -142,9 +136,6 @@ def deep_copies_are_models_of_their_own(stage: int) -> None:
     same(twin, values(twin), run)
     assert not any(torch.equal(after[n], before[n]) for n in ("up.weight", "head.weight"))
     step(model, optimizer)
-
-
-# ------------------------------------------------------------------------------------- full_parameters
 
 
 def full_parameters_of_all_ranks(stage: int) -> None:
@@ -244,9 +235,6 @@ def test_full_parameters_refuse_alike_on_all_ranks(ranks: RanksOf) -> None:
     for messages in (first, second):
         assert "thin.weight: was edited in a full_parameters block without write=True" in messages[1]
         assert messages[2] == "on purpose"
-
-
-# ------------------------------------------------------------------------------- edits, moves, wrappers
 
 
 @on_ranks(2)

@@ -107,9 +107,6 @@ def test_one_process_shares_its_parameters_with_lists_from_before() -> None:
     assert all(param is mine for param, mine in zip(before, model.parameters(), strict=True))
 
 
-# --- other optimizers -------------------------------------------------------------------------------------------------
-
-
 def beside(stage: int = 0) -> str:
     model = Net()
     optimizer = compile_muon.MuonZero(model, stage=stage)
@@ -166,9 +163,6 @@ def test_an_optimizer_of_another_model_steps_as_ever() -> None:
     del model, first, optimizer
     gc.collect()
     assert len(watched()) == living and len(_global_optimizer_pre_hooks) == hooks
-
-
-# --- gradients from before --------------------------------------------------------------------------------------------
 
 
 def gradients_from_before(stage: int = 0) -> tuple[list[str], bool]:

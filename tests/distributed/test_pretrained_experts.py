@@ -84,9 +84,6 @@ def number(name: str) -> int:
     return int(name.split(".experts.")[1].split(".")[0])
 
 
-# ------------------------------------------------------------------------------------------- what is read
-
-
 def experts_read(folder: str, build: Callable[[], tuple[Any, Any]]) -> list[tuple[str, tuple[int, ...]]]:
     """What this rank reads of experts for a model that has what the folder has; it reads what it holds, no more."""
     with counted() as read:
@@ -162,9 +159,6 @@ def test_each_rank_reads_its_part_of_a_matrix(ranks: RanksOf, tmp_path: Path) ->
     ranks(4).run(load_pieces, folder=folder)
 
 
-# ----------------------------------------------------------------------------------------------- other folders
-
-
 def load_others(folder: str) -> None:
     rank = world_and_rank()[1]
     expected = wanted(f"{folder}/low")
@@ -221,8 +215,6 @@ def edit(folder: Path, changes: Mapping[str, Tensor | None], to: Path | None = N
     save_file({n: t.clone() for n, t in changed.items() if t is not None}, to / "model.safetensors")
     return str(to)
 
-
-# ----------------------------------------------------------------------------------------------- what does not fit
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w{}.weight"
 

@@ -75,9 +75,6 @@ def test_bfloat16_is_what_torchtitan_says(ranks: RanksOf, tmp_path: Path) -> Non
     assert all(value.dtype == torch.float32 for value in found.weights.values())
 
 
-# --------------------------------------------------------------------------------------------------- configurations
-
-
 def refused(sections: dict[str, Any], muon: dict[str, Any]) -> compile_muon.ConfigError:
     from compile_muon.integrations.torchtitan import with_muon
 

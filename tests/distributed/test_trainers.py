@@ -133,8 +133,6 @@ def test_other_settings_train_as_a_plain_loop_too(
         check(run, expected)
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
-
 REFUSED = [
     ("accelerate", "mixed_precision='fp16'", "mixed_precision = 'fp16': scales the loss .*use \"bf16\""),
     ("accelerate", "dynamo_backend='eager'", "dynamo_backend = 'EAGER': would compile the model a second time"),

@@ -86,9 +86,6 @@ def test_gram_form() -> None:
     train_odd(stage=3, ns_method="gram").check()
 
 
-# ------------------------------------------------------------------- no wrong answer could pass the tolerances
-
-
 @pytest.mark.parametrize(
     ("mistake", "stage"),
     [
@@ -119,9 +116,6 @@ def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: RanksOf,
     assert not all(map(torch.equal, first, other))
     for _, now in found:
         assert all(map(torch.equal, first, now))
-
-
-# ------------------------------------------------------------------------------------------- the harness itself
 
 
 def raise_on_rank_one() -> None:

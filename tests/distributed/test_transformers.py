@@ -103,9 +103,6 @@ def test_ranks_generate_together(ranks: RanksOf, tmp_path: Path) -> None:
     assert one == other
 
 
-# ----------------------------------------------------------------------------------------------- other parameters
-
-
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_what_changes_parameters_is_refused_where_it_is_called() -> None:
@@ -134,9 +131,6 @@ def test_what_changes_parameters_is_refused_where_it_is_called() -> None:
     assert said == [
         f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model" for name in names
     ]
-
-
-# ------------------------------------------------------------------------------------------------- other settings
 
 
 @pytest.mark.parametrize(
@@ -275,9 +269,6 @@ def test_what_is_evaluated_is_what_is_saved(ranks: RanksOf, tmp_path: Path) -> N
     for buffers, loss in found:
         assert all(torch.equal(saved[name], value) for name, value in buffers.items())
         assert loss == pytest.approx(expected, rel=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.full

@@ -110,9 +110,6 @@ def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
         yield f"{what} {kind} over {groups[group].split(' ')[0]}, {sent} bytes, behind {behind[node]}, to {waits}"
 
 
-# ------------------------------------------------------------------------------------------------------- in words
-
-
 def differences(old: Summary, new: Summary) -> list[str]:
     """Differences in words; none where graphs are the same."""
     if old["digest"] == new["digest"]:

@@ -42,9 +42,6 @@ def test_checkpoints_and_messages_are_the_stored_ones(part: str) -> None:
     check(part, stored(part), PARTS[part]())
 
 
-# ------------------------------------------------------------------------------------------------------- the words
-
-
 def toy(
     *, name: str = "x", late: bool = False, rate: float = 0.5, other: bool = False, group: str = "7"
 ) -> GraphModule:

@@ -36,9 +36,6 @@ def test_a_list_refuses_before_it_computes() -> None:
         newton_schulz_list([randn(4, 4)], dtype="float16", backend="cutlass")
 
 
-# --- bounded batches --------------------------------------------------------------------------------------------------
-
-
 def test_batches_stay_under_the_memory_limit() -> None:
     xs = [randn(7, 6, 10), randn(6, 10, seed=1), randn(2, 2, 6, 10, seed=2), randn(10, 6, seed=3)]
     plan = make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7)

@@ -33,9 +33,6 @@ WAYS = replace(NODES, protocols=(LL, TREE))
 H100 = load_costs("h100")
 
 
-# ---------------------------------------------------------------------------------------------------------- products
-
-
 def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
     assert [NODES.rate(size, "bfloat16") for size in (1, 64, 1024, 4096, 10**6)] == [1e12, 1e12, 16e12, 32e12, 32e12]
     assert NODES.rate(256, "bfloat16") == pytest.approx(4e12)
@@ -72,9 +69,6 @@ def test_ranks_on_one_core_share_it_and_the_memory() -> None:
     way = replace(CPU, protocols=(Protocol("tree", 1.0, (2.0,), tree=True),)).shared_by(4).protocols[0]
     assert (way.start_seconds, way.latencies) == (2.0, (4.0,))
     assert NODES.shared_by(64) is NODES
-
-
-# ------------------------------------------------------------------------------------------------------- collectives
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -120,9 +114,6 @@ def test_a_collective_goes_the_fastest_way_there_is() -> None:
 def test_only_known_kinds() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         NODES.collective_seconds("broadcast", 1.0, range(2))
-
-
-# ------------------------------------------------------------------------------------------------ what the core asks
 
 
 def matrix(method: str, rows: int) -> MuonSpec:

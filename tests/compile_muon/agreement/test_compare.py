@@ -41,9 +41,6 @@ def test_of_many_ranks_and_values_few_are_named() -> None:
     assert by_rank([3, 4, 3], [5, 7, 9]) == "4 on rank 7, 3 on ranks 5, 9"
 
 
-# --- the record of visits that ranks compare --------------------------------------------------------------------------
-
-
 def log_of(*visits: tuple[Any, ...]) -> FrameLog:
     log = FrameLog()
     for visit in visits:

@@ -62,9 +62,6 @@ def book(steps=1, update="auto"):
     return Ledger(steps, update)
 
 
-# --- purposes ---------------------------------------------------------------------------------------------------------
-
-
 def purposes(w, calls, events, **visit):
     """What each backward is for; events: a forward, a backward, ``close``, or ``.grad`` that ledger or user dropped."""
     found = ""
@@ -169,9 +166,6 @@ def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, c
     assert purposes(w, calls, "fb" * then) == "R" * (then - 1) + "S"
 
 
-# --- speculations -----------------------------------------------------------------------------------------------------
-
-
 def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping():
     for reason in ("edited", "clipped"):
         ledger = book()
@@ -188,9 +182,6 @@ def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping
         for _ in range(PATIENCE):
             w.speculations.note_norm(under_limit=True)
         assert w.speculations.stopped == (None if reason == "clipped" else reason)
-
-
-# --- stage 1 keeps sums -----------------------------------------------------------------------------------------------
 
 
 def kept():
@@ -268,9 +259,6 @@ def test_hooks_hold_nothing():
     param.square().sum().backward()
 
 
-# --- identity ---------------------------------------------------------------------------------------------------------
-
-
 def test_momenta_lead_to_their_account():
     w = make_sharded_param(book())
     assert sharded_param_of(w.momentum) is w
@@ -281,9 +269,6 @@ def test_momenta_lead_to_their_account():
     w.ledger.sharded_params.clear()
     del w
     assert sharded_param_of(tensor) is None, "the tensor must not keep its sharded parameter alive"
-
-
-# --- a backward that fails in the middle ------------------------------------------------------------------------------
 
 
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):

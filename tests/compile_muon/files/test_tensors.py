@@ -126,9 +126,6 @@ def test_rounding_is_no_error(value: Tensor, dtype: torch.dtype) -> None:
     assert torch.equal(converted("x", value, dtype).isnan(), value.to(dtype).isnan())
 
 
-# ------------------------------------------------------------------------------------------ folders of weights
-
-
 class Folder:
     """A model, its weights in a folder, and how to load them."""
 

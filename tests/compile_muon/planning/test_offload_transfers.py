@@ -114,9 +114,6 @@ def test_a_faster_link_and_more_buffers_never_make_a_step_wait_longer(pages, bef
     assert waited(script, buffers=buffers, disk=1.0) >= found - 1e-9
 
 
-# ---------------------------------------------------------------------------------------------------------- in a step
-
-
 def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:
     graph, one = Graph(), bucket(3)
     x = graph.placeholder("x")

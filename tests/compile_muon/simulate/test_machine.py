@@ -58,9 +58,6 @@ TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
 WAYS = replace(NODES, protocols=(LL, TREE))
 
 
-# ----------------------------------------------------------------------------------------------------------- as JSON
-
-
 @pytest.mark.parametrize("machine", [NODES, CPU, WAYS])
 def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
     for again in (read_machine(Machine, machine.to_json()), pickle.loads(pickle.dumps(machine))):
@@ -132,9 +129,6 @@ def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> 
     file.write_text(json.dumps(GOOD | {"protocol": []}))
     with pytest.raises(ConfigError, match="ours.json: protocol = .*is not a field"):
         load_costs(file)
-
-
-# -------------------------------------------------------------------------------------------------------- operations
 
 
 def test_operations_of_nodes_are_those_of_the_flop_counter() -> None:

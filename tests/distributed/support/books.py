@@ -26,8 +26,6 @@ Book = Callable[[NewtonSchulz, Tensor, Sequence[Step], float], Tensor]
 #: (newton_schulz, update, weight, states, lr, decay) -> weight
 Write = Callable[[NewtonSchulz, Tensor, Tensor, dict[str, Any], float, float], Tensor]
 
-# ------------------------------------------------------------------------------- of updates, which momenta make
-
 
 def by_updates(write: Write, heavy: bool = False) -> Book:
     """Momenta are a moving average, or a heavy ball's sum, with Nesterov's look ahead."""
@@ -84,9 +82,6 @@ def muonh(ns: NewtonSchulz, u: Tensor, w: Tensor, state: dict[str, Any], lr: flo
     d, radius = ns(u), w.norm()
     moved = w - lr * d * radius / d.norm().clamp(min=1e-10)
     return moved * radius / moved.norm().clamp(min=1e-10)
-
-
-# ------------------------------------------------------------------------------- of gradients, step after step
 
 
 def soap(
@@ -180,9 +175,6 @@ def muown(ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float)
         length = direction.norm(dim=1, keepdim=True)
         weight = gain * direction / length
     return weight
-
-
-# --------------------------------------------------------------------------------------- element by element
 
 
 def adamw(

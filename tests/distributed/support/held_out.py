@@ -35,9 +35,6 @@ TILTED = MatrixMethod(
 )
 
 
-# ----------------------------------------------------------------------------------------------- books of them
-
-
 def _updates(weight: Tensor, steps: Sequence[Step]) -> list[Tensor]:
     m, found = torch.zeros_like(weight), []
     for g, _, momentum in steps:
