@@ -14,8 +14,6 @@ every test of a kernel would reach the whole engine. This leaves out nothing but
 more; it fails the default tests, which always run.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re
@@ -206,7 +204,7 @@ class Graph:
         self._called: dict[str, list[str]] = defaultdict(list)
         for path in (*self.files, *self._inside):
             self._called[path.rpartition("/")[2]].append(path)
-        self._matching = cache(self._matching)  # type: ignore[method-assign]
+        self._matching = cache(self._matching)
         sources = {file: _read(root / file, file) for file in self.files}
         self._words = {file: found.words for file, found in sources.items()}
         taken = {name for found in sources.values() for _, names in found.imports for name in names or ()}

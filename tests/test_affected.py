@@ -1,7 +1,5 @@
 """Which tests a change can break: on small trees, in this repository, and beside what an import really brings in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

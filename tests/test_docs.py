@@ -5,8 +5,6 @@ model of the reader's, data, a config.json) it finds in STAND_INS. Code is gener
 tests of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib
@@ -225,7 +223,7 @@ class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__([{**(muon if group["use_muon"] else adam), **group} for group in param_groups], {})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 update = self._muon(param, group) if group["use_muon"] else self._adam(param, group)
@@ -275,7 +273,7 @@ class GPT(MyModel):
         super().__init__()
         self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Any:
         return x, super().forward(x, y)
 
 

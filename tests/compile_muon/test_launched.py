@@ -1,7 +1,5 @@
 """``initialize`` begins the process group of ranks that a launcher started, and ends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -149,7 +147,7 @@ def test_each_launcher_says_where_the_ranks_meet(
     device = torch.device("cuda", gpu)
     assert begin_group() == begin_group() == device
     assert begun.call_args.args == ("cpu:gloo,cuda:nccl",) and begun.call_args.kwargs["init_method"] == method
-    assert torch.cuda.set_device.call_args_list == [mock.call(device)]  # type: ignore[attr-defined]
+    assert torch.cuda.set_device.call_args_list == [mock.call(device)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """MuonZero as an optimizer: bit for bit torch's own at world 1, and at home with torch's schedulers and tools."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from itertools import product

@@ -1,7 +1,5 @@
 """The ranks that all distributed tests share."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

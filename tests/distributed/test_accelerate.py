@@ -1,7 +1,5 @@
 """``prepare`` in Accelerate's scripts beyond test_trainers.py: states on disk, several models, and other calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

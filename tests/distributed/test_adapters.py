@@ -1,7 +1,5 @@
 """LoRA of PEFT over a sharded model, in Accelerate's loop and in the Trainer: beside a plain loop, and as files."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that differ: found before anything is sharded, or in the step in which they do, and named on every rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

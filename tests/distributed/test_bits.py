@@ -1,7 +1,5 @@
 """Trained weights have the same bits at every stage, with both updates, offloaded or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

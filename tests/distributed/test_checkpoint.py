@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: bit for bit, on any world and stage, and what fails on one rank fails on all."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -254,7 +252,7 @@ def load_with_a_loader_that_stays_broken(folder: str) -> tuple[str, bool]:
     run.train(1)
     before, last = run.state(), run.scheduler.last_epoch
     if dist.get_rank() == 1:
-        run.loader.load_state_dict = mock.Mock(side_effect=ValueError("on purpose"))  # type: ignore[method-assign]
+        run.loader.load_state_dict = mock.Mock(side_effect=ValueError("on purpose"))
     message = refusal(Checkpointer(folder).load, run.model, run.optimizer, **run.parts())
     assert "rank 1: ValueError: on purpose; and what had taken" in message
     return message, not same(before, run.state()) and run.scheduler.last_epoch == last
@@ -270,7 +268,7 @@ def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
         if dist.get_rank() == 1 and state["taken"] != taken:
             raise ValueError("on purpose")
 
-    run.loader.load_state_dict = broken  # type: ignore[method-assign]
+    run.loader.load_state_dict = broken
     last = run.scheduler.last_epoch
     message = refusal(Checkpointer(folder).load, run.model, run.optimizer, **run.parts())
     return message, not same(before, run.state()) and run.loader.taken == taken and run.scheduler.last_epoch == last

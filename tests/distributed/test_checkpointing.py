@@ -3,8 +3,6 @@
 Each run checkpoints the blocks of the sharded model only: its reference keeps every activation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

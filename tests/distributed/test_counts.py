@@ -3,8 +3,6 @@
 What single collectives send is counted by hand in tests/passes/test_collectives.py; here is how many there are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

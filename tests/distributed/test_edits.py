@@ -1,7 +1,5 @@
 """What loops do with parameters between steps: edits, unfreezing and numbers that are read are right, or refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -155,7 +153,7 @@ def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     expected = expected + 0.1 * sum(param.pow(2).sum() for param in plain.parameters())
     expected.backward()
     grads = [full(param.grad) for param in model.parameters()]
-    distance = max(float((g - p.grad).abs().max()) for g, p in zip(grads, plain.parameters(), strict=True))  # type: ignore[operator]
+    distance = max(float((g - p.grad).abs().max()) for g, p in zip(grads, plain.parameters(), strict=True))
     assert distance < 1e-6
     assert abs(float(full(loss.detach())) - float(expected)) < 1e-5  # a DTensor's loss is that of all ranks
 
@@ -484,7 +482,6 @@ def logged(stage: int) -> dict[str, tuple[Any, float]]:
     """What each read gives, or the error that it is, and the number of the whole."""
     model, loss = trained(stage)
     matrix = dict(model.named_parameters())["up.weight"]
-    assert matrix.grad is not None
     values = {"loss": loss.detach()} if stage else {}  # at stage 0 the loss is plain, of this rank's data
     values |= {name: number(matrix) for name, number in NUMBERS.items()}
     values |= {f"{name} of grad": number(matrix.grad) for name, number in NUMBERS.items()}

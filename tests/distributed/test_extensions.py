@@ -1,7 +1,5 @@
 """A feature is one file and one line: an average of the weights, that no file of the package knows of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong on one rank goes wrong alike on all, or nowhere: errors, dying ranks, checkpoints, odd loops."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """docs/start/from-fsdp2.md: both columns run as they stand, and train alike."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from contextlib import nullcontext
@@ -75,7 +73,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def a_place() -> str:
     place = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(place)
-    assert place[0] is not None
     return place[0]
 
 

@@ -1,7 +1,5 @@
 """Derivatives that are asked for by function: of other weights, of gradients, of single weights, by torch.func."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

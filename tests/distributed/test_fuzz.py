@@ -5,8 +5,6 @@ tests/compile_muon/test_loops.py. One compiled model per kind of model serves al
 message of a failure, and its seed alone repeats it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import warnings

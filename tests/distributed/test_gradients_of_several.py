@@ -1,7 +1,5 @@
 """Checks read in the next step: a gradient that a graph has not made alone takes no direction, and accuses nobody."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +44,7 @@ def a_block_thrice(model: Net, step: int) -> None:
 
 
 def visits_that_differ(model: Net, step: int) -> None:
-    sum(model(batch(step, part)).square().mean() for part in range(1 + step % 2)).backward()  # type: ignore[union-attr]
+    sum(model(batch(step, part)).square().mean() for part in range(1 + step % 2)).backward()
 
 
 def a_penalty(model: Net, step: int) -> None:

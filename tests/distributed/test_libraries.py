@@ -1,7 +1,5 @@
 """Trainers of TRL and sentence-transformers beside the same trainers with ``torch.optim.Muon`` and ``AdamW``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self.both = torch.optim.Muon(parts[0], lr=0.01, weight_decay=0.0), adamw
         self.param_groups = [group for each in self.both for group in each.param_groups]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.both:
             each.step()
 

@@ -1,7 +1,5 @@
 """``MuonZeroStrategy`` beyond test_trainers.py: manual optimization, evaluation alone, files, loggers and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,7 @@ def a_second_fit_begins_anew() -> None:
         trainer.fit(module, loader())
         trainer.fit_loop.max_epochs = 2
         done, begun = len(module.run.losses), list[Tensor]()
-        module.on_train_start = lambda: begun.extend(  # type: ignore[method-assign]
+        module.on_train_start = lambda: begun.extend(
             value for name, value in state_of(module.model, trainer.strategy.muon).items() if "momentum" in name
         )
         trainer.fit(module, loader())

@@ -1,7 +1,5 @@
 """torch.amp.GradScaler around a sharded model: all ranks leave out the same steps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -26,7 +24,7 @@ def trained(
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     settings = {"stage": stage, "nonfinite": nonfinite, "update": "step", "ns_dtype": "float32"}
-    optimizer = compile_muon.MuonZero(model, **settings)  # type: ignore[arg-type]
+    optimizer = compile_muon.MuonZero(model, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     scales, norms = [], []
     for step in range(STEPS):

@@ -1,7 +1,5 @@
 """Replicas of shards, and what goes in and out on every mesh."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every method beside a reference written from its paper: a row of data each, and what holds of all rows."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Transformers' mixtures of experts under ``"expert_parallel"``: training equals training of the whole model."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor slices and experts beside data parallelism: training equals training of the whole model."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -154,10 +152,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(case: str, said: str) -> Non
             param = nn.Parameter(distribute_tensor(weight, mesh["shard"], [Shard(0)]))
         case "two roles":
             param = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)]))
-            param.mesh = mesh["shard"]  # type: ignore[attr-defined]
+            param.mesh = mesh["shard"]
         case "mark":
             param = own
-            param.mesh = mesh["tensor"]  # type: ignore[attr-defined]
+            param.mesh = mesh["tensor"]
         case "partial":
             local = DTensor.from_local(weight, mesh["tensor"], [Partial()], run_check=False)
             param = nn.Parameter(local)

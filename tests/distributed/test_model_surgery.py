@@ -1,7 +1,5 @@
 """What people do to a sharded model (load, edit, copy, save, move) works on every rank or raises on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models nobody here wrote train like their unsharded selves: GPT-2, Llama and Mixtral of Hugging Face, a conv net."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

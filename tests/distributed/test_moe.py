@@ -1,7 +1,5 @@
 """Experts on several ranks beside Transformers' own forward of the whole model, in the same process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -158,13 +156,13 @@ def gradients_of(experts: nn.Module, case: tuple[Tensor, ...], *, hidden_grad: b
     """The output, and the gradients of tokens and weights; those of the experts are in .grad."""
     hidden, index, weights, factor = case
     hidden, weights = hidden.clone().requires_grad_(hidden_grad), weights.clone().requires_grad_()
-    out = experts["experts"](hidden, index, weights)  # type: ignore[index]
+    out = experts["experts"](hidden, index, weights)
     if out.requires_grad:  # of no tokens, Transformers' eager forward makes a constant
         (out * factor).sum().backward()
     else:
         assert not out.numel()
         weights.grad, hidden.grad = torch.zeros_like(weights), torch.zeros_like(hidden)
-    return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]  # type: ignore[list-item]
+    return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]
 
 
 def compare_experts(
@@ -242,7 +240,7 @@ def one_rank_computes_bit_for_bit_what_transformers_does() -> None:
     assert torch.equal(loss, expected)
     for name, param in whole.named_parameters():
         grad: Any = model.get_parameter(name).grad
-        close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)  # type: ignore[arg-type]
+        close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)
 
 
 @contextlib.contextmanager

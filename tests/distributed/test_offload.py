@@ -1,7 +1,5 @@
 """Offloaded optimizer state: the bits of the resident run, at every stage, through every fault."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

@@ -1,7 +1,5 @@
 """Who holds a parameter beside the model: as it was before it was sharded, or in an optimizer of its own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Pipeline stages with an optimizer each train as the unsharded model does, and go on or stop together."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -123,8 +121,7 @@ class Trained:
         self.schedule = SCHEDULES[schedule](pipelined, MICRO, loss_fn=loss, scale_grads=scale)
         self.gathers = 0
         stages = self.optimizer.engine.extension(PipelineStages)
-        assert stages is not None
-        stages._gather = partial(self._counted, stages._gather)  # type: ignore[method-assign]
+        stages._gather = partial(self._counted, stages._gather)
 
     def _counted(self, gather: Callable[..., Any], *args: Any) -> Any:
         self.gathers += 1
@@ -184,7 +181,6 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
         assert mine.step() == ""
         gathers.append(mine.gathers - before)
         expected.step()
-        assert mine.optimizer.grad_norm is not None
         norms.append(mine.optimizer.metrics()["grad_norm"])
         if float(mine.optimizer.grad_norm) != torch.tensor(norms[-1], dtype=torch.float32):
             far["grad_norm"] = (float(mine.optimizer.grad_norm), norms[-1])
@@ -266,7 +262,6 @@ def spoil(mine: Trained, what: str) -> None:
     elif what == "held" and mine.stage == 1:
         sharded = next(sharded for sharded in mine.optimizer.engine.step.muon if sharded.name == "blocks.1.up.weight")
         made = sharded.speculations.current
-        assert made is not None
         sharded.speculations.make(made._replace(direction=made.direction * float("inf")))
     elif what == "late" and mine.stage == 0:  # the other stage has its directions
         mine.named["blocks.0.up.weight"].grad.mul_(2)
@@ -354,7 +349,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         elif what == "sums" and mine.stage == 0:
             mine.named["embed.weight"].grad.mul_(2)
         elif what == "later" and mine.stage == 1:
-            graphs.orthogonalize = fails  # type: ignore[method-assign]
+            graphs.orthogonalize = fails
         elif what == "steps" and mine.stage == 0:
             optimizer.loaded(7)
         try:
@@ -364,7 +359,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         if hasattr(module, "extra"):
             del module.extra
-        graphs.orthogonalize = orthogonalize  # type: ignore[method-assign]
+        graphs.orthogonalize = orthogonalize
         optimizer.param_groups[-1]["lr"] = ADAMW_LR
         optimizer.loaded(number)
         optimizer.zero_grad()

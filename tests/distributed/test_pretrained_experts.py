@@ -1,7 +1,5 @@
 """Folders with single experts, as Transformers writes them, into stacks: bit for bit, each rank reading its own."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """MuonClip beside its formula: heads whose logits grew too large, over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -105,10 +103,10 @@ Place = tuple[str, int, int]
 def heads_of(model: Attention) -> tuple[list[Place], list[Place]]:
     """What projects queries, and keys: weights and biases."""
     if model.kind == "fused":
-        return ([(f"qkv.{each}", 0, first) for each in ("weight", "bias")] for first in (0, 3 * SIZE))  # type: ignore
+        return ([(f"qkv.{each}", 0, first) for each in ("weight", "bias")] for first in (0, 3 * SIZE))
     if model.kind == "turned":
         return [("wq", 1, 0), ("bq", 0, 0)], [("wk", 1, 0)]
-    return ([(f"{part}_proj.{each}", 0, 0) for each in ("weight", "bias")] for part in "qk")  # type: ignore
+    return ([(f"{part}_proj.{each}", 0, 0) for each in ("weight", "bias")] for part in "qk")
 
 
 @torch.no_grad()

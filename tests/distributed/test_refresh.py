@@ -1,7 +1,5 @@
 """Resident weights: step() starts to gather them, and whoever reads one waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """Sequence parallelism: ranks that share a sequence train as one that has all of it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -206,17 +204,17 @@ def listed(cases: dict[str, Any]) -> pytest.MarkDecorator:
 
 
 @listed(MODELS)
-def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:
     assert ranks(2).run(trained, kind=kind, **settings) == [{}, {}]
 
 
 @listed(RING)
-def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+def test_keys_and_values_go_around(ranks, kind, settings) -> None:
     assert ranks(2).run(trained, kind=kind, attention="ring", **settings) == [{}, {}]
 
 
 @listed(FOUR)
-def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:
     assert ranks(4).run(trained, kind=kind, **settings) == [{}] * 4
 
 
@@ -234,7 +232,7 @@ def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> 
     ("compiled", "stage", "attention"),
     [(False, 3, "heads"), *(pytest.param(True, *each, marks=pytest.mark.full) for each in ((2, "heads"), (3, "ring")))],
 )
-def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:  # type: ignore[no-untyped-def]
+def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:
     assert ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention) == [{}, {}]
 
 
@@ -326,7 +324,7 @@ def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any]
     ],
 )
 @pytest.mark.full
-def test_whole_images_are_dealt_out_and_cross_borders(ranks, kind, compiled, each) -> None:  # type: ignore[no-untyped-def]
+def test_whole_images_are_dealt_out_and_cross_borders(ranks, kind, compiled, each) -> None:
     found = ranks(2).run(trained_on_images, kind=kind, compiled=compiled)
     assert [problems for problems, _ in found] == [{}, {}]
     assert each is None or [seen for _, seen in found] == each
@@ -577,7 +575,7 @@ def parts_are_evaluated_and_generation_is_whole() -> None:
         pytest.param(4, ranks_of_a_sequence_with_different_batches_are_named, marks=pytest.mark.full),
     ],
 )
-def test_on_ranks(ranks, world, check) -> None:  # type: ignore[no-untyped-def]
+def test_on_ranks(ranks, world, check) -> None:
     ranks(world).run(check)
 
 
@@ -612,7 +610,7 @@ def wrong_world() -> str:
     return refusal(lambda: sharded(built("Llama"), 3))
 
 
-def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:
     for said in ranks(2).run(wrong_world):
         assert said.startswith("sequence_parallel.size = 3: does not divide the 2 ranks along shard")
     with pytest.raises(ConfigError, match="sequence_parallel.size = 2: is more than the one rank there is"):
@@ -625,7 +623,7 @@ def indivisible() -> None:
     model(torch.arange(18).view(2, 9))
 
 
-def test_blocks_that_hand_nothing_on_want_lengths_that_divide(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_blocks_that_hand_nothing_on_want_lengths_that_divide(ranks) -> None:
     with pytest.raises(RankError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
         ranks(2).run(indivisible)
 

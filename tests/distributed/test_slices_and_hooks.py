@@ -1,7 +1,5 @@
 """Edits of a part of a sharded tensor land or are refused by name; hooks run, and see what everybody else sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,7 +97,6 @@ def test_an_edit_of_a_part_lands_or_is_refused_by_name(stage: int) -> None:
 
 
 def tripled(param: Tensor) -> None:
-    assert param.grad is not None
     param.grad.mul_(3)
 
 
@@ -183,7 +180,7 @@ def pairs(stage: int) -> tuple[Normed, Normed]:
 def clip_by_units(parameters: Iterable[Tensor]) -> None:
     """Adaptive clipping as timm has it: each row's norm against that of its weights, a vector's as one."""
     for param in parameters:
-        weight, grad = param.detach(), param.grad.detach()  # type: ignore[union-attr]
+        weight, grad = param.detach(), param.grad.detach()
         dims = tuple(range(1, weight.ndim))
         weights, norm = (x.norm(2.0, dim=dims, keepdim=True) if dims else x.norm(2.0) for x in (weight, grad))
         limit = weights.clamp_(min=1e-3).mul_(0.01)

@@ -1,7 +1,5 @@
 """torchtitan's trainer beyond test_trainers.py: groups, attentions, files, and beside its own FSDP2 and AdamW."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trainers of other libraries beside a plain loop: clipped, accumulated, evaluated, saved, gone on with, refused."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Training equals training of the unsharded model: stages, updates, worlds, and every odd shape."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``MuonTrainer`` beyond test_trainers.py: the best model, texts, schedules, groups, and Transformers' own saving."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole weights in and out of sharded models: bit for bit, any stage and world, and never one rank's rows as whole."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -132,7 +130,7 @@ def test_weights_go_out_and_in_bit_for_bit(stage: int, tmp_path: Path) -> None:
 def save_one(stage: int, folder: str, size: str) -> None:
     model, optimizer = sharded(stage, param_dtype="bfloat16" if stage == 3 else None)
     train(model, optimizer) if stage != 3 else None
-    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size=size)  # type: ignore[arg-type]
+    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size=size)
 
 
 def load_other(stage: int, folder: str) -> None:
@@ -265,7 +263,7 @@ def test_sizes_are_those_of_hugging_face() -> None:
     assert [parse_size(x) for x in (7, "7", "5GB", " 20 mb", "1KB")] == [7, 7, 5 * 10**9, 20 * 10**6, 1000]
     for wrong in (0, -1, True, "5GiB", "GB", "five", 1.5):
         with pytest.raises(ConfigError, match="max_shard_size"):
-            parse_size(wrong)  # type: ignore[arg-type]
+            parse_size(wrong)
 
 
 # ------------------------------------------------------------------------------ what other classes write beside weights

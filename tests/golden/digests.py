@@ -4,8 +4,6 @@ A digest depends on the order, targets, arguments, shapes, dtypes, strides and b
 second digest leaves out the order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter, defaultdict

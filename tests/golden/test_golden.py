@@ -1,7 +1,5 @@
 """Graphs, checkpoints and messages are the stored ones, and differences are said in words."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

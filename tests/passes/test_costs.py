@@ -1,7 +1,5 @@
 """What a machine costs: products, kernels, collectives, and what the core decides by."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

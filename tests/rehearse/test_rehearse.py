@@ -1,7 +1,5 @@
 """The parts of rehearse/ that need no device: vector clocks, lists of symbols, budgets."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Where ranks differ, and how it is said; with real ranks in tests/distributed/test_agreement.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

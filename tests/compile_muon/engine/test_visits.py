@@ -1,7 +1,5 @@
 """Visits, sums and policy by themselves: which purpose each backward visit gets."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """Files that strangers wrote: every row is somewhere, once or the same, and no number becomes another."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Machines by name and from files, and the measurement of this one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

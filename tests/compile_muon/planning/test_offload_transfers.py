@@ -3,8 +3,6 @@
 Buckets have pages, of which a way takes one a second.
 """
 
-from __future__ import annotations
-
 import pytest
 import tiny_gpt
 import torch

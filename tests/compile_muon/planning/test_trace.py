@@ -1,7 +1,5 @@
 """One trace serves every sharding, and says what a capture of each would; nothing is given memory for it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the planner knows of a machine beside its costs, and what its file says."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -3,8 +3,6 @@
 A book is ``(newton_schulz, weight, steps, decay) -> weight``; a step has its gradient, lr and momentum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ COMPILE_MUON_TEST_BACKEND=nccl, beside COMPILE_MUON_TEST_DEVICE=cuda, sends what
 host goes over Gloo still. All ranks share the first GPU, which NCCL allows from 2.30 on: benchmarks/shared_nccl.py.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc
@@ -116,7 +114,6 @@ def _module(path: str) -> ModuleType:
     name = f"_cases_{Path(path).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
@@ -216,7 +213,7 @@ class Ranks:
         while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = [self._connections[rank] for rank in range(self.world) if rank not in found]
             for ready in multiprocessing.connection.wait(waiting, timeout=left):
-                rank = self._connections.index(ready)  # type: ignore[arg-type]
+                rank = self._connections.index(ready)
                 found[rank] = self._receive(rank)
                 if found[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + grace)
@@ -316,8 +313,8 @@ def on_ranks(world: int | None = None) -> Callable[[Callable[..., None]], Callab
         own = inspect.signature(body)
         names = ["ranks"] if world is not None else ["ranks", "world"]
         more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        test.on_rank = body  # type: ignore[attr-defined]
-        test.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+        test.on_rank = body
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])
         return test
 
     return decorate

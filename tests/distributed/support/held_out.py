@@ -1,7 +1,5 @@
 """Methods that the package does not know of: a record each, and what it means in torch alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

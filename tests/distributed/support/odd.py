@@ -1,7 +1,5 @@
 """A model of every shape that sharding stumbles over, and the settings that it is trained with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

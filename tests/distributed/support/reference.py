@@ -3,8 +3,6 @@
 :class:`Reference` uses nothing of compile_muon, so an error in it cannot hide on both sides of a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -144,7 +142,6 @@ def world_and_rank() -> tuple[int, int]:
 
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor, on the host; collective."""
-    assert tensor is not None
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
     if tensor.device.type == "cpu" and (tensor.requires_grad or torch.is_inference_mode_enabled()):
@@ -276,7 +273,6 @@ def train(
         assert set(directions) == set(reference.directions), set(directions) ^ set(reference.directions)
         for name, direction in directions.items():
             errors[name] = max(errors[name], relative_error(direction, reference.directions[name]))
-        assert optimizer.grad_norm is not None
         norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
     found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}

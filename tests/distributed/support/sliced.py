@@ -1,7 +1,5 @@
 """Models whose weights other axes than data parallelism cut: slices of tensors, experts, and both."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -75,7 +73,7 @@ class Experts(nn.Module):
             own = getattr(self, name).detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             param = nn.Parameter(own if marked else DTensor.from_local(own, mesh, [Shard(0)]))
             if marked:
-                param.mesh = mesh  # type: ignore[attr-defined]
+                param.mesh = mesh
             setattr(self, name, param)
 
     def forward(self, x: Tensor) -> Tensor:

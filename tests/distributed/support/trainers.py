@@ -12,8 +12,6 @@ A trainer is a module beside this one, ``on_<library>``, with
 - ``saved(folder)``: names of checkpoints, and whole weights as a file has them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The exchange: balanced owners, and what travels; that directions are right is a property of every lowered graph."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace
