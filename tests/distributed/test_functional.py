@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import RanksOf
+from support.harness import on_ranks
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -61,7 +61,15 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -> None:
+def cases(*short: tuple[int, bool], full: tuple[tuple[int, bool], ...]) -> pytest.MarkDecorator:
+    """Stages, and whether compiled."""
+    params = [*short, *(pytest.param(*case, marks=pytest.mark.full) for case in full)]
+    return pytest.mark.parametrize(("stage", "compiled"), params)
+
+
+@cases((3, False), full=((0, False), (1, True)))
+@on_ranks(2)
+def test_functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for kind, of in OTHERS.items():
         model, plain, prefix = Net(), Net(), "_orig_mod." if compiled else ""
@@ -110,7 +118,9 @@ def inner_step(loss: Any, params: dict[str, Any], again: Any) -> None:
     again({name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}).backward()
 
 
-def losses_of_gradients(stage: int, compiled: bool) -> None:
+@cases((2, False), full=((0, False), (3, False)))
+@on_ranks(2)
+def test_losses_of_gradients(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for way in (penalty, third_derivative, of_grad_itself, inner_step):
         model, plain = Net(), Net()
@@ -133,7 +143,9 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
 }
 
 
-def transforms_of_torch_func(stage: int, compiled: bool) -> None:
+@cases((2, False), full=((0, False), (3, False)))
+@on_ranks(2)
+def test_transforms_of_torch_func(stage: int, compiled: bool) -> None:
     (_, rank), model = world_and_rank(), Net()
     optimizer, run = made(model, stage, compiled)
     params = {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -174,7 +186,9 @@ class Direct(Net):
         return h.square().mean() + DIRECT[self.way](self, h)
 
 
-def reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None:
+@cases((0, False), (3, False), full=((3, True),))
+@on_ranks(2)
+def test_reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for way in DIRECT:
         torch._dynamo.reset()
@@ -188,25 +202,3 @@ def reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None
             continue
         over_ranks(lambda rank, plain=plain: plain(batch(rank))).backward()
         same(*({n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, plain)))
-
-
-#: what is asked for -> stages, and whether compiled, of the default tier and of the full one
-ASKED: dict[Any, tuple[list[tuple[int, bool]], ...]] = {
-    functional_call_computes_with_what_it_is_given: ([(3, False)], [(0, False), (1, True)]),
-    losses_of_gradients: ([(2, False)], [(0, False), (3, False)]),
-    transforms_of_torch_func: ([(2, False)], [(0, False), (3, False)]),
-    reads_past_attributes_are_whole_or_named: ([(0, False), (3, False)], [(3, True)]),
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "stage", "compiled"),
-    [
-        pytest.param(what, *case, marks=[pytest.mark.full] * tier)
-        for what, tiers in ASKED.items()
-        for tier, cases in enumerate(tiers)
-        for case in cases
-    ],
-)
-def test_what_is_asked_for_by_function(ranks: RanksOf, what: Any, stage: int, compiled: bool) -> None:
-    ranks(2).run(what, stage=stage, compiled=compiled)

@@ -1,6 +1,5 @@
 """``MuonZeroStrategy`` beyond test_trainers.py: manual optimization, evaluation alone, files, loggers and refusals."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,8 @@ def test_manual_optimization(ranks: RanksOf) -> None:
     ranks(2).run(train_by_hand, expected=plain(on_lightning, [2] * on_lightning.STEPS).losses)
 
 
-def micro_batches_are_reduced_once() -> None:
+@on_ranks(2)
+def test_micro_batches_are_reduced_once() -> None:
     """At stage 1, without accumulation and with it."""
     totals = []
     with launched():
@@ -63,7 +63,8 @@ def micro_batches_are_reduced_once() -> None:
     assert totals[0] == totals[1] > 0, totals
 
 
-def a_second_fit_begins_anew() -> None:
+@on_ranks(2)
+def test_a_second_fit_begins_anew() -> None:
     """Losses of a second fit of the same module, and its momenta where it begins."""
     with launched():
         trainer, module = trainer_of(config_of(3), max_epochs=1), Language()
@@ -75,11 +76,6 @@ def a_second_fit_begins_anew() -> None:
         )
         trainer.fit(module, loader())
     assert len(module.run.losses) - done == SAVED and begun and not any(momentum.any() for momentum in begun)
-
-
-@pytest.mark.parametrize("check", [micro_batches_are_reduced_once, a_second_fit_begins_anew])
-def test_on_two_ranks(ranks: RanksOf, check: Callable[[], None]) -> None:
-    ranks(2).run(check)
 
 
 def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:

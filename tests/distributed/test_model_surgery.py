@@ -56,7 +56,9 @@ def same(model: nn.Module, expected: dict[str, Tensor], run: Any = None) -> None
         torch.testing.assert_close((model if run is None else run)(X), plain(X), atol=1e-6, rtol=1e-5)
 
 
-def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
+@on_ranks(2)
+def test_state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
     model, optimizer = sharded(stage)
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
@@ -90,7 +92,9 @@ def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> No
     step(model, optimizer, run)
 
 
-def state_dicts_are_saved_on_every_rank(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_state_dicts_are_saved_on_every_rank(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     buffer = io.BytesIO()
@@ -110,7 +114,9 @@ def state_dicts_are_saved_on_every_rank(stage: int) -> None:
     same(fresh, want)
 
 
-def deep_copies_are_models_of_their_own(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_deep_copies_are_models_of_their_own(stage: int) -> None:
     """An average of weights: follows its own parameters, and training the first does not touch it."""
     model, optimizer = sharded(stage)
     step(model, optimizer)
@@ -136,7 +142,9 @@ def deep_copies_are_models_of_their_own(stage: int) -> None:
     step(model, optimizer)
 
 
-def full_parameters_of_all_ranks(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_full_parameters_of_all_ranks(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     kinds = {name: type(p) for name, p in model.named_parameters()}
@@ -176,28 +184,6 @@ def full_parameters_of_all_ranks(stage: int) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         model.up.weight = nn.Parameter(third.clone())
     assert torch.equal(full(model.up._parameters["weight"]), third)
-
-
-#: what is done -> stages of the default tier and of the full one
-DONE: dict[Any, tuple[tuple[int, ...], ...]] = {
-    state_dicts_load_whole_and_sharded_and_of_other_placements: ((1, 3), (0, 2)),
-    state_dicts_are_saved_on_every_rank: ((2, 3), (0, 1)),
-    deep_copies_are_models_of_their_own: ((2, 3), (0, 1)),
-    full_parameters_of_all_ranks: ((2, 3), (0, 1)),
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "stage"),
-    [
-        pytest.param(what, stage, marks=[pytest.mark.full] * tier)
-        for what, tiers in DONE.items()
-        for tier, stages in enumerate(tiers)
-        for stage in stages
-    ],
-)
-def test_at_each_stage(ranks: RanksOf, what: Any, stage: int) -> None:
-    ranks(2).run(what, stage=stage)
 
 
 def edit_whole_wrongly() -> list[str]:

@@ -216,7 +216,8 @@ def run_experts(kind: str, case: str, frozen: str = "") -> None:
             assert model.get_parameter(name).grad is None
 
 
-def every_kind_of_experts_with_and_without_tokens() -> None:
+@on_ranks(2)
+def test_every_kind_of_experts_with_and_without_tokens() -> None:
     for kind in ("mixtral", "gpt_oss"):
         for case in CASES:
             run_experts(kind, case)
@@ -227,7 +228,8 @@ def every_kind_of_experts_with_and_without_tokens() -> None:
         run_experts("mixtral", "one rank has none", frozen=frozen)
 
 
-def one_rank_computes_bit_for_bit_what_transformers_does() -> None:
+@on_ranks(2)
+def test_one_rank_computes_bit_for_bit_what_transformers_does() -> None:
     """A group of one: no collective, and the numbers of Transformers' own grouped products."""
     whole, model = tiny("GptOss", experts_implementation="grouped_mm"), shared(tiny("GptOss"), 1)
     _, rank = world_and_rank()
@@ -280,7 +282,8 @@ def test_capacity_drops_the_least_probable(ranks: RanksOf) -> None:
     assert found[0] > found[1] > found[2] == 0
 
 
-def capacity_that_drops_nothing_is_exact() -> None:
+@on_ranks(2)
+def test_capacity_that_drops_nothing_is_exact() -> None:
     world, rank = world_and_rank()
     model, *_ = beside("GptOss", world, capacity_factor=8.0)
     # Fewer tokens on one rank would be buffers of another size.
@@ -323,14 +326,16 @@ def test_a_block_is_one_graph_where_it_can_be(
     assert counter.frame_count == graphs
 
 
-def checkpointed_layers_dispatch_again() -> None:
+@on_ranks(2)
+def test_checkpointed_layers_dispatch_again() -> None:
     for kind, *how in (("DeepseekV3", None, True), ("GptOss", None, False), ("Mixtral", 8.0, False)):
         model, _, ops = beside(kind, world_and_rank()[0], *how)
         exchanges = sum("all_to_all_single" in op for op in ops)
         assert exchanges > 2 * len(model.model.layers)  # more than gradients there and back
 
 
-def half_precision() -> None:
+@on_ranks(2)
+def test_half_precision() -> None:
     """Under bf16 autocast as in Transformers' grouped products, whose rows these are."""
     world, rank = world_and_rank()
     whole = tiny("GptOss", experts_implementation="grouped_mm")
@@ -352,7 +357,8 @@ def half_precision() -> None:
 # ------------------------------------------------------------------------------------------- what the switch leaves be
 
 
-def a_model_is_switched_by_itself() -> None:
+@on_ranks(2)
+def test_a_model_is_switched_by_itself() -> None:
     world, rank = world_and_rank()
     model = tiny("GptOss")
     stack = model.model.layers[0].mlp.experts.gate_up_proj
@@ -392,7 +398,8 @@ def a_model_is_switched_by_itself() -> None:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def what_cannot_be_shared_is_refused_on_every_rank() -> None:
+@on_ranks(2)
+def test_what_cannot_be_shared_is_refused_on_every_rank() -> None:
     world, _ = world_and_rank()
     mesh = expert_mesh(world)
     found = []
@@ -472,15 +479,3 @@ REFUSED = (
     "mesh = \"(1, 2) ('replicate', 'expert')\": is not the 2 ranks to share experts",
     "experts_implementation = 'compile_muon_expert_parallel': MixtralExperts has its experts to itself; leave it out",
 )
-
-
-ON_TWO_RANKS = [
-    every_kind_of_experts_with_and_without_tokens, one_rank_computes_bit_for_bit_what_transformers_does,
-    capacity_that_drops_nothing_is_exact, checkpointed_layers_dispatch_again, half_precision,
-    a_model_is_switched_by_itself, what_cannot_be_shared_is_refused_on_every_rank,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("check", ON_TWO_RANKS)
-def test_on_two_ranks(ranks: RanksOf, check: Callable[[], None]) -> None:
-    ranks(2).run(check)

@@ -434,7 +434,9 @@ def part(whole: Masked, stage: int) -> Masked:
     return made
 
 
-def stages_of_a_pipeline_share_sequences() -> None:
+@pytest.mark.full
+@on_ranks(4)
+def test_stages_of_a_pipeline_share_sequences() -> None:
     """Two stages of two ranks that share sequences, beside the whole model on one."""
 
     def ids(step: int) -> Tensor:
@@ -467,7 +469,9 @@ def stages_of_a_pipeline_share_sequences() -> None:
         assert (full(param.detach()) - full(theirs[name].detach())).abs().max() < 1e-5, name
 
 
-def ranks_of_a_sequence_with_different_batches_are_named() -> None:
+@pytest.mark.full
+@on_ranks(4)
+def test_ranks_of_a_sequence_with_different_batches_are_named() -> None:
     """Two steps, in the second or in both of which the last rank has another batch."""
     (world, rank), said = world_and_rank(), []
     for wrong in ((1,), (0, 1)):
@@ -522,13 +526,15 @@ def saved(size: int, attention: str = "heads") -> int:
     return sum(value.untyped_storage().nbytes() for value in seen.values())
 
 
-def each_rank_keeps_its_part_of_the_activations() -> None:
+@on_ranks(2)
+def test_each_rank_keeps_its_part_of_the_activations() -> None:
     whole, part, around = saved(1), saved(2), saved(2, "ring")
     assert part == pytest.approx(whole / 2, rel=0.01), (whole, part)
     assert around == pytest.approx(whole / 2, rel=0.05), (whole, around)
 
 
-def generation_and_evaluation_have_all_positions() -> None:
+@on_ranks(2)
+def test_generation_and_evaluation_have_all_positions() -> None:
     model = built("Llama", use_cache=True).eval()
     ids = torch.arange(3, 13).view(1, 10)
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -542,7 +548,8 @@ def generation_and_evaluation_have_all_positions() -> None:
     assert torch.allclose(cached, logits, atol=1e-5) and torch.allclose(joined, logits, atol=1e-5)
 
 
-def parts_are_evaluated_and_generation_is_whole() -> None:
+@on_ranks(2)
+def test_parts_are_evaluated_and_generation_is_whole() -> None:
     """A model whose config reads a cache; what a rank has of the logits, and what is refused."""
     from transformers import LlamaForTokenClassification
 
@@ -563,20 +570,6 @@ def parts_are_evaluated_and_generation_is_whole() -> None:
     assert "labels = [1, 6]: is for a loss of all positions" in labels, labels
     assert torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text)
-
-
-@pytest.mark.parametrize(
-    ("world", "check"),
-    [
-        (2, each_rank_keeps_its_part_of_the_activations),
-        (2, generation_and_evaluation_have_all_positions),
-        (2, parts_are_evaluated_and_generation_is_whole),
-        pytest.param(4, stages_of_a_pipeline_share_sequences, marks=pytest.mark.full),
-        pytest.param(4, ranks_of_a_sequence_with_different_batches_are_named, marks=pytest.mark.full),
-    ],
-)
-def test_on_ranks(ranks, world, check) -> None:
-    ranks(world).run(check)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
