@@ -30,7 +30,7 @@ from support.exact import (
     steps_of,
     train,
 )
-from support.harness import Ranks, RanksOf
+from support.harness import RanksOf, on_ranks
 from support.reference import ADAMW_EPS, DECAY, LR, newton_schulz, relative_error
 from torch import Tensor
 
@@ -116,36 +116,27 @@ def known(name: str) -> Iterator[dict[str, Any]]:
         yield ROWS[name].settings
 
 
-def errors(name: str, cases: list[Case], folder: str) -> dict[str, dict[str, float]]:
-    """How far each parameter is from the book, in each case."""
-    found = {}
+def check(name: str, cases: list[Case], folder: str) -> None:
+    """Each parameter is what the book says, in each case."""
     for case in cases:
         with known(name) as settings:
             model, optimizer = made(settings, case, folder)
             weights, replays = train(model, optimizer, range(STEPS), case)
         expected = by_the_book(name, case.view)
-        found[str(case)] = {param: relative_error(weights[param], weight) for param, weight in expected.items()}
+        assert expected.keys() == SHAPES.keys()
+        far = {param: relative_error(weights[param], weight) for param, weight in expected.items()}
+        assert all(error <= TOLERANCE for error in far.values()), (name, str(case), far)
         used, early = optimizer.totals()["directions_used"], case.compiled and case.update == "backward"
         assert bool(used) == (early and not MATRIX[name].in_step), (case, used)
         assert not case.recorded or replays >= 2, (case, replays)
-    return found
-
-
-def check(group: Ranks, name: str, cases: list[Case], folder: Path) -> None:
-    for rank, found in enumerate(group.run(errors, name=name, cases=cases, folder=str(folder))):
-        assert len(found) == len(cases)
-        for case, own in found.items():
-            assert own.keys() == SHAPES.keys()
-            wrong = {param: error for param, error in own.items() if not error <= TOLERANCE}
-            assert not wrong, f"rank {rank}: {name}, {case}: {wrong}"
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_method_is_what_its_paper_says(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     """On ranks that cut views in the middle."""
     number, views = list(ROWS).index(name), ROWS[name].views[1:] or ROWS[name].views
-    check(ranks(1), name, [Case(number % 4)], tmp_path)
-    check(ranks(3), name, [Case((number + 2) % 4, view=views[number % len(views)])], tmp_path)
+    for world, case in ((1, Case(number % 4)), (3, Case((number + 2) % 4, view=views[number % len(views)]))):
+        ranks(world).run(check, name=name, cases=[case], folder=str(tmp_path))
 
 
 EARLY = {"compiled": True, "update": "backward"}
@@ -171,10 +162,9 @@ EARLY = {"compiled": True, "update": "backward"}
     ],
     ids=str,
 )
-def test_a_method_is_the_same_in_every_setting(
-    ranks: RanksOf, tmp_path: Path, name: str, world: int, case: Case
-) -> None:
-    check(ranks(world), name, [case], tmp_path)
+@on_ranks()
+def test_a_method_is_the_same_in_every_setting(tmp_path: Path, name: str, case: Case) -> None:
+    check(name, [case], str(tmp_path))
 
 
 def drawn(dice: random.Random, name: str, world: int) -> Case:
@@ -205,7 +195,8 @@ def drawn(dice: random.Random, name: str, world: int) -> Case:
 def test_drawn_settings(ranks: RanksOf, tmp_path: Path, name: str, seed: int) -> None:
     dice = random.Random(f"{name} {seed}")
     world = dice.choice([1, 2, 3, 4])
-    check(ranks(world), name, list({drawn(dice, name, world) for _ in range(2)}), tmp_path)
+    cases = list({drawn(dice, name, world) for _ in range(2)})
+    ranks(world).run(check, name=name, cases=cases, folder=str(tmp_path))
 
 
 def going_on(name: str, case: Case, folder: str, first: int, last: int, whole: bool) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.harness import RankError, on_ranks
+from support.harness import on_ranks
 from support.reference import DEVICE, full, hidden_matrices, train, world_and_rank
 from support.zoo import ZOO
 from torch import Tensor, nn
@@ -113,8 +113,8 @@ def sliced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def beside(
     model: nn.Module, whole: nn.Module, matrices: Any, loss: Any, data: Any, sequence: SequenceParallelConfig,
     compiled: bool = False, fullgraph: bool = False, steps: int = 2, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What is out of tolerance behind a few steps beside the unsharded reference."""
+) -> None:  # fmt: skip
+    """Train a few steps beside the unsharded reference."""
 
     def run(model: Any) -> Any:
         options = {"codegen": "eager"}
@@ -124,14 +124,14 @@ def beside(
         model, matrices, loss, data, steps=steps, unsharded=whole, compiled=run, sequence=sequence, **settings
     )
     torch._dynamo.reset()
-    return report.problems()
+    report.check()
 
 
 def trained(
     kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False, inputs: str = "whole",
     attention: str = "heads", checkpointed: bool = False, regional: bool = False, experts: int = 1,
     model: dict[str, Any] | None = None, axis: str = "", rows: Sequence[int] = (2,), **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> None:  # fmt: skip
     """A model of Transformers; ``axis`` is another axis of two ranks, on four in all; batches have ``rows`` in turn."""
     own = built(kind, **(model or {}))
     whole = copy.deepcopy(own)
@@ -146,7 +146,7 @@ def trained(
     stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     loss = loss_of if inputs == "whole" else partial(loss_of_parts, by_hand=inputs == "by hand")
     parts = "whole" if inputs == "whole" else "sharded"
-    return beside(
+    beside(
         own, whole, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss,
         lambda step, micro, place: batch(
             step, micro, place, length=length, masked=masked, packed=packed, rows=rows[step % len(rows)]
@@ -204,36 +204,36 @@ def listed(cases: dict[str, Any]) -> pytest.MarkDecorator:
 
 
 @listed(MODELS)
-def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:
-    assert ranks(2).run(trained, kind=kind, **settings) == [{}, {}]
+@on_ranks(2)
+def test_two_ranks_of_one_sequence_train_as_one(kind, settings) -> None:
+    trained(kind, **settings)
 
 
 @listed(RING)
-def test_keys_and_values_go_around(ranks, kind, settings) -> None:
-    assert ranks(2).run(trained, kind=kind, attention="ring", **settings) == [{}, {}]
+@on_ranks(2)
+def test_keys_and_values_go_around(kind, settings) -> None:
+    trained(kind, attention="ring", **settings)
 
 
 @listed(FOUR)
-def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:
-    assert ranks(4).run(trained, kind=kind, **settings) == [{}] * 4
-
-
-def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> dict[str, Any]:
-    """A model of one's own, whose blocks call scaled_dot_product_attention, and whose loss is the loop's."""
-    zoo = ZOO["gpt"]
-    torch.manual_seed(0)
-    model = zoo.build()
-    whole, sequence = copy.deepcopy(model), SequenceParallelConfig(2, ("blocks",), attention=attention)
-    given = {"compiled": compiled, "fullgraph": True, "stage": stage}
-    return beside(model, whole, zoo.matrices(whole), zoo.loss, zoo.data, sequence, **given)
+@on_ranks(4)
+def test_four_ranks_of_two_sequences_or_one(kind, settings) -> None:
+    trained(kind, **settings)
 
 
 @pytest.mark.parametrize(
     ("compiled", "stage", "attention"),
     [(False, 3, "heads"), *(pytest.param(True, *each, marks=pytest.mark.full) for each in ((2, "heads"), (3, "ring")))],
 )
-def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:
-    assert ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention) == [{}, {}]
+@on_ranks(2)
+def test_blocks_of_ones_own(compiled, stage, attention) -> None:
+    """They call scaled_dot_product_attention, and the loss is the loop's."""
+    zoo = ZOO["gpt"]
+    torch.manual_seed(0)
+    model = zoo.build()
+    whole, sequence = copy.deepcopy(model), SequenceParallelConfig(2, ("blocks",), attention=attention)
+    given = {"compiled": compiled, "fullgraph": True, "stage": stage}
+    beside(model, whole, zoo.matrices(whole), zoo.loss, zoo.data, sequence, **given)
 
 
 IMAGE = 60
@@ -298,8 +298,18 @@ def patches(step: int, micro: int, place: int) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any], list[int]]:
-    """What is out of tolerance, and the images or patches that a rank's first vision layer sees."""
+@pytest.mark.parametrize(
+    ("kind", "compiled", "each"),
+    [
+        ("Qwen3VL", False, [[32, 32], [24, 24]]),  # the largest image to one rank, the others to the other
+        ("Qwen2VL", True, None),
+        ("Llava", False, [[2, 2], [2, 2]]),
+    ],
+)
+@pytest.mark.full
+@on_ranks(2)
+def test_whole_images_are_dealt_out_and_cross_borders(kind, compiled, each) -> None:
+    """``each``: images or patches that a rank's first vision layer sees, by rank."""
     torch.manual_seed(0)
     model, batches = llava() if kind == "Llava" else qwen(kind)
     whole = copy.deepcopy(model)
@@ -311,23 +321,8 @@ def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any]
     first.register_forward_hook(lambda m, a, output: seen.append(len(output[0] if kind == "Llava" else output)))
 
     sequence = SequenceParallelConfig(2)
-    problems = beside(model, whole, matrices, loss_of, batches, sequence, compiled=compiled, stage=3)
-    return problems, seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "compiled", "each"),
-    [
-        ("Qwen3VL", False, [[32, 32], [24, 24]]),  # the largest image to one rank, the others to the other
-        ("Qwen2VL", True, None),
-        ("Llava", False, [[2, 2], [2, 2]]),
-    ],
-)
-@pytest.mark.full
-def test_whole_images_are_dealt_out_and_cross_borders(ranks, kind, compiled, each) -> None:
-    found = ranks(2).run(trained_on_images, kind=kind, compiled=compiled)
-    assert [problems for problems, _ in found] == [{}, {}]
-    assert each is None or [seen for _, seen in found] == each
+    beside(model, whole, matrices, loss_of, batches, sequence, compiled=compiled, stage=3)
+    assert each is None or seen == each[dist.get_rank()]
 
 
 class MaskedBlock(nn.Module):
@@ -599,26 +594,21 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(mixed, "blocks.1.conv", "Conv1d", "mixes positions", blocks=("blocks",))
 
 
-def wrong_world() -> str:
-    return refusal(lambda: sharded(built("Llama"), 3))
+@pytest.mark.parametrize(
+    ("world", "size", "said"), [(2, 3, "3: does not divide the 2 ranks along shard"), (1, 2, "2: is more than the one")]
+)
+@on_ranks()
+def test_a_size_that_does_not_divide_the_ranks(size, said) -> None:
+    with pytest.raises(ConfigError, match=f"^sequence_parallel.size = {said}"):
+        sharded(built("Llama"), size)
 
 
-def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:
-    for said in ranks(2).run(wrong_world):
-        assert said.startswith("sequence_parallel.size = 3: does not divide the 2 ranks along shard")
-    with pytest.raises(ConfigError, match="sequence_parallel.size = 2: is more than the one rank there is"):
-        sharded(built("Llama"), 2)
-
-
-def indivisible() -> None:
+@on_ranks(2)
+def test_blocks_that_hand_nothing_on_want_lengths_that_divide() -> None:
     model = Masked()
     sharded(model, blocks=("blocks",))
-    model(torch.arange(18).view(2, 9))
-
-
-def test_blocks_that_hand_nothing_on_want_lengths_that_divide(ranks) -> None:
-    with pytest.raises(RankError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
-        ranks(2).run(indivisible)
+    with pytest.raises(ConfigError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
+        model(torch.arange(18).view(2, 9))
 
 
 def test_settings_are_read_as_they_are_written() -> None:
