@@ -114,7 +114,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
-def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
+def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> None:
     loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
     what = {"momentum": given.pop("momentum_too", True), "masters": "param_dtype" in given}
     what["adamw_on"] = given.pop("adamw_on", "device")
@@ -137,7 +137,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             found[-1]["bytes"] = torch.tensor(pair[1].traffic.bytes_sent)
         used = pair[1].totals()["directions_used"]
     assert bool(used) == ("codegen" in loop and given.get("update") != "step" and "clip" not in loop)
-    return differing(*found)
+    assert not differing(*found)
 
 
 def test_gradients_that_are_clipped_beside_masters_are_rounded_once_more() -> None:
@@ -189,8 +189,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_offloaded_training_is_the_resident_one(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     world, case = (CASES | MORE)[name]
-    for rank, wrong in enumerate(ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)):
-        assert not wrong, f"rank {rank}: {wrong}"
+    ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)
     assert not list(tmp_path.iterdir())
 
 
@@ -516,7 +515,7 @@ def undisturbed(what: dict[str, Any], **given: Any) -> tuple[nn.Module, compile_
         ),
     ],
 )
-@pytest.mark.parametrize("points", [24, pytest.param(150, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("points", [16, pytest.param(150, marks=pytest.mark.campaign)])
 def test_a_step_that_raises_has_changed_nothing_or_is_the_last(
     tmp_path: Path, where: str | None, given: dict[str, Any], points: int
 ) -> None:
