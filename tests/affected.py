@@ -6,7 +6,6 @@ A test file is affected if it, a ``conftest.py`` of its folders, or what these r
 - what it names in a string: a file, a folder with all that is in it, a pattern, a module for ``importlib`` or ``-m``.
   Docstrings name nothing. The package is installed without the rest of the repository, so a string of it names only
   modules and data in its own folder;
-- of a conftest.py what is in a fixture only where the fixture is named;
 - of a page or a shell script what its code imports and names.
 
 ``import compile_muon.passes.costs`` also runs the ``__init__.py`` of both packages, and all that these import. A change
@@ -14,8 +13,6 @@ of these two files counts. What they import counts only for a file that asks the
 every test of a kernel would reach the whole engine. This leaves out nothing but a package that cannot be imported any
 more; it fails the default tests, which always run.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
@@ -32,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: folder of the repository -> the package that it is installed as
 PACKAGES = {"compile_muon": "compile_muon", "passes": "compile_muon.passes", "kernels": "compile_muon.kernels"}
 #: what every test depends on
-EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py", ".ci/run"}
+EVERYTHING = {"pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/affected.py", ".ci/run"}
 #: extra of pyproject.toml that is large -> the module that its tests look for
 EXTRAS = {"torchtitan": "torchtitan", "browser": "PyQt6"}
 
@@ -48,14 +45,12 @@ _LISTING: dict[str, list[str]] = {"glob": [], "rglob": ["**"], "iterdir": ["*"]}
 @dataclass
 class _References:
     """What a source refers to. ``imports``: ``(module, names)``, no names for ``import module``, None for the module
-    alone; ``paths``: ends of paths, with patterns; ``words``: identifiers, and strings that are one; ``fixtures``: of a
-    conftest.py, each with what it alone refers to; ``lazy``: of a package, name -> module that it imports once asked
-    for the name; ``named``: paths that have a name in the module."""
+    alone; ``paths``: ends of paths, with patterns; ``words``: identifiers, and strings that are one; ``lazy``: of a
+    package, name -> module that it imports once asked for the name; ``named``: paths that have a name in the module."""
 
     imports: set[tuple[str, tuple[str, ...] | None]] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
     words: set[str] = field(default_factory=set)
-    fixtures: dict[str, _References] = field(default_factory=dict)
     lazy: dict[str, str] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -88,35 +83,32 @@ class _Reader(ast.NodeVisitor):
         self.visit(tree)
         self.found.named = {name: "/".join(parts) for name, parts in self.named.items()}
 
-    def parts(self, node: ast.AST) -> list[str] | None:
-        """Of a path in the order in which they are joined, as far as they are known; None in a temporary folder."""
+    def parts(self, node: ast.AST) -> list[str]:
+        """Of a path in the order in which they are joined, as far as they are known."""
         if isinstance(node, ast.Constant | ast.JoinedStr):
             text = _text(node)
             return [] if text is None else [text]
         if isinstance(node, ast.Name):
-            own = [_HERE] if node.id == "__file__" else self.named.get(node.id, [])
-            return None if node.id.startswith("tmp_path") else own
+            return [_HERE] if node.id == "__file__" else self.named.get(node.id, [])
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            left, right = self.parts(node.left), self.parts(node.right)
-            return None if left is None or right is None else left + (right or [_UNKNOWN])
+            return self.parts(node.left) + (self.parts(node.right) or [_UNKNOWN])
         if isinstance(node, ast.Attribute | ast.Subscript):  # .parent, .parents[1]
             return self._place(node.value)
         if not isinstance(node, ast.Call):
             return []
-        given = [part for arg in node.args for part in self.parts(arg) or ()]
+        given = [part for arg in node.args for part in self.parts(arg)]
         if not isinstance(node.func, ast.Attribute):  # Path(...), str(...)
             return self.parts(node.args[0]) if len(node.args) == 1 else []
         before, method = self.parts(node.func.value), node.func.attr
-        if before is None or method == "resolve":
+        if method == "resolve":
             return before
         if method in _LISTING:
             return [*before, *_LISTING[method], *given]
         return [*before[:-1], *given] if method == "with_name" else self._place(node.func.value)
 
-    def _place(self, node: ast.AST) -> list[str] | None:
-        """Of what is made of a path otherwise: that it is in the repository, or in a temporary folder."""
-        parts = self.parts(node)
-        return parts if parts is None else parts[: parts[:1] == [_HERE]]
+    def _place(self, node: ast.AST) -> list[str]:
+        """Of what is made of a path otherwise: that it is in the repository."""
+        return [_HERE] if self.parts(node)[:1] == [_HERE] else []
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """A path counts as a whole, and not each of its parts."""
@@ -129,9 +121,7 @@ class _Reader(ast.NodeVisitor):
         self._path(node) if method in (*_LISTING, "with_name") else self.generic_visit(node)
 
     def _path(self, node: ast.AST) -> None:
-        self.found.paths.add("/".join(self.parts(node) or ()))
-        for inner in ast.walk(node):
-            self.found.words |= {name for name in (getattr(inner, "id", ""), getattr(inner, "attr", "")) if name}
+        self.found.paths.add("/".join(self.parts(node)))
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if node.col_offset == 0 and getattr(node.targets[0], "id", "") in self.named:
@@ -150,9 +140,6 @@ class _Reader(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.found.words.add(node.attr)
         self.visit(node.value)
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.found.words.add(node.arg)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):  # a docstring
@@ -193,15 +180,6 @@ class _Reader(ast.NodeVisitor):
         self.found.imports.add((".".join(filter(None, (base, node.module))), names))
         self.found.words |= {*names}
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        """A fixture that has to be asked for is a source of its own."""
-        decorators = [ast.unparse(each) for each in node.decorator_list]
-        outer = self.found
-        if self.file.name == "conftest.py" and any("fixture" in each and "autouse" not in each for each in decorators):
-            self.found = outer.fixtures[node.name] = _References()
-        self.generic_visit(node)
-        self.found = outer
-
 
 def _text(node: ast.AST | None) -> str | None:
     """Of a string; what an f-string puts in is a pattern."""
@@ -226,7 +204,7 @@ class Graph:
         self._called: dict[str, list[str]] = defaultdict(list)
         for path in (*self.files, *self._inside):
             self._called[path.rpartition("/")[2]].append(path)
-        self._matching = cache(self._matching)  # type: ignore[method-assign]
+        self._matching = cache(self._matching)
         sources = {file: _read(root / file, file) for file in self.files}
         self._words = {file: found.words for file, found in sources.items()}
         taken = {name for found in sources.values() for _, names in found.imports for name in names or ()}
@@ -240,20 +218,10 @@ class Graph:
         }
         #: file -> the files that it refers to -> whether what those refer to counts as well
         self._edges = {file: self._resolved(file, found) for file, found in sources.items()}
-        for file, found in sources.items():
-            for name, own in found.fixtures.items():
-                self._edges[f"{file}::{name}"] = self._resolved(file, own)
-        for file in (*self.files, *(edge for edge in list(self._edges) if "::" in edge)):
-            own = file.partition("::")[0]
-            if not own.startswith("tests/"):
-                continue
-            for folder in PurePosixPath(own).parents:
-                conftest = str(folder / "conftest.py")
-                if conftest in sources:
-                    fixtures = sources[conftest].fixtures
-                    asked = self._words[own] if own == file else sources[own].fixtures[file.partition("::")[2]].words
-                    self._edges[file] |= {f"{conftest}::{name}": True for name in fixtures.keys() & asked}
-                    self._edges[file] |= {conftest: True}
+        for file in self.files:
+            if file.startswith("tests/"):
+                own = {str(folder / "conftest.py") for folder in PurePosixPath(file).parents}
+                self._edges[file] |= dict.fromkeys((own & sources.keys()) - EVERYTHING, True)
 
     def _resolved(self, file: str, found: _References) -> dict[str, bool]:
         edges: dict[str, bool] = defaultdict(bool)
@@ -273,8 +241,6 @@ class Graph:
             if not module_of(file):
                 yield from ((target, True) for target in self._script(file, module, names or ()))
             return
-        if module.endswith("*"):
-            yield from ((target, True) for name, target in self._modules.items() if name.startswith(module[:-1]))
         while module and module not in self._modules:  # an attribute, in a string
             module, _, attribute = module.rpartition(".")
             names = (attribute,)

@@ -4,8 +4,6 @@
 searches it for what stands on standard input, a word a line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -124,12 +122,10 @@ class Browser:
         self.app = QApplication(sys.argv[:1])
         self.requests, self.view = Requests(), QWebEngineView()
         profile = QWebEngineProfile.defaultProfile()
-        assert profile is not None
         profile.setUrlRequestInterceptor(self.requests)
         self.page = Page(self.view)
         self.view.setPage(self.page)
         settings = self.page.settings()
-        assert settings is not None
         # Else what a file asks of other hosts is refused before it is seen here.
         settings.setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
 

@@ -23,7 +23,6 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 def _load(name: str, path: Path) -> Any:
     """A module by its file. (tests/ on the path would stand for a package compile_muon.)"""
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -9,8 +9,6 @@ The test that an entry names runs first. Only if it passes do all default tests 
 first. A fault that no test notices makes the exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -5,8 +5,6 @@ it. No test framework, no compiler, no GPU, and no Triton are needed.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

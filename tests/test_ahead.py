@@ -1,7 +1,5 @@
 """Every launch of every tile table compiles for its architecture, spills nothing and fits its shared memory."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The benchmark harnesses run, on sizes that say nothing about speed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.metadata

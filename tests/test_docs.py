@@ -5,8 +5,6 @@ model of the reader's, data, a config.json) it finds in STAND_INS. Code is gener
 tests of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib
@@ -225,7 +223,7 @@ class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__([{**(muon if group["use_muon"] else adam), **group} for group in param_groups], {})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 update = self._muon(param, group) if group["use_muon"] else self._adam(param, group)
@@ -275,7 +273,7 @@ class GPT(MyModel):
         super().__init__()
         self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Any:
         return x, super().forward(x, y)
 
 
@@ -713,12 +711,6 @@ def test_pages_that_the_sources_name_exist():
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-@pytest.fixture(scope="module")
-def errors(docs_script: Any) -> Any:
-    """docs/errors.py."""
-    return docs_script("errors")
-
-
 #: pass on what PyTorch, a file format or a lower layer says, or reach no user
 NOT_LISTED = {
     "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
@@ -729,7 +721,8 @@ NOT_LISTED = {
 
 
 @pytest.mark.full
-def test_every_message_is_listed(errors: Any) -> None:
+def test_every_message_is_listed(docs_script: Any) -> None:
+    errors = docs_script("errors")
     assert errors.page() == PAGES["docs/reference/messages.md"], "python docs/errors.py renews it"
     assert set(errors.unlisted(errors.sources())) == {f"compile_muon.{name}" for name in NOT_LISTED}
 
@@ -750,39 +743,3 @@ def test_an_error_is_found_by_its_words(wrong: Callable[[], object]) -> None:
     words = re.findall(r"[\w'-]+", said)
     rows = [" ".join(re.findall(r"[\w'-]+", row)) for row in PAGES["docs/reference/messages.md"].splitlines()]
     assert any(" ".join(words[start : start + 3]) in row for start in range(5) for row in rows), said
-
-
-def test_messages_are_read_from_sources(errors: Any) -> None:
-    source = """
-def f(name, several):
-    problem = "is odd" if name else "is even"
-    if several:
-        raise config_error(f"{name}.x", 3, problem, "leave it out")
-    problems = [f"{name}: missing" for name in several]
-    problems.append(f"{name} is {len(name)} long")
-    if problems:
-        raise CheckpointError(listed(problems))
-    raise helper(name)
-def silent(text):
-    raise CheckpointError(text)
-def g(one, other, names):
-    field, problem = "a", "is early"
-    if one:
-        problem, remedy = "is one", "take two"
-        raise config_error(field, one, problem, remedy)
-    if other:
-        problem, remedy = "is many", "take few"
-    else:
-        problem, remedy = "is none", "take one"
-    yield config_error(field, other, problem, remedy)
-    yield from (config_error(field, 0, "is no name", "write it") for field in names)
-    for field in ("lr", "eps"):
-        yield config_error(field, 0, f"{'many' if other else 'few'} {field}", "leave it out")
-"""
-    found = {message.text for message in errors.of_source(source, "m")}
-    assert found == {
-        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out", "….x = …: is even; leave it out", "…: missing",
-        "… is … long", "a = …: is one; take two", "a = …: is many; take few", "a = …: is none; take one",
-        "… = …: is no name; write it", "… = …: …; leave it out",
-    }  # fmt: skip
-    assert errors.unlisted({"m": source + "def helper(x): return ValueError(x)\n"}) == ["m.silent"]

@@ -1,7 +1,5 @@
 """The tutorial: short enough to read, and it trains."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

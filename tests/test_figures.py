@@ -1,7 +1,5 @@
 """Numbers of the pages are those of benchmarks/results: `python docs/figures.py` renews them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

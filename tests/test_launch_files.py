@@ -1,7 +1,5 @@
 """examples/launch: each file runs as far as it can without its cluster, two addresses of loopback being two nodes."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

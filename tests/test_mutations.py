@@ -1,7 +1,5 @@
 """The list of faults fits the code, and a fault that nobody notices is told. ``make mutate`` tries them all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

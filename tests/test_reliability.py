@@ -1,7 +1,5 @@
 """The reliability campaign runs, and what it finds wrong is said. ``benchmarks/faults.py`` runs all of it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables of settings are those of the code: `python docs/settings.py` renews them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -80,7 +78,6 @@ def test_a_changed_description_is_found(settings: Any, monkeypatch: pytest.Monke
     page = settings.PAGES[0]
     text = (ROOT / page).read_text(encoding="utf-8")
     doc = config.MuonConfig.__doc__
-    assert doc is not None
     monkeypatch.setattr(config.MuonConfig, "__doc__", re.sub("rate of Muon", "speed of Muon", doc))
     assert settings.renewed(text, page) != text
 

@@ -1,7 +1,5 @@
 """The site as Chromium shows it from a disk, page by page, on a wide screen and on a narrow one."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -87,7 +85,6 @@ def test_every_link_within_the_site_lands(pages: dict[str, Any]) -> None:
 def test_a_page_has_its_version_its_source_and_its_neighbours(pages: dict[str, Any]) -> None:
     source = (ROOT / "compile_muon" / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.*)"$', source, re.MULTILINE)
-    assert version is not None
     for path, page in pages.items():
         assert page["header"] == f"compile_muon {version[1]}", path
         (edit,) = page["edit"]

@@ -1,7 +1,5 @@
 """The suite itself: tests stand alone, a slow machine fails none, and the last lines say what was skipped for what."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The backend as torch.compile sees it: found, checked, compiled once, and right on models nobody here foresaw."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from concurrent.futures import ThreadPoolExecutor

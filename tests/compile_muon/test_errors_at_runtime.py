@@ -1,7 +1,5 @@
 """Bad input while training: one clear error that names the parameter and the remedy, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

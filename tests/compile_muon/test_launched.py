@@ -1,7 +1,5 @@
 """``initialize`` begins the process group of ranks that a launcher started, and ends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -97,8 +95,6 @@ def test_torchrun_starts_ranks_that_meet_and_part(tmp_path: Path) -> None:
     check(ran(PROGRAM + "train('torchrun')\n", tmp_path, *command), {"torchrun"})
 
 
-# ------------------------------------------------------------------------------------------------------- variables
-
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "30007"}
 
 
@@ -151,7 +147,7 @@ def test_each_launcher_says_where_the_ranks_meet(
     device = torch.device("cuda", gpu)
     assert begin_group() == begin_group() == device
     assert begun.call_args.args == ("cpu:gloo,cuda:nccl",) and begun.call_args.kwargs["init_method"] == method
-    assert torch.cuda.set_device.call_args_list == [mock.call(device)]  # type: ignore[attr-defined]
+    assert torch.cuda.set_device.call_args_list == [mock.call(device)]
 
 
 @pytest.mark.parametrize(

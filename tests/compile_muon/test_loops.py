@@ -1,7 +1,5 @@
 """The loops people write, as written for any PyTorch optimizer: each trains as torch's own optimizers would."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

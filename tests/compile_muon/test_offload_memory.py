@@ -1,7 +1,5 @@
 """What offload to a file takes of a process' own memory: under limits that the kernel enforces, each in a process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -58,7 +56,6 @@ def train(model: nn.Module, optimizer: compile_muon.MuonZero, steps: int) -> Non
 
 def of_the_process(what: str) -> int:
     found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
     return int(found[1]) << 10
 
 

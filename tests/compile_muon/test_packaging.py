@@ -1,7 +1,5 @@
 """What gets installed, what an import costs, and which way the layers import."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What a run shows: lines of long work, an optimizer in a few of them."""
 
-from __future__ import annotations
-
 import doctest
 import logging
 import time
@@ -35,7 +33,7 @@ def test_long_work_says_how_long_and_short_work_nothing(
 ) -> None:
     logger, lines = logging.getLogger("compile_muon"), []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -90,5 +88,5 @@ def test_compilation_is_told_of_without_a_terminal(
 
 
 def wait_for(condition: object) -> None:
-    while not condition():  # type: ignore[operator]
+    while not condition():
         time.sleep(0.01)

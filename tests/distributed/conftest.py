@@ -1,9 +1,7 @@
 """The ranks that all distributed tests share."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,11 @@ import pytest
 # --import-mode=importlib leaves sys.path alone; these helpers are shared by the files here and by the ranks.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.harness import Ranks, single_process  # noqa: E402
+from support.harness import Ranks, RanksOf, single_process  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> Iterator[RanksOf]:
     """``ranks(world)``: processes started once per world size and session; world 1 is this process."""
     started: dict[int, Ranks] = {}
 

@@ -1,8 +1,5 @@
 """``prepare`` in Accelerate's scripts beyond test_trainers.py: states on disk, several models, and other calls."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +9,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.launched import accelerated
 from support.on_accelerate import prepared
-from support.reference import full, world_and_rank
-from support.trainers import LIMIT, MUON, causal_loss, refusal, sentences, small, state_of
+from support.reference import full, refusal, world_and_rank
+from support.trainers import LIMIT, MUON, causal_loss, sentences, small, state_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -40,9 +37,6 @@ def one_step(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any 
 
 def equal(model: nn.Module, other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(other[name], value) for name, value in state_of(model).items())
-
-
-# ----------------------------------------------------------------------------------------------------- states on disk
 
 
 def test_a_state_may_be_saved_over_another(tmp_path: Path) -> None:
@@ -84,8 +78,10 @@ def test_an_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
             accelerator.save_state(tmp_path)
 
 
-def several(folder: str) -> None:
+@on_ranks(2)
+def test_several_models_share_an_accelerator(tmp_path: Path) -> None:
     """Two sharded models and a plain one under DDP in one accelerator: losses before saving, and after loading."""
+    folder = str(tmp_path)
     losses: list[list[float]] = []
     for resume in (False, True):
         with accelerated():
@@ -110,13 +106,6 @@ def several(folder: str) -> None:
     assert losses[0] == losses[1] and len(set(losses[0])) == 3, losses
 
 
-def test_several_models_share_an_accelerator(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    ranks(2).run(several, folder=str(tmp_path))
-
-
-# --------------------------------------------------------------------------------------------- the rest of the loop
-
-
 def rest_of_the_loop(folder: str) -> float:
     """Values clipped, and whole state dicts of torch.compile's wrapper."""
     with accelerated():
@@ -133,7 +122,7 @@ def rest_of_the_loop(folder: str) -> float:
 
 
 @pytest.mark.full
-def test_values_and_wrappers(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_values_and_wrappers(ranks: RanksOf, tmp_path: Path) -> None:
     assert ranks(2).run(rest_of_the_loop, folder=str(tmp_path)) == pytest.approx([1e-3] * 2)
     small().load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
 
@@ -155,7 +144,7 @@ def gathered(shared: int) -> tuple[list[int], list[str]]:
     return rows, words
 
 
-def test_ranks_that_share_a_sequence_have_one_loader(ranks: Callable[[int], Ranks]) -> None:
+def test_ranks_that_share_a_sequence_have_one_loader(ranks: RanksOf) -> None:
     rows, words = gathered(1)
     assert sorted(rows) == sorted(sentences(5)[:, 0].tolist()) and words == list(map(str, rows))
     assert ranks(2).run(gathered, shared=2) == [(rows, words)] * 2
@@ -173,9 +162,6 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
             optimizer.zero_grad()
             assert accelerator.optimizer_step_was_skipped is skipped
             assert (scheduler.get_last_lr() == before) is skipped
-
-
-# ----------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -206,7 +192,8 @@ def test_pairs_that_are_not_are_refused() -> None:
         assert "is prepared already" in refusal(lambda: prepare(accelerator, model, optimizer))
 
 
-def together() -> None:
+@on_ranks(2)
+def test_what_wants_copies_of_the_model_or_another_world_is_refused() -> None:
     """What is said to what wants a copy of the model on every rank, and to ranks that would train alone."""
     alone = [dist.new_group([rank]) for rank in range(2)][world_and_rank()[1]]
     with accelerated():
@@ -221,7 +208,3 @@ def together() -> None:
         assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven, uneven
         other = refusal(lambda: prepare(Accelerator(cpu=True), *pair))
         assert "is sharded over 1 of the accelerator's 2 processes" in other, other
-
-
-def test_what_wants_copies_of_the_model_or_another_world_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(together)

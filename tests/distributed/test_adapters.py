@@ -1,16 +1,13 @@
 """LoRA of PEFT over a sharded model, in Accelerate's loop and in the Trainer: beside a plain loop, and as files."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.launched import accelerated
 from support.on_transformers import trainer_of
 from support.reference import full
@@ -94,9 +91,7 @@ def usual_lines(folder: str, adapters: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_model_is_saved_by_the_lines_of_every_example(
-    ranks: Callable[[int], Ranks], tmp_path: Path, adapters: bool
-) -> None:
+def test_a_model_is_saved_by_the_lines_of_every_example(ranks: RanksOf, tmp_path: Path, adapters: bool) -> None:
     from peft import PeftModel
     from transformers import GPT2LMHeadModel
 
@@ -117,7 +112,7 @@ def trained(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.full
-def test_the_trainer_trains_adapters_alone_and_goes_on_from_them(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_trainer_trains_adapters_alone_and_goes_on_from_them(ranks: RanksOf, tmp_path: Path) -> None:
     before = weights(lora())
     for found, again in ranks(2).run(trained, folder=str(tmp_path)):
         assert all(torch.equal(value, again[name]) for name, value in found.items())
@@ -129,9 +124,6 @@ def test_the_trainer_trains_adapters_alone_and_goes_on_from_them(ranks: Callable
     for name, value in saved.items():
         whole = name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")
         assert torch.equal(value, found[whole.replace("ln_f.", "ln_f.modules_to_save.default.")])
-
-
-# ------------------------------------------------------------------------------------------------------------ merging
 
 
 def adapted(kind: str) -> Any:
@@ -188,7 +180,7 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
     ],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(
-    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, way: str
+    ranks: RanksOf, tmp_path: Path, world: int, stage: int, way: str
 ) -> None:
     from transformers import GPT2LMHeadModel
 

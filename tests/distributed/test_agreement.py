@@ -1,16 +1,13 @@
 """Ranks that differ: found before anything is sharded, or in the step in which they do, and named on every rank."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.reference import DEVICE, full, placed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -68,9 +65,6 @@ def snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> list[Tensor]
     return held + [full(v).detach().clone() for slots in optimizer.state.values() for v in slots.values()]
 
 
-# ------------------------------------------------------------------------------------------- before sharding
-
-
 def build(difference: dict[str, Any]) -> str:
     model = stack()
     before = copy.deepcopy(model.state_dict())
@@ -118,16 +112,11 @@ def build(difference: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_ranks_compare_versions_settings_and_parameters(
-    ranks: Callable[[int], Ranks], difference: dict[str, Any], said: str
-) -> None:
+def test_ranks_compare_versions_settings_and_parameters(ranks: RanksOf, difference: dict[str, Any], said: str) -> None:
     first, *others = ranks(3).run(build, difference=difference)
     kind = "ConfigError" if said.startswith(("settings", "library")) else "UnsupportedModelError"
     assert first.startswith(f"{kind}: ranks disagree on {said}"), first
     assert others == [first, first]
-
-
-# ------------------------------------------------------------------------------------------------- in a step
 
 
 def diverge(stage: int, how: str, fault: str) -> tuple[str, bool]:
@@ -185,11 +174,11 @@ def check_fault(results: list[tuple[str, bool]], said: str, start: str = "ranks 
         (1, "tensor lr", "hyperparameters: muon lr = 0.009999999776482582 on rank 1, 0.01999999955296"),
     ],
 )
-def test_other_hyperparameters_on_one_rank(ranks: Callable[[int], Ranks], stage: int, fault: str, said: str) -> None:
+def test_other_hyperparameters_on_one_rank(ranks: RanksOf, stage: int, fault: str, said: str) -> None:
     check_fault(ranks(3).run(diverge, stage=stage, how="eager", fault=fault), said)
 
 
-def test_a_rate_that_is_nan_on_every_rank_is_no_disagreement(ranks: Callable[[int], Ranks]) -> None:
+def test_a_rate_that_is_nan_on_every_rank_is_no_disagreement(ranks: RanksOf) -> None:
     check_fault(
         ranks(3).run(diverge, stage=1, how="eager", fault="nan"), "= inf or nan on every rank: ", "rate of muon lr "
     )
@@ -199,7 +188,7 @@ def test_a_rate_that_is_nan_on_every_rank_is_no_disagreement(ranks: Callable[[in
     ("how", "stage"),
     [("eager", 1), ("eager", 3), *(pytest.param(*c, marks=pytest.mark.full) for c in (("whole", 2), ("blocks", 0)))],
 )
-def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+def test_blocks_in_another_order_on_one_rank(ranks: RanksOf, stage: int, how: str) -> None:
     """Shapes and counts agree, so the exchange goes through: with one block's gradients taken for another's."""
     results = ranks(3).run(diverge, stage=stage, how=how, fault="swapped")
     check_fault(results, "visit ")
@@ -223,18 +212,20 @@ def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stag
         (0, "edit of a momentum", "momentum_buffer of blocks.2.up.weight on rank 1 is not what the other ranks have"),
     ],
 )
-def test_replicas_that_drift_apart_are_named(ranks: Callable[[int], Ranks], stage: int, fault: str, said: str) -> None:
+def test_replicas_that_drift_apart_are_named(ranks: RanksOf, stage: int, fault: str, said: str) -> None:
     check_fault(ranks(3).run(diverge, stage=stage, how="eager", fault=fault), f"what all hold a copy of: {said}")
 
 
 @pytest.mark.parametrize(("how", "stage"), [("eager", 2), pytest.param("whole", 1, marks=pytest.mark.full)])
-def test_a_forward_of_one_rank_alone_is_its_own_business(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+def test_a_forward_of_one_rank_alone_is_its_own_business(ranks: RanksOf, stage: int, how: str) -> None:
     """To log a sample, or count operations: with resident weights it meets nobody."""
     for message, _ in ranks(2).run(diverge, stage=stage, how=how, fault="extra forward"):
         assert message == "no error"
 
 
-def edit_everywhere(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_edits_on_every_rank_are_no_drift(stage: int) -> None:
     """What all ranks do alike is no drift, by whichever way; resident weights that nobody has read since are stale."""
     model = stack().to(DEVICE)
     optimizer = compile_muon.MuonZero(model, stage=stage, check_replicas=1)
@@ -245,11 +236,6 @@ def edit_everywhere(stage: int) -> None:
                 param.mul_(0.99)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_edits_on_every_rank_are_no_drift(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(edit_everywhere, stage=stage)
 
 
 def trained(edits: bool) -> tuple[list[Tensor], int]:
@@ -268,7 +254,7 @@ def trained(edits: bool) -> tuple[list[Tensor], int]:
     return snapshot(model, optimizer), optimizer.totals()["directions_used"]
 
 
-def test_all_ranks_make_a_direction_anew_that_one_has_lost(ranks: Callable[[int], Ranks]) -> None:
+def test_all_ranks_make_a_direction_anew_that_one_has_lost(ranks: RanksOf) -> None:
     both = (ranks(2).run(trained, edits=edits) for edits in (True, False))
     for (edited, less), (plain, used) in zip(*both, strict=True):
         assert all(map(torch.equal, edited, plain)) and less == used / 2 > 0

@@ -1,13 +1,10 @@
 """Trained weights have the same bits at every stage, with both updates, offloaded or not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.reference import full, relative_error, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
@@ -69,28 +66,29 @@ def of_method(name: str, stage: int, micro: int) -> Tensor:
     return torch.cat([full(param.detach()).flatten() for param in model.parameters()])
 
 
-def of_methods() -> dict[tuple[str, int], list[Tensor]]:
+@pytest.mark.parametrize(
+    ("world", "every"), [(3, False), *(pytest.param(world, True, marks=pytest.mark.full) for world in (2, 3))]
+)
+@on_ranks()
+def test_methods_have_the_same_bits_at_every_stage(every: bool) -> None:
+    """But SOAP, whose owners differ; and of micro-batches stage 1 adds up those of each rank first. In short the others
+    than Muon by turns: at stage 0 and one more."""
     names = [method.name for method in METHODS if isinstance(method, MatrixMethod)]
-    cases = [*((name, 1) for name in names), ("muon", 2)]
-    return {case: [of_method(case[0], stage, case[1]) for stage in range(4)] for case in cases}
-
-
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.full)])
-def test_methods_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int) -> None:
-    """But SOAP, whose owners differ; and of micro-batches stage 1 adds up those of each rank first."""
-    for (name, micro), (first, *others) in ranks(world).run(of_methods)[0].items():
-        differing = [stage for stage, weights in enumerate(others, 1) if not torch.equal(weights, first)]
-        if name == "soap":
-            assert all(relative_error(weights, first) < 4e-4 for weights in others)
-        else:
-            assert differing == ([1] if micro > 1 else []), name
+    for turn, (name, micro) in enumerate([*((name, 1) for name in names), ("muon", 2)]):
+        first = of_method(name, 0, micro)
+        for stage in (1, 2, 3) if every or name == "muon" else (1 + turn % 3,):
+            weights = of_method(name, stage, micro)
+            if name == "soap":
+                assert relative_error(weights, first) < 4e-4
+            else:
+                assert torch.equal(weights, first) == (micro == 1 or stage != 1), (name, stage)
 
 
 @pytest.mark.parametrize(
     ("world", "compiled"),
     [(2, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True), (4, False)))],
 )
-def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:
+def test_weights_have_the_same_bits_at_every_stage(ranks: RanksOf, world: int, compiled: bool) -> None:
     results = ranks(world).run(everywhere, compiled=compiled)
     first = results[0]["0 step"]
     clipped = {bits for found in results for what, bits in found.items() if "clipped" in what}

@@ -3,8 +3,6 @@
 Each run checkpoints the blocks of the sharded model only: its reference keeps every activation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
-from support.reference import Report, hidden_matrices, train
+from support.harness import on_ranks
+from support.reference import hidden_matrices, train
 from support.zoo import ZOO, ZooModel
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,7 +52,7 @@ WAYS: dict[str, Callable[[ZooModel, Any], None]] = {
 }
 
 
-def train_checkpointed(name: str, way: str, codegen: str | None, **settings: Any) -> Report:
+def train_checkpointed(name: str, way: str, codegen: str | None, **settings: Any) -> None:
     torch.manual_seed(0)
     entry = ZOO[name]
     model = entry.build()
@@ -67,15 +65,10 @@ def train_checkpointed(name: str, way: str, codegen: str | None, **settings: Any
 
     # Inductor's own random numbers are not those of the reference.
     with torch._inductor.config.patch(fallback_random=True):
-        return train(
+        train(
             model, entry.matrices(model), entry.loss, entry.data,
             steps=STEPS, measure_noise=entry.noisy, compiled=compiled, **settings,
-        )  # fmt: skip
-
-
-def check(group: Ranks, name: str, way: str, codegen: str | None, **settings: Any) -> None:
-    for rank, report in enumerate(group.run(train_checkpointed, name=name, way=way, codegen=codegen, **settings)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
+        ).check()  # fmt: skip
 
 
 #: Every model, way and stage is here.
@@ -96,14 +89,16 @@ def test_every_model_way_and_stage_is_there() -> None:
     ("name", "way", "world", "stage"),
     [pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.full) for case in CASES],
 )
-def test_eager_codegen(ranks: Callable[[int], Ranks], name: str, way: str, world: int, stage: int) -> None:
-    check(ranks(world), name, way, "eager", stage=stage)
+@on_ranks()
+def test_eager_codegen(name: str, way: str, stage: int) -> None:
+    train_checkpointed(name, way, "eager", stage=stage)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "stage"), [("gpt", 3), ("convnet", 0)])
-def test_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
-    check(ranks(2), name, "by_hand", "inductor", stage=stage)
+@on_ranks(2)
+def test_inductor(name: str, stage: int) -> None:
+    train_checkpointed(name, "by_hand", "inductor", stage=stage)
 
 
 PRODUCT = [
@@ -116,15 +111,17 @@ PRODUCT = [
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "way"), PRODUCT)
 @pytest.mark.parametrize(("world", "codegen"), itertools.product((1, 2), ("eager", "inductor")))
-def test_every_combination(ranks: Callable[[int], Ranks], name: str, way: str, world: int, codegen: str) -> None:
+@on_ranks()
+def test_every_combination(name: str, way: str, codegen: str) -> None:
     for stage in range(4):
-        check(ranks(world), name, way, codegen, stage=stage)
+        train_checkpointed(name, way, codegen, stage=stage)
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "by_hand"), (1, "reentrant")])
-def test_not_compiled(ranks: Callable[[int], Ranks], world: int, way: str) -> None:
+@on_ranks()
+def test_not_compiled(way: str) -> None:
     """Backward reads the weights again, through the markers' eager implementation."""
-    check(ranks(world), "gpt", way, None, stage=3)
+    train_checkpointed("gpt", way, None, stage=3)
 
 
 class Shared(nn.Module):
@@ -154,20 +151,16 @@ def shared_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens % 16)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten() % 16)
 
 
-def train_shared(reads: str) -> Report:
-    torch.manual_seed(0)
-    model = Shared(reads)
-    matrices = hidden_matrices(model, exclude=("embedding",))
-    return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=3, codegen="eager")
-
-
 LATER = ["by several", *(pytest.param(how, marks=pytest.mark.full) for how in ("before", "as an argument"))]
 
 
 @pytest.mark.parametrize("reads", LATER)
-def test_weights_read_in_several_regions_are_gathered_again(ranks: Callable[[int], Ranks], reads: str) -> None:
-    for rank, report in enumerate(ranks(2).run(train_shared, reads=reads)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
+@on_ranks(2)
+def test_weights_read_in_several_regions_are_gathered_again(reads: str) -> None:
+    torch.manual_seed(0)
+    model = Shared(reads)
+    matrices = hidden_matrices(model, exclude=("embedding",))
+    train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=3, codegen="eager").check()
 
 
 class Regional(nn.Module):
@@ -195,15 +188,11 @@ class Regional(nn.Module):
         return self.head(x + h)
 
 
-def train_regional(stage: int) -> Report:
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="Dynamo of torch 2.11 takes no DTensor into a region")
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+@on_ranks(2)
+def test_regions_of_a_model_train_as_what_is_in_them(stage: int) -> None:
     torch.manual_seed(0)
     model = Regional()
     matrices = hidden_matrices(model, exclude=("embedding", "head"))
-    return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=stage, codegen="eager")
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="Dynamo of torch 2.11 takes no DTensor into a region")
-def test_regions_of_a_model_train_as_what_is_in_them(ranks: Callable[[int], Ranks]) -> None:
-    for stage in (1, 3):
-        for rank, report in enumerate(ranks(2).run(train_regional, stage=stage)):
-            assert not report.problems(), f"stage {stage}, rank {rank}: {report.problems()}"
+    train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=stage, codegen="eager").check()

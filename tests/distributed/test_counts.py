@@ -3,19 +3,16 @@
 What single collectives send is counted by hand in tests/passes/test_collectives.py; here is how many there are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -77,8 +74,9 @@ _CODE = re.compile(
 )
 
 
-def generated() -> list[list[str]]:
-    """Gathers in the code of each graph, in order: "start BUFFER" and "wait BUFFER"."""
+@pytest.mark.full
+def test_generated_code_keeps_the_schedule() -> None:
+    """Not only our graph: Inductor's memory pass once moved every start to its wait."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         torch.manual_seed(0)
@@ -92,15 +90,9 @@ def generated() -> list[list[str]]:
         optimizer.zero_grad()
     finally:
         dist.destroy_process_group()
-    return [[f"start {start}" if start else f"wait {wait}" for start, wait in _CODE.findall(text)] for text in sources]
-
-
-@pytest.mark.full
-def test_generated_code_keeps_the_schedule(ranks: Callable[[int], Ranks]) -> None:
-    """Not only our graph: Inductor's memory pass once moved every start to its wait."""
-    graphs = ranks(1).run(generated)[0]
-    assert len(graphs) == 2  # forward and backward
-    for graph in graphs:
+    assert len(sources) == 2  # forward and backward
+    for source in sources:
+        graph = [f"start {start}" if start else f"wait {wait}" for start, wait in _CODE.findall(source)]
         buffers = [event.split()[1] for event in graph if event.startswith("start")]
         assert len(buffers) > 3
         for ahead, prefetched in itertools.pairwise(buffers):
@@ -123,7 +115,7 @@ def bytes_of(by_kind: str, tensors: list[tuple[int, ...]], world: int) -> float:
         pytest.param(3, {"update": "backward", "micro": 3, "reshard_after_forward": False}, marks=pytest.mark.full),
     ],
 )
-def test_what_two_ranks_send_and_compute(ranks: Callable[[int], Ranks], stage: int, settings: dict[str, Any]) -> None:
+def test_what_two_ranks_send_and_compute(ranks: RanksOf, stage: int, settings: dict[str, Any]) -> None:
     found = ranks(2).run(count, stage=stage, **settings)
     assert sum(matrices for _, matrices in found) == len(MATRICES) + EXPERTS
     if stage == 0:

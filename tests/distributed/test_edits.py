@@ -1,7 +1,5 @@
 """What loops do with parameters between steps: edits, unfreezing and numbers that are read are right, or refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -12,9 +10,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import RankError, Ranks
-from support.reference import full, world_and_rank
-from support.trainers import refusal
+from support.harness import RankError, RanksOf, on_ranks
+from support.reference import full, refusal, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -109,7 +106,7 @@ def trainings(stage: int, swaps: list[str], compiled: bool) -> dict[str, list[fl
     ],
 )
 def test_an_average_that_is_swapped_in_is_what_every_rank_evaluates(
-    ranks: Callable[[int], Ranks], stage: int, swaps: list[str], compiled: bool
+    ranks: RanksOf, stage: int, swaps: list[str], compiled: bool
 ) -> None:
     expected = training(0, "counted", plain=True)
     for found in ranks(2).run(trainings, stage=stage, swaps=swaps, compiled=compiled):
@@ -118,21 +115,19 @@ def test_an_average_that_is_swapped_in_is_what_every_rank_evaluates(
             assert seen == pytest.approx(expected, rel=2e-5), how
 
 
-def evaluated_after_other_edits() -> str:
+@on_ranks(2)
+def test_ranks_that_read_after_different_edits_are_told() -> None:
     model, _ = sharded(1)
     with torch.no_grad():
         for _ in range(1 + dist.get_rank()):
             for param in model.parameters():
                 param.data.mul_(2)
-        return refusal(lambda: model(EVERYONE))
+        said = refusal(model, EVERYONE)
+    assert "ranks read the weight after different numbers of edits (1 on rank 0, 2 on rank 1 of" in said
 
 
-def test_ranks_that_read_after_different_edits_are_told(ranks: Callable[[int], Ranks]) -> None:
-    for said in ranks(2).run(evaluated_after_other_edits):
-        assert "ranks read the weight after different numbers of edits (1 on rank 0, 2 on rank 1 of" in said
-
-
-def data_that_does_not_fit() -> None:
+@on_ranks(2)
+def test_data_takes_a_whole_tensor_or_says_what_does_not_fit() -> None:
     model, _ = sharded(3)
     param = next(iter(model.parameters()))
     for value in (torch.zeros(3), param.detach().double()):
@@ -143,15 +138,11 @@ def data_that_does_not_fit() -> None:
     assert torch.equal(full(next(iter(model.parameters())).detach()), whole)
 
 
-def test_data_takes_a_whole_tensor_or_says_what_does_not_fit(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(data_that_does_not_fit)
-
-
 # ------------------------------------------------------------------------------------------ penalties outside the model
 
 
-def penalized() -> tuple[float, float]:
-    """The largest distance to an unsharded model, of gradients and of the loss."""
+@on_ranks(2)
+def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     _, rank = world_and_rank()
     model, _ = sharded(2)
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
@@ -162,13 +153,9 @@ def penalized() -> tuple[float, float]:
     expected = expected + 0.1 * sum(param.pow(2).sum() for param in plain.parameters())
     expected.backward()
     grads = [full(param.grad) for param in model.parameters()]
-    distance = max(float((g - p.grad).abs().max()) for g, p in zip(grads, plain.parameters(), strict=True))  # type: ignore[operator]
-    return distance, abs(float(full(loss.detach())) - float(expected))  # a DTensor's loss is that of all ranks
-
-
-def test_a_penalty_of_the_parameters_meets_the_loss(ranks: Callable[[int], Ranks]) -> None:
-    for distance, loss in ranks(2).run(penalized):
-        assert distance < 1e-6 and loss < 1e-5
+    distance = max(float((g - p.grad).abs().max()) for g, p in zip(grads, plain.parameters(), strict=True))
+    assert distance < 1e-6
+    assert abs(float(full(loss.detach())) - float(expected)) < 1e-5  # a DTensor's loss is that of all ranks
 
 
 # ----------------------------------------------------------------------------------------- attributes outside forward
@@ -183,7 +170,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def attributes(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_an_attribute_outside_forward_is_the_parameter(stage: int) -> None:
     for way, edit in WAYS.items():
         (model, optimizer), plain = sharded(stage), net()
         model(EVERYONE)
@@ -204,11 +193,6 @@ def attributes(stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_attribute_outside_forward_is_the_parameter(ranks: Callable[[int], Ranks], stage: int) -> None:
-    ranks(2).run(attributes, stage=stage)
-
-
 class Chunked(Uneven):
     """Returns what goes into its head, for a loss in chunks; its own forward runs the head again in backward."""
 
@@ -219,7 +203,9 @@ class Chunked(Uneven):
         return checkpoint(lambda h: h @ self.head.weight, self.hidden(x), use_reentrant=False)
 
 
-def outside_forward(stage: int) -> tuple[str, str]:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_whole_weights_outside_forward_are_asked_for(stage: int) -> None:
     """A loss of whole weights outside forward has the gradients of all ranks; a shard says that it is none."""
     _, rank = world_and_rank()
     torch.manual_seed(0)
@@ -239,15 +225,10 @@ def outside_forward(stage: int) -> tuple[str, str]:
     for name in ("up", "head"):
         found, expected = getattr(model, name).weight.grad, getattr(plain, name).weight.grad
         torch.testing.assert_close(full(found), expected)
-    return said[0], said[1]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_whole_weights_outside_forward_are_asked_for(ranks: Callable[[int], Ranks], stage: int) -> None:
-    for method, product in ranks(2).run(outside_forward, stage=stage):
-        assert "up." in method and "compile_muon.forward_methods(model, name)" in method
-        assert product.startswith("head.weight: a shard meets a plain tensor in mm.default; weights are whole")
-        assert ".full_tensor(), on every rank" in product
+    method, product = said[0], said[1]
+    assert "up." in method and "compile_muon.forward_methods(model, name)" in method
+    assert product.startswith("head.weight: a shard meets a plain tensor in mm.default; weights are whole")
+    assert ".full_tensor(), on every rank" in product
 
 
 # ------------------------------------------------------------------------------------------------- one rank by itself
@@ -266,14 +247,14 @@ def evaluates_by_turns(alone: bool) -> int:
     return optimizer.engine.ledger.status.changes
 
 
-def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(ranks: Callable[[int], Ranks]) -> None:
+def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(ranks: RanksOf) -> None:
     first, _ = ranks(2).outcomes(evaluates_by_turns, alone=True, grace=0.5)
     assert first.value is None and first.failure is not None
     told = "PeerError: this rank changes over from training to evaluation, and at stage 3 weights are gathered"
     assert told in first.failure and "wait in step 2, an eager read (up)" in first.failure
 
 
-def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: Callable[[int], Ranks]) -> None:
+def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: RanksOf) -> None:
     assert ranks(2).run(evaluates_by_turns, alone=False) == [3, 3]
 
 
@@ -301,15 +282,13 @@ def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str],
 
 
 @pytest.mark.parametrize(("world", "stage", "dtype"), [(1, 2, "float32"), (2, 3, "bfloat16")])
-def test_masters_are_float32_whatever_the_model_is_in(
-    ranks: Callable[[int], Ranks], world: int, stage: int, dtype: str
-) -> None:
+def test_masters_are_float32_whatever_the_model_is_in(ranks: RanksOf, world: int, stage: int, dtype: str) -> None:
     for params, state, made, moved in ranks(world).run(masters, stage=stage, settings={}, dtype=dtype):
         assert params == state == {"torch.float32"} and made == "torch.bfloat16"
         assert 1e-4 < moved < 3.1e-4  # 30 steps of at most 1e-5
 
 
-def test_half_masters_are_told_by_name(ranks: Callable[[int], Ranks]) -> None:
+def test_half_masters_are_told_by_name(ranks: RanksOf) -> None:
     with pytest.warns(UserWarning, match=r"optimizer state of 0.weight, 1.weight, .* are bfloat16 \(master_dtype\)"):
         ((params, state, _, moved),) = ranks(1).run(
             masters, stage=2, settings={"master_dtype": "bf16"}, dtype="float32"
@@ -325,27 +304,21 @@ def type_of(model: Any) -> None:
     assert type(made) is nn.Linear and made.weight.shape == (4, 3)
 
 
-def misuse() -> dict[str, str]:
+@on_ranks(2)
+def test_what_a_sharded_model_cannot_do_says_so_in_a_sentence() -> None:
     misuses: dict[str, Callable[[Any], Any]] = {
         "save": lambda model: torch.save(model, "/dev/null"),
-        "script": torch.jit.script,
-        "trace": lambda model: torch.jit.trace(model, EVERYONE),
         "again": lambda model: compile_muon.initialize(model, {}),
         "ddp": nn.parallel.DistributedDataParallel,
         "type": type_of,
         "copy": lambda model: copy.copy(model.down)(torch.zeros(2, 1)),
     }
     sharded_ones = {name: sharded(3) for name in misuses}
-    return {name: refusal(functools.partial(act, sharded_ones[name][0])) for name, act in misuses.items()}
-
-
-def test_what_a_sharded_model_cannot_do_says_so_in_a_sentence(ranks: Callable[[int], Ranks]) -> None:
-    for said in ranks(2).run(misuse):
-        assert "cannot be pickled (torch.save(model), spawned processes); save weights with" in said["save"]
-        assert "cannot be compiled by torch.jit" in said["script"] and "cannot be traced by torch.jit" in said["trace"]
-        assert "is sharded by a MuonZero already; go on with that optimizer" in said["again"]
-        assert "DistributedDataParallel: the model is sharded by MuonZero" in said["ddp"]
-        assert said["type"] == said["copy"] == ""
+    said = {name: refusal(functools.partial(act, sharded_ones[name][0])) for name, act in misuses.items()}
+    assert "cannot be pickled (torch.save(model), spawned processes); save weights with" in said["save"]
+    assert "is sharded by a MuonZero already; go on with that optimizer" in said["again"]
+    assert "DistributedDataParallel: the model is sharded by MuonZero" in said["ddp"]
+    assert said["type"] == said["copy"] == ""
 
 
 # -------------------------------------------------------------------------------------------------- inference mode
@@ -377,14 +350,6 @@ def evaluated_under(stage: int, mode: Any, compiled: bool) -> list[Any]:
     return [value.clone() for value in seen]
 
 
-def inference(cases: list[tuple[int, bool]]) -> None:
-    for stage, compiled in cases:
-        found = evaluated_under(stage, torch.inference_mode, compiled)
-        expected = evaluated_under(stage, torch.no_grad, compiled)
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (stage, compiled)
-
-
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -393,10 +358,13 @@ def inference(cases: list[tuple[int, bool]]) -> None:
         pytest.param(2, [(0, False), (3, True)], marks=pytest.mark.full),
     ],
 )
-def test_evaluation_and_steps_inside_inference_mode_are_those_of_no_grad(
-    ranks: Callable[[int], Ranks], world: int, cases: list[tuple[int, bool]]
-) -> None:
-    ranks(world).run(inference, cases=cases)
+@on_ranks()
+def test_evaluation_and_steps_inside_inference_mode_are_those_of_no_grad(cases: list[tuple[int, bool]]) -> None:
+    for stage, compiled in cases:
+        found = evaluated_under(stage, torch.inference_mode, compiled)
+        expected = evaluated_under(stage, torch.no_grad, compiled)
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (stage, compiled)
 
 
 # --------------------------------------------------------------------------------------------- what is frozen at first
@@ -444,7 +412,7 @@ def losses(*, frozen: bool, stage: int, compiled: bool, **settings: Any) -> list
     ],
 )
 def test_trained_later_as_if_its_gradient_had_been_dropped(
-    ranks: Callable[[int], Ranks], stage: int, compiled: bool, settings: dict[str, Any]
+    ranks: RanksOf, stage: int, compiled: bool, settings: dict[str, Any]
 ) -> None:
     late = ranks(2).run(losses, frozen=True, stage=stage, compiled=compiled, **settings)
     # What is unfrozen stays on the device, in full precision: compared with a run in which all does.
@@ -456,15 +424,11 @@ def test_trained_later_as_if_its_gradient_had_been_dropped(
     assert all(torch.equal(a, b) for a, b in zip(late[0], late[1], strict=True))
 
 
-def unfrozen_otherwise(names: tuple[tuple[str, ...], ...]) -> str:
+@on_ranks(2)
+def test_ranks_that_unfreeze_otherwise_are_told() -> None:
     model, optimizer = built(frozen=True, stage=2)
-    unfreeze(model, names[world_and_rank()[1]])
-    return refusal(optimizer.step)
-
-
-def test_ranks_that_unfreeze_otherwise_are_told(ranks: Callable[[int], Ranks]) -> None:
-    for said in ranks(2).run(unfrozen_otherwise, names=(("up.weight",), ("up.bias",))):
-        assert "unfrozen otherwise: up.weight on rank 0, up.bias on rank 1" in said
+    unfreeze(model, (("up.weight",), ("up.bias",))[world_and_rank()[1]])
+    assert "unfrozen otherwise: up.weight on rank 0, up.bias on rank 1" in refusal(optimizer.step)
 
 
 def unfrozen_alone() -> None:
@@ -474,7 +438,7 @@ def unfrozen_alone() -> None:
     optimizer.step()
 
 
-def test_a_rank_that_unfreezes_alone_is_told(ranks: Callable[[int], Ranks]) -> None:
+def test_a_rank_that_unfreezes_alone_is_told(ranks: RanksOf) -> None:
     with pytest.raises(RankError, match=r"PeerError: this rank trains what was frozen .*: unfreeze it on"):
         ranks(2).run(unfrozen_alone, grace=0.5)
 
@@ -518,7 +482,6 @@ def logged(stage: int) -> dict[str, tuple[Any, float]]:
     """What each read gives, or the error that it is, and the number of the whole."""
     model, loss = trained(stage)
     matrix = dict(model.named_parameters())["up.weight"]
-    assert matrix.grad is not None
     values = {"loss": loss.detach()} if stage else {}  # at stage 0 the loss is plain, of this rank's data
     values |= {name: number(matrix) for name, number in NUMBERS.items()}
     values |= {f"{name} of grad": number(matrix.grad) for name, number in NUMBERS.items()}
@@ -544,7 +507,7 @@ def norms(stage: int) -> tuple[dict[str, float], dict[str, float], int]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_number_that_is_read_is_that_of_the_whole(ranks: Callable[[int], Ranks], stage: int) -> None:
+def test_a_number_that_is_read_is_that_of_the_whole(ranks: RanksOf, stage: int) -> None:
     plain = {name: whole for name, (_, whole) in ranks(2).run(logged, stage=-1)[0].items()}
     for found in ranks(2).run(logged, stage=stage):
         refused = {name for name, (value, _) in found.items() if isinstance(value, str)}
@@ -557,7 +520,7 @@ def test_a_number_that_is_read_is_that_of_the_whole(ranks: Callable[[int], Ranks
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_norms_of_all_parameters_are_whole(ranks: Callable[[int], Ranks], stage: int) -> None:
+def test_norms_of_all_parameters_are_whole(ranks: RanksOf, stage: int) -> None:
     expected = ranks(2).run(norms, stage=-1)[0]
     for weights, gradients, collectives in ranks(2).run(norms, stage=stage):
         assert weights == pytest.approx(expected[0], rel=1e-5)

@@ -1,21 +1,19 @@
 """A feature is one file and one line: an average of the weights, that no file of the package knows of."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
-from support.reference import DEVICE, full, placed, world_and_rank
+from support.harness import RanksOf
+from support.reference import DEVICE, full, placed, refusal, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor
 
 import compile_muon
-from compile_muon import Checkpointer, Extension, NonFiniteError
+from compile_muon import Checkpointer, Extension
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.engine.step_checks import StepChecks
 from compile_muon.passes.norms import not_finite
@@ -109,7 +107,7 @@ def trained(stage: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_averages_are_kept_shown_and_resharded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_averages_are_kept_shown_and_resharded(ranks: RanksOf, tmp_path: Path) -> None:
     found, other = ranks(2).run(trained, stage=3, folder=str(tmp_path))
     assert found["alike"] and found["sent"]
     assert "average_distance" not in found["before"]
@@ -139,15 +137,11 @@ def spoiled(nonfinite: str) -> tuple[bool, str]:
     if world_and_rank()[1] == 1:
         state: Any = run.optimizer.state[dict(run.model.named_parameters())["up.weight"]]["average"]
         state.to_local()[:1] = torch.inf
-    said = ""
-    try:
-        run.step(1)
-    except NonFiniteError as error:
-        said = str(error)
+    said = refusal(run.step, 1)
     return all(torch.equal(weight, before[name]) for name, weight in run.weights().items()), said
 
 
-def test_what_an_extension_finds_stops_the_step_on_all_ranks(ranks: Callable[[int], Ranks]) -> None:
+def test_what_an_extension_finds_stops_the_step_on_all_ranks(ranks: RanksOf) -> None:
     for same, said in ranks(2).run(spoiled, nonfinite="error"):
         assert same and said.startswith("average of up.weight = inf or nan on rank 1: nothing was updated in step 2")
     assert all(same and not said for same, said in ranks(2).run(spoiled, nonfinite="skip"))

@@ -1,12 +1,9 @@
 """What goes wrong on one rank goes wrong alike on all, or nowhere: errors, dying ranks, checkpoints, odd loops."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.harness import BACKEND, Ranks
-from support.reference import ADAMW_LR, DEVICE, Reference, Report, full, placed, relative_error, train
+from support.harness import BACKEND, Ranks, RanksOf, on_ranks
+from support.odd import data as batch
+from support.odd import loss
+from support.reference import ADAMW_LR, DEVICE, Reference, full, placed, relative_error, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -67,29 +66,12 @@ MATRICES = {f"blocks.{i}.up.weight": (1, 14, WIDTH) for i in range(2)}
 MATRICES |= {f"blocks.{i}.down.weight": (1, WIDTH, 14) for i in range(2)}
 
 
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    return torch.randint(0, 16, (4, 5), generator=generator)
-
-
-def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def optimizer_of(model: nn.Module, **settings: Any) -> compile_muon.MuonZero:
     return compile_muon.MuonZero(model, adamw_eps=1e-4, **settings)
 
 
 def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
-
-
-def check(reports: list[Report]) -> None:
-    for rank, report in enumerate(reports):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
-
-
-# ------------------------------------------------------------------------------------------ a rank that fails
 
 
 def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
@@ -100,7 +82,7 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
         if step == 2 and dist.get_rank() == 1:
             if how == "dies":
                 os._exit(7)
-            time.sleep(9)
+            time.sleep(6)  # twice as long as the other waits
         started = time.monotonic()
         try:
             loss(run, placed(batch(step, 0, 0))).backward()
@@ -115,7 +97,7 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
 def test_losing_a_rank_ends_the_others_within_the_timeout(
     how: str, stage: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    group = Ranks(2, timeout=15 if how == "dies" else 6)
+    group = Ranks(2, timeout=15 if how == "dies" else 3)
     try:
         alive, lost = group.outcomes(lose_rank_one, how=how, stage=stage, patience=60, grace=30)
     finally:
@@ -137,9 +119,6 @@ def test_losing_a_rank_ends_the_others_within_the_timeout(
         assert lost.failure is not None and "code 7" in lost.failure
 
 
-# -------------------------------------------------------------------------------------- non-finite gradients
-
-
 def _snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
     held = {name: full(param).detach().clone() for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -152,8 +131,17 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None) -> tuple[bool, bool, str]:
-    """Three steps, of which rank 1 poisons the second: whether that one and the third update something, and errors."""
+@pytest.mark.parametrize(
+    ("stage", "nonfinite", "update", "checks"),
+    [
+        (2, "skip", "step", None),
+        (3, "error", "step", None),
+        pytest.param(1, "error", "backward", "next_step", marks=pytest.mark.full),
+    ],
+)
+@on_ranks(2)
+def test_nonfinite_gradients_of_one_rank(stage: int, nonfinite: str, update: str, checks: str | None) -> None:
+    """Of three steps rank 1 poisons the second, which updates nothing; the third does."""
     model, rank = tiny(), dist.get_rank()
     optimizer = optimizer_of(model, stage=stage, nonfinite=nonfinite, update=update, checks=checks)
     run = compiled(model) if update == "backward" else model
@@ -172,65 +160,38 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None)
             said.append(str(error))
         moved.append(not _same(before, _snapshot(model, optimizer)))
         optimizer.zero_grad()
-    return moved[1], moved[2], "\n".join(said)
-
-
-@pytest.mark.parametrize(
-    ("stage", "nonfinite", "update", "checks"),
-    [
-        (2, "skip", "step", None),
-        (3, "error", "step", None),
-        pytest.param(1, "error", "backward", "next_step", marks=pytest.mark.full),
-    ],
-)
-def test_nonfinite_gradients_of_one_rank(
-    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, checks: str | None
-) -> None:
-    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update, checks=checks)
-    (found,) = set(results)
-    assert found[:2] == (False, True)
+    assert moved[1:3] == [False, True]
     # One step later the gradients are gone, and who has read their squares cannot tell what was too large.
     value = "inf, nan or over 1.8e+19 (whose square is inf in float32)" if checks == "next_step" else "inf or nan"
     if nonfinite == "skip":
-        assert found[2] == ""
+        assert not said
         return
-    of_gradient, of_momentum = found[2].split("\n")
+    of_gradient, of_momentum = said
     # Rank 0 holds the row that is infinite.
     named = f"gradient of blocks.0.up.weight, blocks.0.up.bias = {value} on rank 0: nothing was updated in step 2; "
     assert of_gradient.startswith(named)
     assert of_momentum.startswith("momentum of blocks.0.up.weight = inf or nan on rank 1: nothing was updated in step ")
 
 
-def lose_a_gradient(stage: int, where: str, checks: str | None) -> tuple[str, bool]:
-    """One rank has no gradient of a parameter that the others have."""
+@pytest.mark.parametrize(("stage", "where", "checks"), [(1, "blocks.0.up.weight", "next_step"), (3, "head.bias", None)])
+@on_ranks(2)
+def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(stage: int, where: str, checks: str | None) -> None:
     model = tiny()
     optimizer = optimizer_of(model, stage=stage, checks=checks)
     loss(compiled(model), batch(0, 0, 0)).backward()
     if dist.get_rank() == 1:
         dict(model.named_parameters())[where].grad = None
     before = _snapshot(model, optimizer)
-    try:
+    said = f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; "
+    with pytest.raises(compile_muon.LedgerError, match=f"^{said}"):
         optimizer.step()
         optimizer.metrics()
-    except compile_muon.LedgerError as error:
-        return str(error), _same(before, _snapshot(model, optimizer))
-    return "", False
+    assert _same(before, _snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize(("stage", "where", "checks"), [(1, "blocks.0.up.weight", "next_step"), (3, "head.bias", None)])
-def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
-    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None
-) -> None:
-    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where, checks=checks):
-        assert message.startswith(f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; ")
-        assert kept
-
-
-# --------------------------------------------------------------------------------------- edits of gradients
-
-
-def edit_gradients() -> tuple[float, dict[str, float]]:
-    """Three steps with edits of gradients between backward and step; the largest error of a parameter, and metrics."""
+@on_ranks(2)
+def test_edits_of_gradients_count() -> None:
+    """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
     model = tiny()
     reference = Reference(copy.deepcopy(model), MATRICES)
     optimizer = optimizer_of(model, stage=1, adamw_lr=ADAMW_LR, ns_dtype="float32")
@@ -252,17 +213,9 @@ def edit_gradients() -> tuple[float, dict[str, float]]:
         optimizer.zero_grad()
         reference.step()
     errors = [relative_error(full(p.detach()), reference.named[name].detach()) for name, p in model.named_parameters()]
-    return max(errors), optimizer.totals()
-
-
-def test_edits_of_gradients_count(ranks: Callable[[int], Ranks]) -> None:
-    """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
-    for error, totals in ranks(2).run(edit_gradients):
-        assert error < 1e-5
-        assert (totals["directions_used"], totals["directions_in_step"]) == (3, 9)
-
-
-# ---------------------------------------------------------------------------------------------- checkpoints
+    totals = optimizer.totals()
+    assert max(errors) < 1e-5
+    assert (totals["directions_used"], totals["directions_in_step"]) == (3, 9)
 
 
 def _trained(stage: int, seed: int) -> tuple[nn.Module, compile_muon.MuonZero]:
@@ -294,23 +247,18 @@ def loaded_by_torch(folder: str, stage: int, saved: dict[str, Tensor]) -> tuple[
 
 
 @pytest.mark.full
-def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: RanksOf, tmp_path: Path) -> None:
     saved = ranks(2).run(saved_by_torch, folder=str(tmp_path))[0]
     for world, stage in ((1, 0), (3, 1), (2, 2)):
         for found in ranks(world).run(loaded_by_torch, folder=str(tmp_path), stage=stage, saved=saved):
             assert found == (True, 0.013), world
 
 
-# -------------------------------------------------------------------------------------- loops of many kinds
-
-
-def train_tiny(**settings: Any) -> Report:
-    return train(tiny(), MATRICES, loss, batch, steps=3, **settings)
-
-
 @pytest.mark.parametrize(("stage", "update"), [(1, "backward"), (2, "step")])
-def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
-    check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
+@on_ranks(2)
+def test_accumulate_says_where_a_step_ends(stage: int, update: str) -> None:
+    settings = {"stage": stage, "update": update, "gradient_accumulation_steps": 3, "by_context": True}
+    train(tiny(), MATRICES, loss, batch, steps=3, **settings).check()
 
 
 #: Tokens per sequence by rank and step: each rank meets a new length, and compiles for it, at steps of its own.
@@ -326,10 +274,7 @@ def reconstruction_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def train_lengths(**settings: Any) -> Report:
-    return train(tiny(), MATRICES, reconstruction_loss, lengths, steps=6, **settings)
-
-
 @pytest.mark.full
-def test_ranks_with_different_lengths_agree_on_collectives(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(2).run(train_lengths, stage=3))
+@on_ranks(2)
+def test_ranks_with_different_lengths_agree_on_collectives() -> None:
+    train(tiny(), MATRICES, reconstruction_loss, lengths, steps=6, stage=3).check()

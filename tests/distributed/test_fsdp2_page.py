@@ -1,10 +1,7 @@
 """docs/start/from-fsdp2.md: both columns run as they stand, and train alike."""
 
-from __future__ import annotations
-
 import re
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -76,7 +73,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def a_place() -> str:
     place = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(place)
-    assert place[0] is not None
     return place[0]
 
 
@@ -111,7 +107,7 @@ config["optimizer"] = {{"type": "AdamW", "params": adamw}}
 
 
 @pytest.mark.full
-def test_both_columns_train_alike(ranks: Callable[[int], Ranks]) -> None:
+def test_both_columns_train_alike(ranks: RanksOf) -> None:
     theirs, ours = columns()
     assert len(theirs) == len(ours) > 6
     expected = ranks(2).run(run, blocks=theirs, stage=None)
@@ -123,7 +119,7 @@ def test_both_columns_train_alike(ranks: Callable[[int], Ranks]) -> None:
 
 
 @pytest.mark.full
-def test_the_page_as_it_stands_trains_with_muon(ranks: Callable[[int], Ranks]) -> None:
+def test_the_page_as_it_stands_trains_with_muon(ranks: RanksOf) -> None:
     for logged, *_ in ranks(2).run(run, blocks=columns()[1], stage=None):
         assert logged[-1][0] < logged[0][0]
 

@@ -1,13 +1,11 @@
 """Derivatives that are asked for by function: of other weights, of gradients, of single weights, by torch.func."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import on_ranks
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -54,8 +52,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(full(found[name]), value, atol=1e-6, rtol=1e-4, msg=name)
 
 
-# ------------------------------------------------------------------------------------------------- other weights
-
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "whole": lambda p: 1.5 * full(p) - 0.1 * full(p).square(),
     "computed": lambda p: 1.5 * p - 0.1 * p.square(),
@@ -65,7 +61,15 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -> None:
+def cases(*short: tuple[int, bool], full: tuple[tuple[int, bool], ...]) -> pytest.MarkDecorator:
+    """Stages, and whether compiled."""
+    params = [*short, *(pytest.param(*case, marks=pytest.mark.full) for case in full)]
+    return pytest.mark.parametrize(("stage", "compiled"), params)
+
+
+@cases((3, False), full=((0, False), (1, True)))
+@on_ranks(2)
+def test_functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for kind, of in OTHERS.items():
         model, plain, prefix = Net(), Net(), "_orig_mod." if compiled else ""
@@ -86,9 +90,6 @@ def functional_call_computes_with_what_it_is_given(stage: int, compiled: bool) -
         optimizer.zero_grad()
     with pytest.raises(compile_muon.UnsupportedModelError, match=r"head\.bias: functional_call .* shape \[2\]"):
         functional_call(model, {"head.bias": torch.zeros(2)}, (batch(rank),))
-
-
-# ------------------------------------------------------------------------------------------- losses of gradients
 
 
 def squares(values: Any) -> Any:
@@ -117,7 +118,9 @@ def inner_step(loss: Any, params: dict[str, Any], again: Any) -> None:
     again({name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}).backward()
 
 
-def losses_of_gradients(stage: int, compiled: bool) -> None:
+@cases((2, False), full=((0, False), (3, False)))
+@on_ranks(2)
+def test_losses_of_gradients(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for way in (penalty, third_derivative, of_grad_itself, inner_step):
         model, plain = Net(), Net()
@@ -131,8 +134,6 @@ def losses_of_gradients(stage: int, compiled: bool) -> None:
         optimizer.step()
 
 
-# ------------------------------------------------------------------------------------------------- torch.func
-
 TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
     "grad": lambda model, x, _: grad(lambda x: model(x).square().sum())(x),
     "jvp": lambda model, x, _: jvp(model, (x,), (torch.ones_like(x),))[1],
@@ -142,7 +143,9 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
 }
 
 
-def transforms_of_torch_func(stage: int, compiled: bool) -> None:
+@cases((2, False), full=((0, False), (3, False)))
+@on_ranks(2)
+def test_transforms_of_torch_func(stage: int, compiled: bool) -> None:
     (_, rank), model = world_and_rank(), Net()
     optimizer, run = made(model, stage, compiled)
     params = {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -154,8 +157,6 @@ def transforms_of_torch_func(stage: int, compiled: bool) -> None:
     loss_of(model, rank).backward()
     optimizer.step()
 
-
-# -------------------------------------------------------------------------------------- reads that pass by attributes
 
 #: what a forward adds to its loss, of its own parameters; what of them is read as an attribute is ``.own`` alone
 DIRECT: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -185,7 +186,9 @@ class Direct(Net):
         return h.square().mean() + DIRECT[self.way](self, h)
 
 
-def reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None:
+@cases((0, False), (3, False), full=((3, True),))
+@on_ranks(2)
+def test_reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None:
     _, rank = world_and_rank()
     for way in DIRECT:
         torch._dynamo.reset()
@@ -199,25 +202,3 @@ def reads_past_attributes_are_whole_or_named(stage: int, compiled: bool) -> None
             continue
         over_ranks(lambda rank, plain=plain: plain(batch(rank))).backward()
         same(*({n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, plain)))
-
-
-#: what is asked for -> stages, and whether compiled, of the default tier and of the full one
-ASKED: dict[Any, tuple[list[tuple[int, bool]], ...]] = {
-    functional_call_computes_with_what_it_is_given: ([(3, False)], [(0, False), (1, True)]),
-    losses_of_gradients: ([(2, False)], [(0, False), (3, False)]),
-    transforms_of_torch_func: ([(2, False)], [(0, False), (3, False)]),
-    reads_past_attributes_are_whole_or_named: ([(0, False), (3, False)], [(3, True)]),
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "stage", "compiled"),
-    [
-        pytest.param(what, *case, marks=[pytest.mark.full] * tier)
-        for what, tiers in ASKED.items()
-        for tier, cases in enumerate(tiers)
-        for case in cases
-    ],
-)
-def test_what_is_asked_for_by_function(ranks: Callable[[int], Ranks], what: Any, stage: int, compiled: bool) -> None:
-    ranks(2).run(what, stage=stage, compiled=compiled)

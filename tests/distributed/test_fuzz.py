@@ -5,19 +5,16 @@ tests/compile_muon/test_loops.py. One compiled model per kind of model serves al
 message of a failure, and its seed alone repeats it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.compiled import EAGER, Net, Pair, Plain
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full, world_and_rank
 from torch import nn
 
@@ -467,7 +464,7 @@ ON_RANKS = [
         ),
     ],
 )
-def test_some_random_loops(ranks: Callable[[int], Ranks], world, kind, stage, loops):
+def test_some_random_loops(ranks: RanksOf, world, kind, stage, loops):
     for counts in ranks(world).run(random_loops, kind=kind, loops=loops, stage=stage):
         assert counts["loops"] == loops and counts["compared"] >= loops, counts
 

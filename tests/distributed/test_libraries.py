@@ -1,14 +1,11 @@
 """Trainers of TRL and sentence-transformers beside the same trainers with ``torch.optim.Muon`` and ``AdamW``."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.launched import accelerated
 from support.preferences import small_language_model, words
 from support.reference import world_and_rank
@@ -31,7 +28,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
         self.both = torch.optim.Muon(parts[0], lr=0.01, weight_decay=0.0), adamw
         self.param_groups = [group for each in self.both for group in each.param_groups]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.both:
             each.step()
 
@@ -83,7 +80,7 @@ def losses(kind: str, ours: bool, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "library"), [("DPO", "trl"), ("GRPO", "trl"), ("sentences", "sentence_transformers")])
-def test_the_losses_of_plain_optimizers(ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, library: str) -> None:
+def test_the_losses_of_plain_optimizers(ranks: RanksOf, tmp_path: Path, kind: str, library: str) -> None:
     pytest.importorskip(library)
     small_language_model(tmp_path)
     plain, one = (ranks(1).run(losses, kind=kind, ours=ours, folder=str(tmp_path))[0] for ours in (False, True))

@@ -1,8 +1,5 @@
 """``MuonZeroStrategy`` beyond test_trainers.py: manual optimization, evaluation alone, files, loggers and refusals."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +7,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from support import on_lightning
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.launched import launched
 from support.on_lightning import SAVED, Language, config_of, loader, trainer_of
-from support.trainers import ACCUMULATED, LIMIT, plain, refusal, state_of
+from support.reference import refusal
+from support.trainers import ACCUMULATED, LIMIT, plain, state_of
 from torch import Tensor, nn
 
 import compile_muon
@@ -48,11 +46,12 @@ def train_by_hand(expected: list[float]) -> None:
 
 
 @pytest.mark.full
-def test_manual_optimization(ranks: Callable[[int], Ranks]) -> None:
+def test_manual_optimization(ranks: RanksOf) -> None:
     ranks(2).run(train_by_hand, expected=plain(on_lightning, [2] * on_lightning.STEPS).losses)
 
 
-def micro_batches_are_reduced_once() -> None:
+@on_ranks(2)
+def test_micro_batches_are_reduced_once() -> None:
     """At stage 1, without accumulation and with it."""
     totals = []
     with launched():
@@ -64,23 +63,19 @@ def micro_batches_are_reduced_once() -> None:
     assert totals[0] == totals[1] > 0, totals
 
 
-def a_second_fit_begins_anew() -> None:
+@on_ranks(2)
+def test_a_second_fit_begins_anew() -> None:
     """Losses of a second fit of the same module, and its momenta where it begins."""
     with launched():
         trainer, module = trainer_of(config_of(3), max_epochs=1), Language()
         trainer.fit(module, loader())
         trainer.fit_loop.max_epochs = 2
         done, begun = len(module.run.losses), list[Tensor]()
-        module.on_train_start = lambda: begun.extend(  # type: ignore[method-assign]
+        module.on_train_start = lambda: begun.extend(
             value for name, value in state_of(module.model, trainer.strategy.muon).items() if "momentum" in name
         )
         trainer.fit(module, loader())
     assert len(module.run.losses) - done == SAVED and begun and not any(momentum.any() for momentum in begun)
-
-
-@pytest.mark.parametrize("check", [micro_batches_are_reduced_once, a_second_fit_begins_anew])
-def test_on_two_ranks(ranks: Callable[[int], Ranks], check: Callable[[], None]) -> None:
-    ranks(2).run(check)
 
 
 def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:
@@ -111,7 +106,7 @@ def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], 
         return losses, trainer.predict(module, loader(12)), fresh.predict(alone, loader(12)), state_of(new)
 
 
-def test_evaluation_without_a_fit_and_from_the_meta_device(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_evaluation_without_a_fit_and_from_the_meta_device(ranks: RanksOf, tmp_path: Path) -> None:
     several = ranks(2).run(evaluate_alone, path=str(tmp_path / "x.ckpt"))
     for evaluations, sharded, whole, values in several:
         assert all(map(torch.equal, values.values(), several[0][3].values()))  # rank 0's
@@ -148,7 +143,7 @@ def train_logged(folder: str) -> tuple[int, int]:
         return done, trainer.global_step
 
 
-def test_loggers_and_callbacks(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_loggers_and_callbacks(ranks: RanksOf, tmp_path: Path) -> None:
     assert ranks(2).run(train_logged, folder=str(tmp_path)) == [(6, 9), (6, 9)]
     (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
     logged = table.read_text().splitlines()[0].split(",")
@@ -157,9 +152,6 @@ def test_loggers_and_callbacks(ranks: Callable[[int], Ranks], tmp_path: Path) ->
     assert {"lr-MuonZero/muon", "lr-MuonZero/adamw"} <= set(logged)
     assert len(list(tmp_path.glob("*.ckpt"))) == 2  # the best, and a link to the last
     assert list(tmp_path.glob("lightning_logs/*/events*"))
-
-
-# ------------------------------------------------------------------------------------------------- checkpoints
 
 
 class Compiled(Language):
@@ -181,21 +173,15 @@ def test_a_checkpoint_of_a_compiled_child_has_its_names_and_needs_nobody(tmp_pat
     assert list(torch.load(path, weights_only=True)["state_dict"]) == list(module.state_dict())
 
 
-def blocked(folder: str) -> str:
-    """A checkpoint in a folder that is a file."""
+@on_ranks(2)
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """In a folder that is a file."""
     with launched():
         module, trainer = Language(), trainer_of(config_of(3), max_epochs=1)
         trainer.fit(module, loader())
-        Path(folder, "file").write_text("")
-        return refusal(lambda: trainer.save_checkpoint(Path(folder, "file", "x.ckpt")))
-
-
-def test_a_checkpoint_that_cannot_be_written_is_named(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for said in ranks(2).run(blocked, folder=str(tmp_path)):
-        assert "x.ckpt: was not saved: rank 0:" in said
-
-
-# ------------------------------------------------------------------------------------------------- refusals
+        (tmp_path / "file").write_text("")
+        said = refusal(trainer.save_checkpoint, tmp_path / "file" / "x.ckpt")
+    assert "x.ckpt: was not saved: rank 0:" in said
 
 
 def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:

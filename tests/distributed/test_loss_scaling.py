@@ -1,15 +1,12 @@
 """torch.amp.GradScaler around a sharded model: all ranks leave out the same steps."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import on_ranks
 from support.reference import full
 from torch import Tensor, nn
 
@@ -27,7 +24,7 @@ def trained(
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     settings = {"stage": stage, "nonfinite": nonfinite, "update": "step", "ns_dtype": "float32"}
-    optimizer = compile_muon.MuonZero(model, **settings)  # type: ignore[arg-type]
+    optimizer = compile_muon.MuonZero(model, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     scales, norms = [], []
     for step in range(STEPS):
@@ -48,7 +45,9 @@ def trained(
     return [full(p.detach()) for p in model.parameters()], scales, optimizer.traffic
 
 
-def compare(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_left_out_on_all_and_the_rest_is_as_unscaled(stage: int) -> None:
     right, *_ = trained(stage, "error", None, False)
     for nonfinite in ("error", "skip"):
         for overflow in ("whole", "row"):
@@ -58,14 +57,8 @@ def compare(stage: int) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
-def test_an_overflow_on_one_rank_is_left_out_on_all_and_the_rest_is_as_unscaled(
-    ranks: Callable[[int], Ranks], stage: int
-) -> None:
-    ranks(2).run(compare, stage=stage)
-
-
-def half_precision() -> list[list[float]]:
+@on_ranks(2)
+def test_float16_trains_by_a_scaler_that_finds_its_scale() -> None:
     """Losses in float16 beside float32, each with its scaler."""
     found = []
     for dtype in (None, "float16"):
@@ -83,12 +76,8 @@ def half_precision() -> list[list[float]]:
             optimizer.zero_grad()
             losses.append(loss.item())
         found.append([losses[0], losses[-1], scaler.get_scale(), optimizer.totals()["skipped_steps"]])
-    return found
-
-
-def test_float16_trains_by_a_scaler_that_finds_its_scale(ranks: Callable[[int], Ranks]) -> None:
-    for single, half in ranks(2).run(half_precision):
-        assert half[0] == pytest.approx(single[0], rel=1e-2)
-        assert half[1] < 0.8 * half[0]
-        assert single[2] == 2.0**26 and half[2] < 2.0**26
-        assert half[3] == 0  # the optimizer never saw what the scaler left out
+    single, half = found
+    assert half[0] == pytest.approx(single[0], rel=1e-2)
+    assert half[1] < 0.8 * half[0]
+    assert single[2] == 2.0**26 and half[2] < 2.0**26
+    assert half[3] == 0  # the optimizer never saw what the scaler left out

@@ -1,18 +1,14 @@
 """Replicas of shards, and what goes in and out on every mesh."""
 
-from __future__ import annotations
-
 import itertools
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
-from support.odd import AXES, NAMES, Odd, cases, loss, train_on
+from support.harness import RanksOf, on_ranks
+from support.odd import AXES, NAMES, Odd, cases, loss, train_odd
 from support.reference import DEVICE, full, placed
 from support.sliced import data, model_of, on_mesh, spread
 from torch import Tensor, nn
@@ -22,28 +18,25 @@ from torch.distributed.distributed_c10d import _world
 import compile_muon
 from compile_muon import MuonZero
 
-
-def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
-    for rank, report in enumerate(group.run(train_on, shape=shape, **settings)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
-
-
 EVERY = [given for given in itertools.product(*AXES.values()) if given != (3, "step", 2)]
 
 
 @cases(((3, "step", 2),), full=((0, "backward", 1),), campaign=EVERY)
-def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks(4), (2, 2), **settings)
+@on_ranks(4)
+def test_replicas_of_shards(settings: dict[str, Any]) -> None:
+    train_odd((2, 2), **settings).check()
 
 
 @cases((), full=((3, "step", 1),), campaign=[given for given in EVERY if given[0]])
-def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks(4), (2, 2), shard_state_over="all", **settings)
+@on_ranks(4)
+def test_state_over_all_ranks(settings: dict[str, Any]) -> None:
+    train_odd((2, 2), shard_state_over="all", **settings).check()
 
 
-def groups_of_two(shape: tuple[int, int]) -> list[int]:
-    """How many process groups there are behind each of two optimizers on a mesh."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+@pytest.mark.full
+@on_ranks(4)
+def test_communicators_are_made_once_for_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     found = []
     for _ in range(2):
         optimizer = compile_muon.MuonZero(Odd(), mesh=mesh, communicators="separate")
@@ -52,17 +45,9 @@ def groups_of_two(shape: tuple[int, int]) -> list[int]:
         # shard, replicate and both, each with one for gathers, reductions and Newton-Schulz
         assert optimizer.totals()["communicators"] == 9
         found.append(len(own))
-    return found
+    assert found[0] == found[1]  # process groups behind each of two optimizers
+    train_odd((2, 2), communicators="separate", stage=3, shard_state_over="all").check()
 
-
-@pytest.mark.full
-def test_communicators_are_made_once_for_a_mesh(ranks: Callable[[int], Ranks]) -> None:
-    for first, second in ranks(4).run(groups_of_two, shape=(2, 2)):
-        assert first == second
-    check(ranks(4), (2, 2), communicators="separate", stage=3, shard_state_over="all")
-
-
-# ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
 
 Sizes = dict[str, int] | None
 #: of each kind: a mesh, its stage, and what state is cut over. None is a mesh of shards alone, of so many ranks
@@ -166,9 +151,7 @@ def load(folder: str, **place: Any) -> tuple[dict[str, Tensor], list[float]]:
         for number in range(len(places))
     ],
 )
-def test_checkpoints_and_weights_go_from_mesh_to_mesh(
-    ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, number: int
-) -> None:
+def test_checkpoints_and_weights_go_from_mesh_to_mesh(ranks: RanksOf, tmp_path: Path, kind: str, number: int) -> None:
     (sizes, world, stage, over), (others, size, other, other_over) = PLACES[kind][number], PLACES[kind][number - 1]
     given = {"folder": str(tmp_path), "kind": kind}
     saved, later = ranks(world).run(save, **given, sizes=sizes, stage=stage, over=over)[0]
@@ -176,9 +159,6 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
         assert after == pytest.approx(later, rel=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- what users read
 
 
 def told(kind: str, sizes: dict[str, int], over: str) -> tuple[str, dict[str, float]]:
@@ -199,7 +179,7 @@ def told(kind: str, sizes: dict[str, int], over: str) -> tuple[str, dict[str, fl
     ],
 )
 def test_summary_and_metrics_speak_of_axes(
-    ranks: Callable[[int], Ranks], kind: str, sizes: dict[str, int], over: str, axes: set[str]
+    ranks: RanksOf, kind: str, sizes: dict[str, int], over: str, axes: set[str]
 ) -> None:
     seen = set[str]()
     for summary, metrics in ranks(4).run(told, kind=kind, sizes=sizes, over=over):
@@ -209,18 +189,6 @@ def test_summary_and_metrics_speak_of_axes(
         assert sum(by_axis.values()) == metrics["bytes_sent"]
         seen |= {name for name, count in by_axis.items() if count}  # a rank may own nothing of a kind
     assert seen == {f"bytes_sent_{axis}" for axis in axes}
-
-
-def refused(dims: dict[str, int] | None, sizes: dict[str, int] | None) -> tuple[str, bool]:
-    """What building it on such a mesh says, and whether the model is as it was."""
-    model = Odd()
-    mesh = dims and init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-    config = {"zero_optimization": {"stage": 2}, **({"mesh": sizes} if sizes else {})}
-    try:
-        compile_muon.initialize(model, config, mesh=mesh)
-    except compile_muon.ConfigError as error:
-        return str(error), all(type(param) is torch.nn.Parameter for param in model.parameters())
-    return "", False
 
 
 @pytest.mark.parametrize(
@@ -234,9 +202,13 @@ def refused(dims: dict[str, int] | None, sizes: dict[str, int] | None) -> tuple[
         (None, {"tensor": 3}, r"mesh = 'replicate 1 x shard -1 x tensor 3': does not make up 4 ranks"),
     ],
 )
+@on_ranks(4)
 def test_meshes_that_do_not_fit_are_refused_on_every_rank(
-    ranks: Callable[[int], Ranks], dims: dict[str, int] | None, sizes: dict[str, int] | None, said: str
+    dims: dict[str, int] | None, sizes: dict[str, int] | None, said: str
 ) -> None:
-    for found, untouched in ranks(4).run(refused, dims=dims, sizes=sizes):
-        assert re.search(said, found), found
-        assert untouched
+    model = Odd()
+    mesh = dims and init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    config = {"zero_optimization": {"stage": 2}, **({"mesh": sizes} if sizes else {})}
+    with pytest.raises(compile_muon.ConfigError, match=said):
+        compile_muon.initialize(model, config, mesh=mesh)
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())

@@ -1,10 +1,8 @@
 """Every method beside a reference written from its paper: a row of data each, and what holds of all rows."""
 
-from __future__ import annotations
-
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +30,7 @@ from support.exact import (
     steps_of,
     train,
 )
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.reference import ADAMW_EPS, DECAY, LR, newton_schulz, relative_error
 from torch import Tensor
 
@@ -118,39 +116,27 @@ def known(name: str) -> Iterator[dict[str, Any]]:
         yield ROWS[name].settings
 
 
-def errors(name: str, cases: list[Case], folder: str) -> dict[str, dict[str, float]]:
-    """How far each parameter is from the book, in each case."""
-    found = {}
+def check(name: str, cases: list[Case], folder: str) -> None:
+    """Each parameter is what the book says, in each case."""
     for case in cases:
         with known(name) as settings:
             model, optimizer = made(settings, case, folder)
             weights, replays = train(model, optimizer, range(STEPS), case)
         expected = by_the_book(name, case.view)
-        found[str(case)] = {param: relative_error(weights[param], weight) for param, weight in expected.items()}
+        assert expected.keys() == SHAPES.keys()
+        far = {param: relative_error(weights[param], weight) for param, weight in expected.items()}
+        assert all(error <= TOLERANCE for error in far.values()), (name, str(case), far)
         used, early = optimizer.totals()["directions_used"], case.compiled and case.update == "backward"
         assert bool(used) == (early and not MATRIX[name].in_step), (case, used)
         assert not case.recorded or replays >= 2, (case, replays)
-    return found
-
-
-def check(group: Ranks, name: str, cases: list[Case], folder: Path) -> None:
-    for rank, found in enumerate(group.run(errors, name=name, cases=cases, folder=str(folder))):
-        assert len(found) == len(cases)
-        for case, own in found.items():
-            assert own.keys() == SHAPES.keys()
-            wrong = {param: error for param, error in own.items() if not error <= TOLERANCE}
-            assert not wrong, f"rank {rank}: {name}, {case}: {wrong}"
-
-
-# ------------------------------------------------------------------------------------------------------ contracts
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+def test_a_method_is_what_its_paper_says(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     """On ranks that cut views in the middle."""
     number, views = list(ROWS).index(name), ROWS[name].views[1:] or ROWS[name].views
-    check(ranks(1), name, [Case(number % 4)], tmp_path)
-    check(ranks(3), name, [Case((number + 2) % 4, view=views[number % len(views)])], tmp_path)
+    for world, case in ((1, Case(number % 4)), (3, Case((number + 2) % 4, view=views[number % len(views)]))):
+        ranks(world).run(check, name=name, cases=[case], folder=str(tmp_path))
 
 
 EARLY = {"compiled": True, "update": "backward"}
@@ -176,10 +162,9 @@ EARLY = {"compiled": True, "update": "backward"}
     ],
     ids=str,
 )
-def test_a_method_is_the_same_in_every_setting(
-    ranks: Callable[[int], Ranks], tmp_path: Path, name: str, world: int, case: Case
-) -> None:
-    check(ranks(world), name, [case], tmp_path)
+@on_ranks()
+def test_a_method_is_the_same_in_every_setting(tmp_path: Path, name: str, case: Case) -> None:
+    check(name, [case], str(tmp_path))
 
 
 def drawn(dice: random.Random, name: str, world: int) -> Case:
@@ -207,10 +192,11 @@ def drawn(dice: random.Random, name: str, world: int) -> Case:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))])
-def test_drawn_settings(ranks: Callable[[int], Ranks], tmp_path: Path, name: str, seed: int) -> None:
+def test_drawn_settings(ranks: RanksOf, tmp_path: Path, name: str, seed: int) -> None:
     dice = random.Random(f"{name} {seed}")
     world = dice.choice([1, 2, 3, 4])
-    check(ranks(world), name, list({drawn(dice, name, world) for _ in range(2)}), tmp_path)
+    cases = list({drawn(dice, name, world) for _ in range(2)})
+    ranks(world).run(check, name=name, cases=cases, folder=str(tmp_path))
 
 
 def going_on(name: str, case: Case, folder: str, first: int, last: int, whole: bool) -> dict[str, Tensor]:
@@ -230,7 +216,7 @@ def going_on(name: str, case: Case, folder: str, first: int, last: int, whole: b
     ids=str,
 )
 def test_states_are_saved_and_resharded(
-    ranks: Callable[[int], Ranks], tmp_path: Path, name: str, worlds: tuple[int, ...], whole: bool
+    ranks: RanksOf, tmp_path: Path, name: str, worlds: tuple[int, ...], whole: bool
 ) -> None:
     """Stopped and gone on with by other ranks, at another stage, offloaded or not, the last time on a mesh if it can
     be: with the weights of a run that never stopped."""
@@ -243,9 +229,6 @@ def test_states_are_saved_and_resharded(
     for own in found:
         far = {param: relative_error(own[param], weight) for param, weight in by_the_book(name, view).items()}
         assert all(error <= TOLERANCE for error in far.values()), far
-
-
-# ------------------------------------------------------------------------------------------------- what is sent
 
 
 def sent_for(name: str, stage: int, views: dict[str, Any]) -> tuple[int, int, int, dict[str, tuple[str, float]]]:
@@ -263,7 +246,7 @@ def sent_for(name: str, stage: int, views: dict[str, Any]) -> tuple[int, int, in
     return all_reduce.call_count, now.bytes_sent - before.bytes_sent, now.matrices - before.matrices, kinds
 
 
-def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int], Ranks]) -> None:
+def test_a_method_costs_one_collective_where_it_has_facts(ranks: RanksOf) -> None:
     group = ranks(2)
     plain = group.run(sent_for, name="muon", stage=2, views={})
     for name in ("normuon", "heavy_ball"):
@@ -271,14 +254,14 @@ def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int],
             assert found == (calls + bool(MATRIX[name].facts), *rest), name
 
 
-def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: Callable[[int], Ranks]) -> None:
+def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: RanksOf) -> None:
     *_, sent, _, whole = ranks(2).run(sent_for, name="muon", stage=2, views={})[0]
     *_, less, _, heads = ranks(2).run(sent_for, name="muon", stage=2, views={"fused": {"heads": 8}})[0]
     assert whole["fused"][0] == "owner" and heads == {**whole, "fused": ("local", 0.0)}
     assert 0 < less < sent
 
 
-def test_only_heads_that_straddle_ranks_travel(ranks: Callable[[int], Ranks]) -> None:
+def test_only_heads_that_straddle_ranks_travel(ranks: RanksOf) -> None:
     """24 rows on 3 ranks, 8 each: of 8 heads of 3 rows two are on two ranks."""
     whole, heads = (
         ranks(3).run(sent_for, name="muon", stage=2, views=views) for views in ({}, {"fused": {"heads": 8}})
@@ -287,9 +270,6 @@ def test_only_heads_that_straddle_ranks_travel(ranks: Callable[[int], Ranks]) ->
     # 16 rows of 8 numbers went to an owner and back; now 2 of 3 rows at most, twice
     saved = sum(found[1] for found in whole) - sum(found[1] for found in heads)
     assert saved >= 2 * (16 - 2 * 3) * 8 * 4
-
-
-# ------------------------------------------------------------------------------------- what is between two steps
 
 
 def everything(model: Exact, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:

@@ -1,15 +1,12 @@
 """Transformers' mixtures of experts under ``"expert_parallel"``: training equals training of the whole model."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.launched import launched
 from support.mixtures import tiny, tokens_of
 from support.reference import Report, hidden_matrices, train, world_and_rank
@@ -59,14 +56,9 @@ CASES = (
 
 
 @pytest.mark.parametrize(("kind", "size", "settings"), CASES, ids=str)
-def test_training_is_that_of_the_whole_model(
-    ranks: Callable[[int], Ranks], kind: str, size: int, settings: dict[str, Any]
-) -> None:
-    for rank, report in enumerate(ranks(4).run(train_mixture, kind=kind, size=size, **settings)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
-
-
-# ---------------------------------------------------------------------------------------- dense models, tensor parallel
+@on_ranks(4)
+def test_training_is_that_of_the_whole_model(kind: str, size: int, settings: dict[str, Any]) -> None:
+    train_mixture(kind, size, **settings).check()
 
 
 def save_dense(folder: str) -> None:
@@ -80,7 +72,7 @@ def save_dense(folder: str) -> None:
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(folder)
 
 
-def train_dense(folder: str, **settings: Any) -> Report:
+def train_dense(folder: str, **settings: Any) -> None:
     """Cut by Transformers as it loads."""
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -89,13 +81,12 @@ def train_dense(folder: str, **settings: Any) -> Report:
     mesh = init_device_mesh("cpu", (world_and_rank()[0] // 2, 2), mesh_dim_names=("shard", "tensor"))
     with launched():
         model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
-    return train(
+    train(
         model, hidden_matrices(whole, exclude=("embed", "lm_head", "norm")), loss, data, steps=STEPS,
         unsharded=whole, sharing=2, mesh=mesh, compiled=lambda inner: inner, **settings,
-    )  # fmt: skip
+    ).check()  # fmt: skip
 
 
-def test_tensor_parallel_llama(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_tensor_parallel_llama(ranks: RanksOf, tmp_path: Path) -> None:
     save_dense(str(tmp_path))
-    for rank, report in enumerate(ranks(2).run(train_dense, folder=str(tmp_path), stage=3)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
+    ranks(2).run(train_dense, folder=str(tmp_path), stage=3)

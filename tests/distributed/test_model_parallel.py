@@ -1,16 +1,12 @@
 """Tensor slices and experts beside data parallelism: training equals training of the whole model."""
 
-from __future__ import annotations
-
 import math
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.odd import cases, loss
 from support.reference import full
 from support.sliced import Mixture, data, model_of, on_mesh, spread, train_on_mesh
@@ -22,20 +18,16 @@ import compile_muon
 from compile_muon import MuonZero
 
 
-def check(ranks: Callable[[int], Ranks], kind: str, sizes: dict[str, int], **settings: Any) -> None:
-    group = ranks(math.prod(sizes.values()))
-    for rank, report in enumerate(group.run(train_on_mesh, kind=kind, sizes=sizes, **settings)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
-
-
 @cases(((3, "step", 2),), full=((0, "step", 1), (3, "backward", 2)))
-def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks, "sliced", {"shard": 2, "tensor": 2}, **settings)
+@on_ranks(4)
+def test_shards_of_tensor_slices(settings: dict[str, Any]) -> None:
+    train_on_mesh("sliced", {"shard": 2, "tensor": 2}, **settings)
 
 
 @cases(((3, "step", 1),), full=((1, "backward", 2),))
-def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks, "mixture", {"shard": 2, "expert": 2}, **settings)
+@on_ranks(4)
+def test_shards_of_experts(settings: dict[str, Any]) -> None:
+    train_on_mesh("mixture", {"shard": 2, "expert": 2}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +39,8 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
     ],
     ids=str,
 )
-def test_other_meshes(
-    ranks: Callable[[int], Ranks], kind: str, sizes: dict[str, int], settings: dict[str, Any]
-) -> None:
-    check(ranks, kind, sizes, **settings)
+def test_other_meshes(ranks: RanksOf, kind: str, sizes: dict[str, int], settings: dict[str, Any]) -> None:
+    ranks(math.prod(sizes.values())).run(train_on_mesh, kind=kind, sizes=sizes, **settings)
 
 
 #: axes beside "tensor", "expert" or both
@@ -67,7 +57,7 @@ MESHES = {
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(2, 30))])
 @pytest.mark.parametrize("kind", MESHES)
-def test_drawn_meshes(ranks: Callable[[int], Ranks], kind: str, seed: int) -> None:
+def test_drawn_meshes(ranks: RanksOf, kind: str, seed: int) -> None:
     dice = random.Random(f"{kind} {seed}")
     axes = dice.choice(MESHES[kind])
     given: dict[str, Any] = {"stage": dice.randrange(4), "update": dice.choice(["step", "backward"])}
@@ -80,10 +70,7 @@ def test_drawn_meshes(ranks: Callable[[int], Ranks], kind: str, seed: int) -> No
         given["tied"] = dice.random() < 0.3
     elif kind == "mixture":
         given |= {"count": dice.choice([4, 6, 8]), "marked": dice.random() < 0.3}
-    check(ranks, kind, dict.fromkeys(axes, 2), **given)
-
-
-# -------------------------------------------------------------------------------------------------------- what users do
+    ranks(2 ** len(axes)).run(train_on_mesh, kind=kind, sizes=dict.fromkeys(axes, 2), **given)
 
 
 def clipped(kind: str, sizes: dict[str, int] | None, by: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -121,66 +108,13 @@ def clipped(kind: str, sizes: dict[str, int] | None, by: str) -> tuple[dict[str,
     ],
     ids=str,
 )
-def test_clipping_counts_every_element_once(
-    ranks: Callable[[int], Ranks], kind: str, sizes: dict[str, int], by: str
-) -> None:
+def test_clipping_counts_every_element_once(ranks: RanksOf, kind: str, sizes: dict[str, int], by: str) -> None:
     expected, norms = ranks(1).run(clipped, kind=kind, sizes=None, by="torch")[0]
     assert min(norms) > 0.05
     for found, theirs in ranks(math.prod(sizes.values())).run(clipped, kind=kind, sizes=sizes, by=by):
         assert theirs == pytest.approx(norms, rel=1e-5)
         for name, weight in expected.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
-
-
-def refused(case: str) -> tuple[str, bool]:
-    """What is said, and whether the model is as it was."""
-    sizes, names = ((4,), ("expert",)) if case == "indivisible" else ((2, 2), ("shard", "tensor"))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    model: Any = Mixture(6)
-    own, weight = nn.Parameter(torch.randn(2, 8, 6)), torch.randn(8, 8)
-    given: DeviceMesh | None = mesh
-    match case:
-        case "indivisible":
-            param = nn.Parameter(distribute_tensor(torch.randn(6, 8, 6), mesh, [Shard(0)]))
-        case "foreign":
-            other = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("shard", "tensor"))
-            param = nn.Parameter(distribute_tensor(weight, other["tensor"], [Shard(0)]))
-        case "two axes":
-            param = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(1)]))
-        case "sharded":
-            param = nn.Parameter(distribute_tensor(weight, mesh["shard"], [Shard(0)]))
-        case "two roles":
-            param = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)]))
-            param.mesh = mesh["shard"]  # type: ignore[attr-defined]
-        case "mark":
-            param = own
-            param.mesh = mesh["tensor"]  # type: ignore[attr-defined]
-        case "partial":
-            local = DTensor.from_local(weight, mesh["tensor"], [Partial()], run_check=False)
-            param = nn.Parameter(local)
-        case "no mesh":
-            param, given = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)])), None
-        case "one matrix":
-            mesh = given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
-            param = nn.Parameter(distribute_tensor(weight, mesh["expert"], [Shard(0)]))
-        case "names":
-            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
-            param = own
-        case _:
-            param = own
-            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model.layers[1].up = param
-    before = {name: (param, type(param)) for name, param in model.named_parameters()}
-    try:
-        MuonZero(model, mesh=given)
-    except compile_muon.MuonZeroError as error:
-        after = {name: (param, type(param)) for name, param in model.named_parameters()}
-        same = before.keys() == after.keys() and all(before[name][0] is after[name][0] for name in before)
-        return str(error), same
-    return "", False
 
 
 @pytest.mark.parametrize(
@@ -199,6 +133,46 @@ def refused(case: str) -> tuple[str, bool]:
         ("unknown", r"mesh = .*: has the dimensions \('shard', 'tp'\); name them as here"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Callable[[int], Ranks], case: str, said: str) -> None:
-    found = ranks(4).run(refused, case=case)
-    assert all(re.search(said, message) and same for message, same in found), found
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_on_every_rank(case: str, said: str) -> None:
+    sizes, names = ((4,), ("expert",)) if case == "indivisible" else ((2, 2), ("shard", "tensor"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model: Any = Mixture(6)
+    own, weight = nn.Parameter(torch.randn(2, 8, 6)), torch.randn(8, 8)
+    given: DeviceMesh | None = mesh
+    match case:
+        case "indivisible":
+            param = nn.Parameter(distribute_tensor(torch.randn(6, 8, 6), mesh, [Shard(0)]))
+        case "foreign":
+            other = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("shard", "tensor"))
+            param = nn.Parameter(distribute_tensor(weight, other["tensor"], [Shard(0)]))
+        case "two axes":
+            param = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(1)]))
+        case "sharded":
+            param = nn.Parameter(distribute_tensor(weight, mesh["shard"], [Shard(0)]))
+        case "two roles":
+            param = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)]))
+            param.mesh = mesh["shard"]
+        case "mark":
+            param = own
+            param.mesh = mesh["tensor"]
+        case "partial":
+            local = DTensor.from_local(weight, mesh["tensor"], [Partial()], run_check=False)
+            param = nn.Parameter(local)
+        case "no mesh":
+            param, given = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)])), None
+        case "one matrix":
+            mesh = given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+            param = nn.Parameter(distribute_tensor(weight, mesh["expert"], [Shard(0)]))
+        case "names":
+            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
+            param = own
+        case _:
+            param = own
+            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model.layers[1].up = param
+    before = dict(model.named_parameters())
+    with pytest.raises(compile_muon.MuonZeroError, match=said):
+        MuonZero(model, mesh=given)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)

@@ -1,7 +1,5 @@
 """What people do to a sharded model (load, edit, copy, save, move) works on every rank or raises on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -10,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
-from support.reference import full
+from support.harness import on_ranks
+from support.reference import full, refusal
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -58,18 +56,9 @@ def same(model: nn.Module, expected: dict[str, Tensor], run: Any = None) -> None
         torch.testing.assert_close((model if run is None else run)(X), plain(X), atol=1e-6, rtol=1e-5)
 
 
-def error_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except UnsupportedModelError as error:
-        return str(error)
-    return "no error"
-
-
-# ----------------------------------------------------------------------------------------- state dicts
-
-
-def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
+@on_ranks(2)
+def test_state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> None:
     model, optimizer = sharded(stage)
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
@@ -103,7 +92,9 @@ def state_dicts_load_whole_and_sharded_and_of_other_placements(stage: int) -> No
     step(model, optimizer, run)
 
 
-def state_dicts_are_saved_on_every_rank(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_state_dicts_are_saved_on_every_rank(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     buffer = io.BytesIO()
@@ -123,10 +114,9 @@ def state_dicts_are_saved_on_every_rank(stage: int) -> None:
     same(fresh, want)
 
 
-# ----------------------------------------------------------------------------------------------- copies
-
-
-def deep_copies_are_models_of_their_own(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_deep_copies_are_models_of_their_own(stage: int) -> None:
     """An average of weights: follows its own parameters, and training the first does not touch it."""
     model, optimizer = sharded(stage)
     step(model, optimizer)
@@ -152,10 +142,9 @@ def deep_copies_are_models_of_their_own(stage: int) -> None:
     step(model, optimizer)
 
 
-# ------------------------------------------------------------------------------------- full_parameters
-
-
-def full_parameters_of_all_ranks(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1))])
+@on_ranks(2)
+def test_full_parameters_of_all_ranks(stage: int) -> None:
     model, optimizer = sharded(stage)
     step(model, optimizer)
     kinds = {name: type(p) for name, p in model.named_parameters()}
@@ -197,29 +186,8 @@ def full_parameters_of_all_ranks(stage: int) -> None:
     assert torch.equal(full(model.up._parameters["weight"]), third)
 
 
-#: what is done -> stages of the default tier and of the full one
-DONE: dict[Any, tuple[tuple[int, ...], ...]] = {
-    state_dicts_load_whole_and_sharded_and_of_other_placements: ((1, 3), (0, 2)),
-    state_dicts_are_saved_on_every_rank: ((2, 3), (0, 1)),
-    deep_copies_are_models_of_their_own: ((2, 3), (0, 1)),
-    full_parameters_of_all_ranks: ((2, 3), (0, 1)),
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "stage"),
-    [
-        pytest.param(what, stage, marks=[pytest.mark.full] * tier)
-        for what, tiers in DONE.items()
-        for tier, stages in enumerate(tiers)
-        for stage in stages
-    ],
-)
-def test_at_each_stage(ranks: Callable[[int], Ranks], what: Any, stage: int) -> None:
-    ranks(2).run(what, stage=stage)
-
-
-def edit_whole_wrongly() -> list[str]:
+@on_ranks(2)
+def test_full_parameters_refuse_alike_on_all_ranks() -> None:
     model, _ = sharded(3)
     before = values(model)
 
@@ -238,26 +206,18 @@ def edit_whole_wrongly() -> list[str]:
             nn.init.zeros_(model.up.weight)
             raise UnsupportedModelError("on purpose")
 
-    messages = []
-    for wrong in (one_rank_only, without_write, raising):
-        messages.append(error_of(wrong))
+    by_rank = ("refused by another rank", "up.weight: its shape changed from [9, 6] to [2, 2]")
+    for wrong, said in (
+        (one_rank_only, by_rank[dist.get_rank()]),
+        (without_write, "thin.weight: was edited in a full_parameters block without write=True"),
+        (raising, "on purpose"),
+    ):
+        assert said in refusal(wrong)
         same(model, before)
-    return messages
 
 
-def test_full_parameters_refuse_alike_on_all_ranks(ranks: Callable[[int], Ranks]) -> None:
-    first, second = ranks(2).run(edit_whole_wrongly)
-    assert "refused by another rank" in first[0]
-    assert "up.weight: its shape changed from [9, 6] to [2, 2]" in second[0]
-    for messages in (first, second):
-        assert "thin.weight: was edited in a full_parameters block without write=True" in messages[1]
-        assert messages[2] == "on purpose"
-
-
-# ------------------------------------------------------------------------------- edits, moves, wrappers
-
-
-def misuse() -> dict[str, list[str]]:
+@on_ranks(2)
+def test_misuse_is_refused_by_name() -> None:
     """What is said to what moves or replaces parameters, whether it is named, and with which remedy."""
     model, optimizer = sharded(3)
     step(model, optimizer)
@@ -269,7 +229,7 @@ def misuse() -> dict[str, list[str]]:
         "replace": (lambda: setattr(model.up, "weight", nn.Parameter(torch.zeros(9, 6))), "up.weight", whole),
         "delete": (lambda: delattr(model.up, "weight"), "up.weight", "before MuonZero"),
     }
-    said = {name: [error_of(move), named, remedy] for name, (move, named, remedy) in moves.items()}
+    said = {name: [refusal(move), named, remedy] for name, (move, named, remedy) in moves.items()}
     ids = [id(p) for p in model.parameters()]
     assert model.to("cpu") is model and model.float() is model
     assert [id(p) for p in model.parameters()] == ids
@@ -288,11 +248,6 @@ def misuse() -> dict[str, list[str]]:
         model(X).sum().backward()
         optimizer.step()
 
-    return said | {"fsdp": [error_of(shard_again), "up", ""]}
-
-
-def test_misuse_is_refused_by_name(ranks: Callable[[int], Ranks]) -> None:
-    for said in ranks(2).run(misuse):
-        for what, (message, name, remedy) in said.items():
-            assert message != "no error", what
-            assert name in message and remedy in message, (what, message)
+    said["fsdp"] = [refusal(shard_again), "up", ""]
+    for what, (message, name, remedy) in said.items():
+        assert message and name in message and remedy in message, (what, message)

@@ -1,14 +1,11 @@
 """Models nobody here wrote train like their unsharded selves: GPT-2, Llama and Mixtral of Hugging Face, a conv net."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
-from support.reference import Report, full, train, world_and_rank
+from support.harness import RanksOf, on_ranks
+from support.reference import full, train, world_and_rank
 from support.zoo import ZOO
 from torch import Tensor, nn
 
@@ -17,17 +14,12 @@ from compile_muon import MuonZero
 STEPS = 3
 
 
-def train_model(name: str, **settings: Any) -> Report:
+def train_model(name: str, **settings: Any) -> None:
     torch.manual_seed(0)
     entry = ZOO[name]
     model = entry.build()
     matrices = entry.matrices(model)
-    return train(model, matrices, entry.loss, entry.data, steps=STEPS, measure_noise=entry.noisy, **settings)
-
-
-def check(group: Ranks, name: str, **settings: Any) -> None:
-    for rank, report in enumerate(group.run(train_model, name=name, **settings)):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
+    train(model, matrices, entry.loss, entry.data, steps=STEPS, measure_noise=entry.noisy, **settings).check()
 
 
 @pytest.mark.parametrize(
@@ -39,19 +31,22 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
         pytest.param("convnet", 1, "backward", 2, marks=pytest.mark.full),
     ],
 )
-def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update: str, micro: int) -> None:
-    check(ranks(2), name, stage=stage, update=update, gradient_accumulation_steps=micro)
+@on_ranks(2)
+def test_two_ranks(name: str, stage: int, update: str, micro: int) -> None:
+    train_model(name, stage=stage, update=update, gradient_accumulation_steps=micro)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), ("llama", 1)])
-def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
-    check(ranks(2), name, stage=stage, codegen="inductor")
+@on_ranks(2)
+def test_two_ranks_inductor(name: str, stage: int) -> None:
+    train_model(name, stage=stage, codegen="inductor")
 
 
 @pytest.mark.full
-def test_uneven_world(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(3), "convnet", stage=3, gradient_accumulation_steps=2)
+@on_ranks(3)
+def test_uneven_world() -> None:
+    train_model("convnet", stage=3, gradient_accumulation_steps=2)
 
 
 class Halves(nn.Module):
@@ -82,7 +77,7 @@ def weights_of_halves(stage: int, update: str, compiled: bool) -> tuple[list[Ten
     return [full(param.detach()) for param in model.parameters()], optimizer.totals()["directions_used"]
 
 
-def test_views_cross_a_graph_break(ranks: Callable[[int], Ranks]) -> None:
+def test_views_cross_a_graph_break(ranks: RanksOf) -> None:
     expected = ranks(2).run(weights_of_halves, stage=3, update="step", compiled=False)
     found = ranks(2).run(weights_of_halves, stage=3, update="backward", compiled=True)
     for (weights, used), (others, _) in zip(found, expected, strict=True):

@@ -1,7 +1,5 @@
 """Experts on several ranks beside Transformers' own forward of the whole model, in the same process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.mixtures import tiny, tokens_of
 from support.reference import world_and_rank
 from torch import Tensor, nn
@@ -104,17 +102,14 @@ def beside(
 # ----------------------------------------------------------------------------------------------------- whole models
 
 
-def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
-    for kind in kinds:
-        model, whole, _ = beside(kind, size)
-        found, expected = (each(input_ids=tokens_of(world_and_rank()[1])).logits for each in (model, whole))
-        close(found, expected, kind)
-
-
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
-def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
-    kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")
-    ranks(world).run(train_whole_models, kinds=kinds, size=size)
+@on_ranks()
+def test_whole_models_compute_what_they_do_unsharded(size: int) -> None:
+    world, rank = world_and_rank()
+    for kind in ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss"):
+        model, whole, _ = beside(kind, size)
+        found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
+        close(found, expected, kind)
 
 
 # ---------------------------------------------------------------------------------------------- experts by themselves
@@ -161,13 +156,13 @@ def gradients_of(experts: nn.Module, case: tuple[Tensor, ...], *, hidden_grad: b
     """The output, and the gradients of tokens and weights; those of the experts are in .grad."""
     hidden, index, weights, factor = case
     hidden, weights = hidden.clone().requires_grad_(hidden_grad), weights.clone().requires_grad_()
-    out = experts["experts"](hidden, index, weights)  # type: ignore[index]
+    out = experts["experts"](hidden, index, weights)
     if out.requires_grad:  # of no tokens, Transformers' eager forward makes a constant
         (out * factor).sum().backward()
     else:
         assert not out.numel()
         weights.grad, hidden.grad = torch.zeros_like(weights), torch.zeros_like(hidden)
-    return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]  # type: ignore[list-item]
+    return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]
 
 
 def compare_experts(
@@ -221,7 +216,8 @@ def run_experts(kind: str, case: str, frozen: str = "") -> None:
             assert model.get_parameter(name).grad is None
 
 
-def every_kind_of_experts_with_and_without_tokens() -> None:
+@on_ranks(2)
+def test_every_kind_of_experts_with_and_without_tokens() -> None:
     for kind in ("mixtral", "gpt_oss"):
         for case in CASES:
             run_experts(kind, case)
@@ -232,7 +228,8 @@ def every_kind_of_experts_with_and_without_tokens() -> None:
         run_experts("mixtral", "one rank has none", frozen=frozen)
 
 
-def one_rank_computes_bit_for_bit_what_transformers_does() -> None:
+@on_ranks(2)
+def test_one_rank_computes_bit_for_bit_what_transformers_does() -> None:
     """A group of one: no collective, and the numbers of Transformers' own grouped products."""
     whole, model = tiny("GptOss", experts_implementation="grouped_mm"), shared(tiny("GptOss"), 1)
     _, rank = world_and_rank()
@@ -245,7 +242,7 @@ def one_rank_computes_bit_for_bit_what_transformers_does() -> None:
     assert torch.equal(loss, expected)
     for name, param in whole.named_parameters():
         grad: Any = model.get_parameter(name).grad
-        close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)  # type: ignore[arg-type]
+        close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)
 
 
 @contextlib.contextmanager
@@ -280,12 +277,13 @@ def crowded(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, index, (weights * 4).round() / 4 + 0.25, factor
 
 
-def test_capacity_drops_the_least_probable(ranks: Callable[[int], Ranks]) -> None:
+def test_capacity_drops_the_least_probable(ranks: RanksOf) -> None:
     found = [ranks(2).run(drop, capacity_factor=factor)[0] for factor in (0.3, 1.0, 8.0)]
     assert found[0] > found[1] > found[2] == 0
 
 
-def capacity_that_drops_nothing_is_exact() -> None:
+@on_ranks(2)
+def test_capacity_that_drops_nothing_is_exact() -> None:
     world, rank = world_and_rank()
     model, *_ = beside("GptOss", world, capacity_factor=8.0)
     # Fewer tokens on one rank would be buffers of another size.
@@ -296,8 +294,15 @@ def capacity_that_drops_nothing_is_exact() -> None:
 # ---------------------------------------------------------------------------------------- compiled, recomputed, cast
 
 
-def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> int:
-    """A block of router and experts, compiled and not; how many graphs that took."""
+@pytest.mark.parametrize(
+    ("capacity_factor", "backend", "fullgraph", "graphs"),
+    [(None, "aot_eager", False, 2), pytest.param(1.0, "inductor", True, 1, marks=pytest.mark.full)],
+)
+@on_ranks(2)
+def test_a_block_is_one_graph_where_it_can_be(
+    capacity_factor: float | None, backend: str, fullgraph: bool, graphs: int
+) -> None:
+    """A block of router and experts, compiled and not."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -318,28 +323,19 @@ def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> in
             found.append([out, hidden.grad, *summed_gradients(block, world).values()])
         for mine, expected in zip(found[1], found[0], strict=True):
             close(mine, expected, f"{backend}, capacity {capacity_factor}", limit=2e-6)
-    return counter.frame_count
+    assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize(
-    ("capacity_factor", "backend", "fullgraph", "graphs"),
-    [(None, "aot_eager", False, 2), pytest.param(1.0, "inductor", True, 1, marks=pytest.mark.full)],
-)
-def test_a_block_is_one_graph_where_it_can_be(
-    ranks: Callable[[int], Ranks], capacity_factor: float | None, backend: str, fullgraph: bool, graphs: int
-) -> None:
-    found = ranks(2).run(compiled, capacity_factor=capacity_factor, backend=backend, fullgraph=fullgraph)
-    assert found == [graphs, graphs]
-
-
-def checkpointed_layers_dispatch_again() -> None:
+@on_ranks(2)
+def test_checkpointed_layers_dispatch_again() -> None:
     for kind, *how in (("DeepseekV3", None, True), ("GptOss", None, False), ("Mixtral", 8.0, False)):
         model, _, ops = beside(kind, world_and_rank()[0], *how)
         exchanges = sum("all_to_all_single" in op for op in ops)
         assert exchanges > 2 * len(model.model.layers)  # more than gradients there and back
 
 
-def half_precision() -> None:
+@on_ranks(2)
+def test_half_precision() -> None:
     """Under bf16 autocast as in Transformers' grouped products, whose rows these are."""
     world, rank = world_and_rank()
     whole = tiny("GptOss", experts_implementation="grouped_mm")
@@ -361,7 +357,8 @@ def half_precision() -> None:
 # ------------------------------------------------------------------------------------------- what the switch leaves be
 
 
-def a_model_is_switched_by_itself() -> None:
+@on_ranks(2)
+def test_a_model_is_switched_by_itself() -> None:
     world, rank = world_and_rank()
     model = tiny("GptOss")
     stack = model.model.layers[0].mlp.experts.gate_up_proj
@@ -401,7 +398,8 @@ def a_model_is_switched_by_itself() -> None:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def what_cannot_be_shared_is_refused_on_every_rank() -> None:
+@on_ranks(2)
+def test_what_cannot_be_shared_is_refused_on_every_rank() -> None:
     world, _ = world_and_rank()
     found = []
 
@@ -471,15 +469,3 @@ REFUSED = (
     "model.layers.0.mlp.experts = 'MixtralExperts': has its experts shared already",
     "experts_implementation = 'compile_muon_expert_parallel': MixtralExperts has its experts to itself; leave it out",
 )
-
-
-ON_TWO_RANKS = [
-    every_kind_of_experts_with_and_without_tokens, one_rank_computes_bit_for_bit_what_transformers_does,
-    capacity_that_drops_nothing_is_exact, checkpointed_layers_dispatch_again, half_precision,
-    a_model_is_switched_by_itself, what_cannot_be_shared_is_refused_on_every_rank,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("check", ON_TWO_RANKS)
-def test_on_two_ranks(ranks: Callable[[int], Ranks], check: Callable[[], None]) -> None:
-    ranks(2).run(check)

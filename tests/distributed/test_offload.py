@@ -1,7 +1,5 @@
 """Offloaded optimizer state: the bits of the resident run, at every stage, through every fault."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
@@ -20,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.odd import Odd, data, loss
 from support.reference import DEVICE, full, placed, world_and_rank
 from torch import Tensor, nn
@@ -116,7 +114,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
-def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
+def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> None:
     loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
     what = {"momentum": given.pop("momentum_too", True), "masters": "param_dtype" in given}
     what["adamw_on"] = given.pop("adamw_on", "device")
@@ -139,7 +137,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             found[-1]["bytes"] = torch.tensor(pair[1].traffic.bytes_sent)
         used = pair[1].totals()["directions_used"]
     assert bool(used) == ("codegen" in loop and given.get("update") != "step" and "clip" not in loop)
-    return differing(*found)
+    assert not differing(*found)
 
 
 def test_gradients_that_are_clipped_beside_masters_are_rounded_once_more() -> None:
@@ -189,10 +187,9 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+def test_offloaded_training_is_the_resident_one(ranks: RanksOf, tmp_path: Path, name: str) -> None:
     world, case = (CASES | MORE)[name]
-    for rank, wrong in enumerate(ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)):
-        assert not wrong, f"rank {rank}: {wrong}"
+    ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)
     assert not list(tmp_path.iterdir())
 
 
@@ -258,7 +255,7 @@ def resumed(way: tuple[str | None, ...], folder: str) -> dict[str, Tensor]:
     return everything(model, optimizer)
 
 
-def test_a_run_goes_on_wherever_its_state_is(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_run_goes_on_wherever_its_state_is(ranks: RanksOf, tmp_path: Path) -> None:
     ways = (("nvme", "cpu", None), (None, "cpu", "nvme"))
     assert not differing(*(ranks(1).run(resumed, way=way, folder=str(tmp_path))[0] for way in ways))
 
@@ -331,7 +328,7 @@ def test_the_host_steps_weights_in_any_memory_format() -> None:
     ("loop", "world"), [(with_averages, 1), pytest.param(written_by_users, 2, marks=pytest.mark.full)]
 )
 def test_states_and_master_weights_follow_edits(
-    ranks: Callable[[int], Ranks], tmp_path: Path, loop: Callable[..., Any], world: int
+    ranks: RanksOf, tmp_path: Path, loop: Callable[..., Any], world: int
 ) -> None:
     places = (None, "nvme")
     assert not differing(*(ranks(world).run(loop, where=x, folder=str(tmp_path))[0] for x in places))
@@ -396,7 +393,7 @@ def through_a_fault(
     ],
 )
 def test_a_disk_that_fails_changes_nothing(
-    ranks: Callable[[int], Ranks], tmp_path: Path, what: str, calls: Iterable[int], given: dict[str, Any]
+    ranks: RanksOf, tmp_path: Path, what: str, calls: Iterable[int], given: dict[str, Any]
 ) -> None:
     group = ranks(2)
     resident = group.run(untouched, **given)[0]
@@ -518,7 +515,7 @@ def undisturbed(what: dict[str, Any], **given: Any) -> tuple[nn.Module, compile_
         ),
     ],
 )
-@pytest.mark.parametrize("points", [24, pytest.param(150, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("points", [16, pytest.param(150, marks=pytest.mark.campaign)])
 def test_a_step_that_raises_has_changed_nothing_or_is_the_last(
     tmp_path: Path, where: str | None, given: dict[str, Any], points: int
 ) -> None:
@@ -609,7 +606,7 @@ def no_room_for_a_copy_beside_the_file_changes_nothing(folder: str) -> None:
         (no_room_for_a_copy_beside_the_file_changes_nothing, 2),
     ],
 )
-def test_on_ranks(ranks: Callable[[int], Ranks], tmp_path: Path, check: Callable[..., None], world: int) -> None:
+def test_on_ranks(ranks: RanksOf, tmp_path: Path, check: Callable[..., None], world: int) -> None:
     ranks(world).run(check, folder=str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} <= {"saved"}
 
@@ -660,7 +657,7 @@ def kept_in(
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "8bit"])
-def test_momenta_in_fewer_bits_train_alike(ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str) -> None:
+def test_momenta_in_fewer_bits_train_alike(ranks: RanksOf, tmp_path: Path, dtype: str) -> None:
     """Wherever they are."""
     exact, _, nbytes = ranks(1).run(kept_in, dtype=None)[0]
     found, state, less = ranks(1).run(kept_in, dtype=dtype)[0]
@@ -671,6 +668,6 @@ def test_momenta_in_fewer_bits_train_alike(ranks: Callable[[int], Ranks], tmp_pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
-def test_directions_of_backward_are_made_of_the_same_momenta(ranks: Callable[[int], Ranks], dtype: str) -> None:
+def test_directions_of_backward_are_made_of_the_same_momenta(ranks: RanksOf, dtype: str) -> None:
     updates = ("step", "backward")
     assert not differing(*(ranks(2).run(kept_in, dtype=dtype, update=x, compiled=True)[0][1] for x in updates))

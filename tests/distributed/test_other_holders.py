@@ -1,7 +1,5 @@
 """Who holds a parameter beside the model: as it was before it was sharded, or in an optimizer of its own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -55,22 +53,24 @@ def said_of(run: Callable[[], object]) -> str:
     return "nothing"
 
 
-def read_by_models() -> dict[str, str]:
-    """What is said of each way to keep a second reference."""
-    found = {}
+@on_ranks(2)
+def test_a_second_reference_to_a_weight_is_refused_by_name() -> None:
     for stage in (0, 3):
         for how, keep in KEPT.items():
             for compiled in (False, True) if how == "a view" else (False,):
                 model = Net(keep)
                 compile_muon.MuonZero(model, stage=stage)
                 run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
-                found[f"{stage} {how} {compiled}"] = said_of(lambda run=run: run(X).square().mean().backward())
+                text = said_of(lambda run=run: run(X).square().mean().backward())
+                # Dynamo puts its own error around one of a backend.
+                assert "UnsupportedModelError" in text or "BackendCompilerFailed" in text, (stage, how, compiled)
+                assert "b.weight: " in text and "from model.parameters() anew" in text, (stage, how, compiled)
                 torch._dynamo.reset()
-    return found
 
 
-def held_in_lists() -> dict[str, str]:
-    """Lists from before sharding, as loops have them; then loops that take theirs afterwards."""
+@on_ranks(2)
+def test_lists_from_before_sharding_are_refused() -> None:
+    """As loops have them; then loops that take theirs afterwards."""
     said: dict[str, str] = {}
     for stage in (0, 3):
         model = Net()
@@ -89,18 +89,7 @@ def held_in_lists() -> dict[str, str]:
         said[f"{stage} count"] = said_of(lambda before=before: sum(param.numel() for param in before))
         said[f"{stage} copy"] = said_of(lambda before=before: copy.deepcopy(before))
         optimizer.step()
-    return said
-
-
-def test_a_second_reference_to_a_weight_is_refused_by_name(ranks: Callable[[int], Ranks]) -> None:
-    for what, text in ranks(2).run(read_by_models)[0].items():
-        # Dynamo puts its own error around one of a backend.
-        assert "UnsupportedModelError" in text or "BackendCompilerFailed" in text, what
-        assert "b.weight: " in text and "from model.parameters() anew" in text, what
-
-
-def test_lists_from_before_sharding_are_refused(ranks: Callable[[int], Ranks]) -> None:
-    for what, text in ranks(2).run(held_in_lists)[0].items():
+    for what, text in said.items():
         assert text.startswith("UnsupportedModelError: a.weight: "), (what, text)
         assert "as it was before MuonZero sharded it" in text and "from model.parameters() anew" in text, (what, text)
 
@@ -114,9 +103,6 @@ def test_one_process_shares_its_parameters_with_lists_from_before() -> None:
     assert torch.nn.utils.clip_grad_norm_(before, 1e-3) < 2e-3
     optimizer.step()
     assert all(param is mine for param, mine in zip(before, model.parameters(), strict=True))
-
-
-# --- other optimizers -------------------------------------------------------------------------------------------------
 
 
 def beside(stage: int = 0) -> str:
@@ -133,7 +119,7 @@ def beside(stage: int = 0) -> str:
     return said
 
 
-def test_an_optimizer_beside_ours_is_refused_where_it_steps(ranks: Callable[[int], Ranks]) -> None:
+def test_an_optimizer_beside_ours_is_refused_where_it_steps(ranks: RanksOf) -> None:
     for said in (beside(), *ranks(2).run(beside, stage=3)):
         assert said.startswith("UnsupportedModelError: head.weight, head.bias: AdamW steps what MuonZero trains")
 
@@ -177,9 +163,6 @@ def test_an_optimizer_of_another_model_steps_as_ever() -> None:
     assert len(watched()) == living and len(_global_optimizer_pre_hooks) == hooks
 
 
-# --- gradients from before --------------------------------------------------------------------------------------------
-
-
 def gradients_from_before(stage: int = 0) -> tuple[list[str], bool]:
     model = Net()
     model(X).square().mean().backward()
@@ -189,7 +172,7 @@ def gradients_from_before(stage: int = 0) -> tuple[list[str], bool]:
     return [str(each.message) for each in caught], all(param.grad is None for param in model.parameters())
 
 
-def test_gradients_from_before_are_dropped_and_told(ranks: Callable[[int], Ranks]) -> None:
+def test_gradients_from_before_are_dropped_and_told(ranks: RanksOf) -> None:
     for everywhere in ([gradients_from_before()], ranks(2).run(gradients_from_before, stage=3)):
         assert all(dropped for _, dropped in everywhere)
         # Rank 0 tells it for all.

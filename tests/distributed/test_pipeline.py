@@ -1,7 +1,5 @@
 """Pipeline stages with an optimizer each train as the unsharded model does, and go on or stop together."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import (
     ADAMW_EPS,
     ADAMW_LR,
@@ -123,8 +121,7 @@ class Trained:
         self.schedule = SCHEDULES[schedule](pipelined, MICRO, loss_fn=loss, scale_grads=scale)
         self.gathers = 0
         stages = self.optimizer.engine.extension(PipelineStages)
-        assert stages is not None
-        stages._gather = partial(self._counted, stages._gather)  # type: ignore[method-assign]
+        stages._gather = partial(self._counted, stages._gather)
 
     def _counted(self, gather: Callable[..., Any], *args: Any) -> Any:
         self.gathers += 1
@@ -184,7 +181,6 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
         assert mine.step() == ""
         gathers.append(mine.gathers - before)
         expected.step()
-        assert mine.optimizer.grad_norm is not None
         norms.append(mine.optimizer.metrics()["grad_norm"])
         if float(mine.optimizer.grad_norm) != torch.tensor(norms[-1], dtype=torch.float32):
             far["grad_norm"] = (float(mine.optimizer.grad_norm), norms[-1])
@@ -222,7 +218,7 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
     ],
 )
 def test_stages_train_as_the_whole_model(
-    ranks: Callable[[int], Ranks], stage: int, schedule: str, compiled: bool, clip: float, update: str, scale: bool
+    ranks: RanksOf, stage: int, schedule: str, compiled: bool, clip: float, update: str, scale: bool
 ) -> None:
     settings = {"stage": stage, "schedule": schedule, "compiled": compiled, "update": update, "scale": scale}
     holds = compiled and update != "step" and clip != BITES and not scale
@@ -233,14 +229,14 @@ def test_stages_train_as_the_whole_model(
         assert each["gathers"] == [1 if holds else 2] * STEPS
 
 
-def test_a_stage_without_matrices(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_without_matrices(ranks: RanksOf) -> None:
     found = ranks(4).run(train, clip=BITES, parts=NO_MATRIX, stage=3, update="backward", compiled=False)
     for rank, each in enumerate(check(found)):
         assert each["matrices"] == (0, 6)[rank // 2] and each["gathers"] == [2] * STEPS
 
 
 @pytest.mark.full
-def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_directions_that_hold_on_one_stage_alone(ranks: RanksOf) -> None:
     settings = {"stage": 1, "clip": NEVER, "update": "backward", "schedule": "1f1b"}
     found = ranks(4).run(train, edited="blocks.0.up.weight", **settings)
     for rank, each in enumerate(check(found)):
@@ -250,7 +246,7 @@ def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) 
 
 
 @pytest.mark.full
-def test_four_stages_of_one_rank(ranks: Callable[[int], Ranks]) -> None:
+def test_four_stages_of_one_rank(ranks: RanksOf) -> None:
     check(ranks(4).run(train, parts=FOUR, compiled=False, stage=2, clip=None, edited="blocks.1.up.weight"))
 
 
@@ -266,7 +262,6 @@ def spoil(mine: Trained, what: str) -> None:
     elif what == "held" and mine.stage == 1:
         sharded = next(sharded for sharded in mine.optimizer.engine.step.muon if sharded.name == "blocks.1.up.weight")
         made = sharded.speculations.current
-        assert made is not None
         sharded.speculations.make(made._replace(direction=made.direction * float("inf")))
     elif what == "late" and mine.stage == 0:  # the other stage has its directions
         mine.named["blocks.0.up.weight"].grad.mul_(2)
@@ -314,7 +309,7 @@ def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[s
 
 
 @pytest.mark.full
-def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int], Ranks]) -> None:
+def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: RanksOf) -> None:
     outcomes = ranks(4).run(not_finite, kinds=list(NAMED), nonfinite="error", compiled=True)
     for rank, (found, metrics) in enumerate(outcomes):
         for number, (what, said) in enumerate(found.items()):
@@ -325,7 +320,7 @@ def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int
         assert metrics["skipped_steps"] == 0
 
 
-def test_what_is_not_finite_on_one_stage_is_left_out_on_all(ranks: Callable[[int], Ranks]) -> None:
+def test_what_is_not_finite_on_one_stage_is_left_out_on_all(ranks: RanksOf) -> None:
     for said, metrics in ranks(4).run(not_finite, kinds=["gradient", "late"], nonfinite="skip", compiled=False):
         assert said == {"gradient": "", "late": ""} and metrics["skipped_steps"] == 2
 
@@ -354,7 +349,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         elif what == "sums" and mine.stage == 0:
             mine.named["embed.weight"].grad.mul_(2)
         elif what == "later" and mine.stage == 1:
-            graphs.orthogonalize = fails  # type: ignore[method-assign]
+            graphs.orthogonalize = fails
         elif what == "steps" and mine.stage == 0:
             optimizer.loaded(7)
         try:
@@ -364,7 +359,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         if hasattr(module, "extra"):
             del module.extra
-        graphs.orthogonalize = orthogonalize  # type: ignore[method-assign]
+        graphs.orthogonalize = orthogonalize
         optimizer.param_groups[-1]["lr"] = ADAMW_LR
         optimizer.loaded(number)
         optimizer.zero_grad()
@@ -383,7 +378,7 @@ REFUSALS = {
 
 
 @pytest.mark.full
-def test_what_one_stage_refuses_all_refuse(ranks: Callable[[int], Ranks]) -> None:
+def test_what_one_stage_refuses_all_refuse(ranks: RanksOf) -> None:
     *most, sums = REFUSALS
     found = ranks(4).run(refuses, kinds=[*most, "steps"], parts=EVEN)
     # One micro-batch more than comes: at stage 1 there are sums left, to be reduced in the step.
@@ -397,7 +392,7 @@ def test_what_one_stage_refuses_all_refuse(ranks: Callable[[int], Ranks]) -> Non
         assert said["steps"].startswith(steps), said["steps"]
 
 
-def test_a_stage_of_one_rank_refuses_for_all(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_of_one_rank_refuses_for_all(ranks: RanksOf) -> None:
     first, *others = ranks(4).run(refuses, kinds=["model"], parts=FOUR)
     assert first["model"].startswith("UnsupportedModelError: extra")
     said = "LedgerError: step() was refused by pipeline stage 0 (rank 0), whose own error says why: nothing was updated"
@@ -428,7 +423,7 @@ def waits() -> str:
 
 
 @pytest.mark.full
-def test_a_stage_that_does_not_come_is_named(ranks: Callable[[int], Ranks]) -> None:
+def test_a_stage_that_does_not_come_is_named(ranks: RanksOf) -> None:
     first, second, *_ = ranks(4).run(waits)
     for said in (first, second):
         assert "rank 1 runs the loop's own code after step 1, the decision of the pipeline stages" in said, said
@@ -486,7 +481,7 @@ SAID = {
 }
 
 
-def test_groups_that_do_not_fit_are_refused(ranks: Callable[[int], Ranks]) -> None:
+def test_groups_that_do_not_fit_are_refused(ranks: RanksOf) -> None:
     found = ranks(4).run(do_not_fit)
     assert set().union(*found) == set(SAID)
     for texts in found:
@@ -514,7 +509,7 @@ def run_page(code: str) -> str:
 
 
 @pytest.mark.full
-def test_the_page_runs_as_it_stands(ranks: Callable[[int], Ranks]) -> None:
+def test_the_page_runs_as_it_stands(ranks: RanksOf) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for there, here in HERE.items():
         assert there in code

@@ -1,7 +1,5 @@
 """Folders with single experts, as Transformers writes them, into stacks: bit for bit, each rank reading its own."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.mixtures import tiny
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
@@ -84,9 +82,6 @@ def number(name: str) -> int:
     return int(name.split(".experts.")[1].split(".")[0])
 
 
-# ------------------------------------------------------------------------------------------- what is read
-
-
 def experts_read(folder: str, build: Callable[[], tuple[Any, Any]]) -> list[tuple[str, tuple[int, ...]]]:
     """What this rank reads of experts for a model that has what the folder has; it reads what it holds, no more."""
     with counted() as read:
@@ -120,7 +115,7 @@ def load(folders: dict[str, str], size: int) -> None:
     ],
 )
 def test_each_rank_reads_its_experts(
-    ranks: Callable[[int], Ranks], world: int, size: int, kinds: tuple[str, ...], tmp_path: Path
+    ranks: RanksOf, world: int, size: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     folders = {kind: save(tmp_path / kind, kind) for kind in kinds}
     ranks(world).run(load, folders=folders, size=size)
@@ -157,12 +152,9 @@ def on_meta() -> Any:
 
 
 @pytest.mark.full
-def test_each_rank_reads_its_part_of_a_matrix(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_each_rank_reads_its_part_of_a_matrix(ranks: RanksOf, tmp_path: Path) -> None:
     folder = save(tmp_path, "Mixtral", tiny("Mixtral", num_hidden_layers=1))
     ranks(4).run(load_pieces, folder=folder)
-
-
-# ----------------------------------------------------------------------------------------------- other folders
 
 
 def load_others(folder: str) -> None:
@@ -195,7 +187,7 @@ def load_others(folder: str) -> None:
     compare(model, {f"model.{name}": value for name, value in expected.items()} | {"lm_head.weight": before})
 
 
-def test_other_folders(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_other_folders(ranks: RanksOf, tmp_path: Path) -> None:
     low = tiny("Qwen3Moe", num_hidden_layers=1, tie_word_embeddings=True).bfloat16()
     save(tmp_path / "low", "Qwen3Moe", low)
     deepseek = tiny("DeepseekV3", num_hidden_layers=1)
@@ -221,8 +213,6 @@ def edit(folder: Path, changes: Mapping[str, Tensor | None], to: Path | None = N
     save_file({n: t.clone() for n, t in changed.items() if t is not None}, to / "model.safetensors")
     return str(to)
 
-
-# ----------------------------------------------------------------------------------------------- what does not fit
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w{}.weight"
 
@@ -279,7 +269,7 @@ def misfits(folders: dict[str, str]) -> dict[str, str]:
     return said
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RanksOf, tmp_path: Path) -> None:
     model = tiny("Mixtral", num_hidden_layers=1)
     with torch.no_grad():
         for param in model.parameters():

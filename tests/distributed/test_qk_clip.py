@@ -1,7 +1,5 @@
 """MuonClip beside its formula: heads whose logits grew too large, over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -11,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.harness import Ranks
+from support.harness import RanksOf
 from support.reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,10 +103,10 @@ Place = tuple[str, int, int]
 def heads_of(model: Attention) -> tuple[list[Place], list[Place]]:
     """What projects queries, and keys: weights and biases."""
     if model.kind == "fused":
-        return ([(f"qkv.{each}", 0, first) for each in ("weight", "bias")] for first in (0, 3 * SIZE))  # type: ignore
+        return ([(f"qkv.{each}", 0, first) for each in ("weight", "bias")] for first in (0, 3 * SIZE))
     if model.kind == "turned":
         return [("wq", 1, 0), ("bq", 0, 0)], [("wk", 1, 0)]
-    return ([(f"{part}_proj.{each}", 0, 0) for each in ("weight", "bias")] for part in "qk")  # type: ignore
+    return ([(f"{part}_proj.{each}", 0, 0) for each in ("weight", "bias")] for part in "qk")
 
 
 @torch.no_grad()
@@ -295,7 +293,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], name: str) -> None:
+def test_heads_over_the_threshold_are_scaled(ranks: RanksOf, name: str) -> None:
     function, given, world = (CASES | MORE)[name]
     ranks(world).run(function, **given)
 

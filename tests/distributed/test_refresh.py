@@ -1,14 +1,11 @@
 """Resident weights: step() starts to gather them, and whoever reads one waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.reference import full
 from torch import Tensor, nn
 
@@ -80,14 +77,18 @@ def started(stage: int) -> list[str]:
     return [sharded.name for call in start.call_args_list for sharded in call.args[0].sharded_params]
 
 
-def test_weights_come_in_the_order_of_the_model(ranks: Callable[[int], Ranks]) -> None:
+def test_weights_come_in_the_order_of_the_model(ranks: RanksOf) -> None:
     """Matrices ahead of the rest, as the step writes them, would have the next forward wait for all of them first."""
     names = [name for name, _ in Net().named_parameters()]
     for found in ranks(2).run(started, stage=1):
         assert sorted(found, key=names.index) == found and len(found) == len(names)
 
 
-def one_rank_reads(stage: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "stage"), [("eager", 1), ("none", 2), pytest.param("another", 1, marks=pytest.mark.full)]
+)
+@on_ranks(2)
+def test_a_rank_reads_alone(stage: int, backend: str) -> None:
     model, optimizer, run = made(stage, backend)
     for step in range(2):
         advance(optimizer, run, step)
@@ -101,14 +102,9 @@ def one_rank_reads(stage: int, backend: str) -> None:
             torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize(
-    ("backend", "stage"), [("eager", 1), ("none", 2), pytest.param("another", 1, marks=pytest.mark.full)]
-)
-def test_a_rank_reads_alone(ranks: Callable[[int], Ranks], stage: int, backend: str) -> None:
-    ranks(2).run(one_rank_reads, stage=stage, backend=backend)
-
-
-def edit_under_way(stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 2), ("fp32", 1)])
+@on_ranks(2)
+def test_an_edit_while_it_is_under_way(stage: int, dtype: str) -> None:
     """In the one dtype shards are a part of the resident weights' memory, in the other they are not."""
     model, optimizer, run = made(stage, param_dtype=dtype)
     advance(optimizer, run, 0)
@@ -123,13 +119,9 @@ def edit_under_way(stage: int, dtype: str) -> None:
     torch.testing.assert_close(expected(model, batch(9)), edited)  # and nothing was put back
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 2), ("fp32", 1)])
-def test_an_edit_while_it_is_under_way(ranks: Callable[[int], Ranks], stage: int, dtype: str) -> None:
-    ranks(2).run(edit_under_way, stage=stage, dtype=dtype)
-
-
-def steps_without_a_forward(stage: int) -> None:
-    model, optimizer, run = made(stage)
+@on_ranks(2)
+def test_steps_and_copies_without_a_forward() -> None:
+    model, optimizer, run = made(1)
     run(batch(0, dist.get_rank())).square().mean().backward()
     optimizer.step()
     optimizer.step()  # the same gradients again
@@ -140,11 +132,9 @@ def steps_without_a_forward(stage: int) -> None:
     torch.testing.assert_close(twin(batch(9)).detach(), expected(model, batch(9)))
 
 
-def test_steps_and_copies_without_a_forward(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(steps_without_a_forward, stage=1)
-
-
-def two_forwards(stage: int, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "stage"), [("eager", 2), pytest.param("inductor", 1, marks=pytest.mark.full)])
+@on_ranks(2)
+def test_two_forwards_ahead_of_their_backwards(stage: int, backend: str) -> None:
     """Autograd counts edits of what it saved: one by a step is an error, waits of a later forward are none."""
     model, optimizer, run = made(stage, backend, gradient_accumulation_steps=2)
     for step in range(2):
@@ -157,11 +147,6 @@ def two_forwards(stage: int, backend: str) -> None:
     advance(optimizer, run, 6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
-
-
-@pytest.mark.parametrize(("backend", "stage"), [("eager", 2), pytest.param("inductor", 1, marks=pytest.mark.full)])
-def test_two_forwards_ahead_of_their_backwards(ranks: Callable[[int], Ranks], stage: int, backend: str) -> None:
-    ranks(2).run(two_forwards, stage=stage, backend=backend)
 
 
 def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
@@ -193,7 +178,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
     ("stage", "dtype", "replicate"),
     [(2, "bf16", 1), *(pytest.param(stage, "fp32", 2, marks=pytest.mark.full) for stage in (2, 3))],
 )
-def test_weights_gathered_in_place(ranks: Callable[[int], Ranks], stage: int, dtype: str, replicate: int) -> None:
+def test_weights_gathered_in_place(ranks: RanksOf, stage: int, dtype: str, replicate: int) -> None:
     ranks(2 * replicate).run(gathered_in_place, stage=stage, dtype=dtype, replicate=replicate)
 
 

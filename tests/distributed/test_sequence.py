@@ -1,7 +1,5 @@
 """Sequence parallelism: ranks that share a sequence train as one that has all of it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.harness import RankError
+from support.harness import on_ranks
 from support.reference import DEVICE, full, hidden_matrices, train, world_and_rank
 from support.zoo import ZOO
 from torch import Tensor, nn
@@ -115,8 +113,8 @@ def sliced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def beside(
     model: nn.Module, whole: nn.Module, matrices: Any, loss: Any, data: Any, sequence: SequenceParallelConfig,
     compiled: bool = False, fullgraph: bool = False, steps: int = 2, **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What is out of tolerance behind a few steps beside the unsharded reference."""
+) -> None:  # fmt: skip
+    """Train a few steps beside the unsharded reference."""
 
     def run(model: Any) -> Any:
         options = {"codegen": "eager"}
@@ -126,14 +124,14 @@ def beside(
         model, matrices, loss, data, steps=steps, unsharded=whole, compiled=run, sequence=sequence, **settings
     )
     torch._dynamo.reset()
-    return report.problems()
+    report.check()
 
 
 def trained(
     kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False, inputs: str = "whole",
     attention: str = "heads", checkpointed: bool = False, regional: bool = False, experts: int = 1,
     model: dict[str, Any] | None = None, axis: str = "", rows: Sequence[int] = (2,), **settings: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> None:  # fmt: skip
     """A model of Transformers; ``axis`` is another axis of two ranks, on four in all; batches have ``rows`` in turn."""
     own = built(kind, **(model or {}))
     whole = copy.deepcopy(own)
@@ -148,7 +146,7 @@ def trained(
     stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     loss = loss_of if inputs == "whole" else partial(loss_of_parts, by_hand=inputs == "by hand")
     parts = "whole" if inputs == "whole" else "sharded"
-    return beside(
+    beside(
         own, whole, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss,
         lambda step, micro, place: batch(
             step, micro, place, length=length, masked=masked, packed=packed, rows=rows[step % len(rows)]
@@ -206,36 +204,36 @@ def listed(cases: dict[str, Any]) -> pytest.MarkDecorator:
 
 
 @listed(MODELS)
-def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(2).run(trained, kind=kind, **settings) == [{}, {}]
+@on_ranks(2)
+def test_two_ranks_of_one_sequence_train_as_one(kind, settings) -> None:
+    trained(kind, **settings)
 
 
 @listed(RING)
-def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(2).run(trained, kind=kind, attention="ring", **settings) == [{}, {}]
+@on_ranks(2)
+def test_keys_and_values_go_around(kind, settings) -> None:
+    trained(kind, attention="ring", **settings)
 
 
 @listed(FOUR)
-def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(4).run(trained, kind=kind, **settings) == [{}] * 4
-
-
-def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> dict[str, Any]:
-    """A model of one's own, whose blocks call scaled_dot_product_attention, and whose loss is the loop's."""
-    zoo = ZOO["gpt"]
-    torch.manual_seed(0)
-    model = zoo.build()
-    whole, sequence = copy.deepcopy(model), SequenceParallelConfig(2, ("blocks",), attention=attention)
-    given = {"compiled": compiled, "fullgraph": True, "stage": stage}
-    return beside(model, whole, zoo.matrices(whole), zoo.loss, zoo.data, sequence, **given)
+@on_ranks(4)
+def test_four_ranks_of_two_sequences_or_one(kind, settings) -> None:
+    trained(kind, **settings)
 
 
 @pytest.mark.parametrize(
     ("compiled", "stage", "attention"),
     [(False, 3, "heads"), *(pytest.param(True, *each, marks=pytest.mark.full) for each in ((2, "heads"), (3, "ring")))],
 )
-def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:  # type: ignore[no-untyped-def]
-    assert ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention) == [{}, {}]
+@on_ranks(2)
+def test_blocks_of_ones_own(compiled, stage, attention) -> None:
+    """They call scaled_dot_product_attention, and the loss is the loop's."""
+    zoo = ZOO["gpt"]
+    torch.manual_seed(0)
+    model = zoo.build()
+    whole, sequence = copy.deepcopy(model), SequenceParallelConfig(2, ("blocks",), attention=attention)
+    given = {"compiled": compiled, "fullgraph": True, "stage": stage}
+    beside(model, whole, zoo.matrices(whole), zoo.loss, zoo.data, sequence, **given)
 
 
 IMAGE = 60
@@ -300,8 +298,18 @@ def patches(step: int, micro: int, place: int) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any], list[int]]:
-    """What is out of tolerance, and the images or patches that a rank's first vision layer sees."""
+@pytest.mark.parametrize(
+    ("kind", "compiled", "each"),
+    [
+        ("Qwen3VL", False, [[32, 32], [24, 24]]),  # the largest image to one rank, the others to the other
+        ("Qwen2VL", True, None),
+        ("Llava", False, [[2, 2], [2, 2]]),
+    ],
+)
+@pytest.mark.full
+@on_ranks(2)
+def test_whole_images_are_dealt_out_and_cross_borders(kind, compiled, each) -> None:
+    """``each``: images or patches that a rank's first vision layer sees, by rank."""
     torch.manual_seed(0)
     model, batches = llava() if kind == "Llava" else qwen(kind)
     whole = copy.deepcopy(model)
@@ -313,23 +321,8 @@ def trained_on_images(kind: str, compiled: bool = False) -> tuple[dict[str, Any]
     first.register_forward_hook(lambda m, a, output: seen.append(len(output[0] if kind == "Llava" else output)))
 
     sequence = SequenceParallelConfig(2)
-    problems = beside(model, whole, matrices, loss_of, batches, sequence, compiled=compiled, stage=3)
-    return problems, seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "compiled", "each"),
-    [
-        ("Qwen3VL", False, [[32, 32], [24, 24]]),  # the largest image to one rank, the others to the other
-        ("Qwen2VL", True, None),
-        ("Llava", False, [[2, 2], [2, 2]]),
-    ],
-)
-@pytest.mark.full
-def test_whole_images_are_dealt_out_and_cross_borders(ranks, kind, compiled, each) -> None:  # type: ignore[no-untyped-def]
-    found = ranks(2).run(trained_on_images, kind=kind, compiled=compiled)
-    assert [problems for problems, _ in found] == [{}, {}]
-    assert each is None or [seen for _, seen in found] == each
+    beside(model, whole, matrices, loss_of, batches, sequence, compiled=compiled, stage=3)
+    assert each is None or seen == each[dist.get_rank()]
 
 
 class MaskedBlock(nn.Module):
@@ -396,7 +389,18 @@ class Losing(Masked):
         return super().forward(ids).logsumexp(-1).square().mean()
 
 
-def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "counts", "compiled", "by"),
+    [
+        ("Masked", True, False, "check"),
+        *(("Masked", counts, False, "step") for counts in (False, True)),
+        ("Losing", True, False, "step"),  # a loss, where that is all
+        pytest.param("Masked", False, True, "check", marks=pytest.mark.full),
+        pytest.param("Llama", False, True, "step", marks=pytest.mark.full),
+    ],
+)
+@on_ranks(2)
+def test_a_check_and_the_first_step_compare_outputs(kind, counts, compiled, by) -> None:
     """What is said of blocks that count positions by themselves: by a check, or by the first step."""
     torch.manual_seed(0)
     own, far = {"Masked": Masked, "Losing": Losing}.get(kind), list[float]()
@@ -417,20 +421,6 @@ def told(*, kind: str, counts: bool, compiled: bool, by: str) -> None:
     assert (f"changes what {kind} computes" in said) == counts, said
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts", "compiled", "by"),
-    [
-        ("Masked", True, False, "check"),
-        *(("Masked", counts, False, "step") for counts in (False, True)),
-        ("Losing", True, False, "step"),  # a loss, where that is all
-        pytest.param("Masked", False, True, "check", marks=pytest.mark.full),
-        pytest.param("Llama", False, True, "step", marks=pytest.mark.full),
-    ],
-)
-def test_a_check_and_the_first_step_compare_outputs(ranks, kind, counts, compiled, by) -> None:  # type: ignore[no-untyped-def]
-    ranks(2).run(told, kind=kind, counts=counts, compiled=compiled, by=by)
-
-
 def part(whole: Masked, stage: int) -> Masked:
     """A pipeline stage: the first with the embedding, the second with the head."""
     made = Masked()
@@ -439,7 +429,9 @@ def part(whole: Masked, stage: int) -> Masked:
     return made
 
 
-def stages_of_a_pipeline_share_sequences() -> None:
+@pytest.mark.full
+@on_ranks(4)
+def test_stages_of_a_pipeline_share_sequences() -> None:
     """Two stages of two ranks that share sequences, beside the whole model on one."""
 
     def ids(step: int) -> Tensor:
@@ -472,7 +464,9 @@ def stages_of_a_pipeline_share_sequences() -> None:
         assert (full(param.detach()) - full(theirs[name].detach())).abs().max() < 1e-5, name
 
 
-def ranks_of_a_sequence_with_different_batches_are_named() -> None:
+@pytest.mark.full
+@on_ranks(4)
+def test_ranks_of_a_sequence_with_different_batches_are_named() -> None:
     """Two steps, in the second or in both of which the last rank has another batch."""
     (world, rank), said = world_and_rank(), []
     for wrong in ((1,), (0, 1)):
@@ -491,7 +485,15 @@ def ranks_of_a_sequence_with_different_batches_are_named() -> None:
         assert "ranks 2, 3 share a sequence and were given different batches" in error and "data_place" in error, error
 
 
-def other_shapes(compiled: bool, inputs: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "inputs", "length"),
+    [
+        (False, "whole", 12),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole", 12), (False, "sharded", 6))),
+    ],
+)
+@on_ranks(2)
+def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(compiled, inputs, length) -> None:
     """What a rank is told whose batch has more rows than that of the other."""
     zoo, rank = ZOO["gpt"], dist.get_rank()
     model = zoo.build()
@@ -500,17 +502,6 @@ def other_shapes(compiled: bool, inputs: str, length: int) -> None:
     said = refusal(lambda: run(torch.ones(2 + rank, length, dtype=torch.int64)))
     assert said.startswith(f"batch = [[{2 + rank}, {length}]]: "), said
     assert f"were given [[2, {length}]] on rank 0, [[3, {length}]] on rank 1" in said, said
-
-
-@pytest.mark.parametrize(
-    ("compiled", "inputs", "length"),
-    [
-        (False, "whole", 12),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, "whole", 12), (False, "sharded", 6))),
-    ],
-)
-def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs, length) -> None:  # type: ignore[no-untyped-def]
-    ranks(2).run(other_shapes, compiled=compiled, inputs=inputs, length=length)
 
 
 def saved(size: int, attention: str = "heads") -> int:
@@ -530,13 +521,15 @@ def saved(size: int, attention: str = "heads") -> int:
     return sum(value.untyped_storage().nbytes() for value in seen.values())
 
 
-def each_rank_keeps_its_part_of_the_activations() -> None:
+@on_ranks(2)
+def test_each_rank_keeps_its_part_of_the_activations() -> None:
     whole, part, around = saved(1), saved(2), saved(2, "ring")
     assert part == pytest.approx(whole / 2, rel=0.01), (whole, part)
     assert around == pytest.approx(whole / 2, rel=0.05), (whole, around)
 
 
-def generation_and_evaluation_have_all_positions() -> None:
+@on_ranks(2)
+def test_generation_and_evaluation_have_all_positions() -> None:
     model = built("Llama", use_cache=True).eval()
     ids = torch.arange(3, 13).view(1, 10)
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -550,7 +543,8 @@ def generation_and_evaluation_have_all_positions() -> None:
     assert torch.allclose(cached, logits, atol=1e-5) and torch.allclose(joined, logits, atol=1e-5)
 
 
-def parts_are_evaluated_and_generation_is_whole() -> None:
+@on_ranks(2)
+def test_parts_are_evaluated_and_generation_is_whole() -> None:
     """A model whose config reads a cache; what a rank has of the logits, and what is refused."""
     from transformers import LlamaForTokenClassification
 
@@ -571,20 +565,6 @@ def parts_are_evaluated_and_generation_is_whole() -> None:
     assert "labels = [1, 6]: is for a loss of all positions" in labels, labels
     assert torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text)
-
-
-@pytest.mark.parametrize(
-    ("world", "check"),
-    [
-        (2, each_rank_keeps_its_part_of_the_activations),
-        (2, generation_and_evaluation_have_all_positions),
-        (2, parts_are_evaluated_and_generation_is_whole),
-        pytest.param(4, stages_of_a_pipeline_share_sequences, marks=pytest.mark.full),
-        pytest.param(4, ranks_of_a_sequence_with_different_batches_are_named, marks=pytest.mark.full),
-    ],
-)
-def test_on_ranks(ranks, world, check) -> None:  # type: ignore[no-untyped-def]
-    ranks(world).run(check)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
@@ -614,26 +594,21 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(mixed, "blocks.1.conv", "Conv1d", "mixes positions", blocks=("blocks",))
 
 
-def wrong_world() -> str:
-    return refusal(lambda: sharded(built("Llama"), 3))
+@pytest.mark.parametrize(
+    ("world", "size", "said"), [(2, 3, "3: does not divide the 2 ranks along shard"), (1, 2, "2: is more than the one")]
+)
+@on_ranks()
+def test_a_size_that_does_not_divide_the_ranks(size, said) -> None:
+    with pytest.raises(ConfigError, match=f"^sequence_parallel.size = {said}"):
+        sharded(built("Llama"), size)
 
 
-def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:  # type: ignore[no-untyped-def]
-    for said in ranks(2).run(wrong_world):
-        assert said.startswith("sequence_parallel.size = 3: does not divide the 2 ranks along shard")
-    with pytest.raises(ConfigError, match="sequence_parallel.size = 2: is more than the one rank there is"):
-        sharded(built("Llama"), 2)
-
-
-def indivisible() -> None:
+@on_ranks(2)
+def test_blocks_that_hand_nothing_on_want_lengths_that_divide() -> None:
     model = Masked()
     sharded(model, blocks=("blocks",))
-    model(torch.arange(18).view(2, 9))
-
-
-def test_blocks_that_hand_nothing_on_want_lengths_that_divide(ranks) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RankError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
-        ranks(2).run(indivisible)
+    with pytest.raises(ConfigError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
+        model(torch.arange(18).view(2, 9))
 
 
 def test_settings_are_read_as_they_are_written() -> None:

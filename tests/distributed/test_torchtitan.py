@@ -1,8 +1,5 @@
 """torchtitan's trainer beyond test_trainers.py: groups, attentions, files, and beside its own FSDP2 and AdamW."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import on_torchtitan
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.on_torchtitan import fit, launched, trained, training
 from support.trainers import check, plain
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +23,7 @@ ADAMW = {
 
 
 @pytest.mark.full
-def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: RanksOf, tmp_path: Path) -> None:
     """The first pattern that is found in a name has it."""
     slow, fast = {"lr": 0.001, "betas": (0.8, 0.9)}, {"lr": 0.01, "weight_decay": 0.0}
     groups = [
@@ -43,8 +40,10 @@ def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int],
         check(run, expected)
 
 
-def attended(kind: str) -> tuple[float, float]:
-    """Largest difference of a decoder's outputs to those of all positions on one rank, and of what they are made of."""
+@pytest.mark.parametrize("kind", ["sdpa", pytest.param("flex", marks=pytest.mark.full)])
+@on_ranks(2)
+def test_each_attention_of_torchtitan_sees_all_positions(kind: str) -> None:
+    """Grouped heads, fewer of keys than of ranks; FlexAttention, which has no backward on CPUs, with its mask."""
     with launched() as titan, torch.no_grad():
         from compile_muon.integrations.context_parallel import exchange_heads  # behind what says that there is no GPU
 
@@ -58,18 +57,11 @@ def attended(kind: str) -> tuple[float, float]:
         masks = model.get_attention_masks(positions) if kind == "flex" else None
         own = [x.chunk(world, 1)[rank] for x in (tokens, positions, whole)]
         found = model(own[0], positions=own[1], attention_masks=None if masks is None else "what was cut of it")
-    return float((found - own[2]).abs().max()), float(own[2].abs().max())
-
-
-@pytest.mark.parametrize("kind", ["sdpa", pytest.param("flex", marks=pytest.mark.full)])
-def test_each_attention_of_torchtitan_sees_all_positions(ranks: Callable[[int], Ranks], kind: str) -> None:
-    """Grouped heads, fewer of keys than of ranks; FlexAttention, which has no backward on CPUs, with its mask."""
-    for difference, size in ranks(2).run(attended, kind=kind):
-        assert difference < 1e-5 * size
+    assert float((found - own[2]).abs().max()) < 1e-5 * float(own[2].abs().max())
 
 
 @pytest.mark.full
-def test_bfloat16_is_what_torchtitan_says(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_bfloat16_is_what_torchtitan_says(ranks: RanksOf, tmp_path: Path) -> None:
     """``mixed_precision_param``: weights used in bfloat16, as FSDP2 would, masters and losses in float32."""
     more = {"training": training(2, mixed_precision_param="bfloat16")}
     found = ranks(2).run(fit, folder=str(tmp_path / "ours"), stage=2, optimizer=ADAMW, **more)[0]
@@ -79,9 +71,6 @@ def test_bfloat16_is_what_torchtitan_says(ranks: Callable[[int], Ranks], tmp_pat
     assert found.norms == pytest.approx(theirs.norms, rel=1e-2)
     assert found.losses != pytest.approx(plain(on_torchtitan, [2] * 4, optimizer=ADAMW).losses, rel=1e-5)
     assert all(value.dtype == torch.float32 for value in found.weights.values())
-
-
-# --------------------------------------------------------------------------------------------------- configurations
 
 
 def refused(sections: dict[str, Any], muon: dict[str, Any]) -> compile_muon.ConfigError:

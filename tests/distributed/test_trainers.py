@@ -1,7 +1,5 @@
 """Trainers of other libraries beside a plain loop: clipped, accumulated, evaluated, saved, gone on with, refused."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -13,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.harness import Ranks
-from support.trainers import Run, check, plain, refusal, trainer
+from support.harness import RanksOf
+from support.reference import refusal
+from support.trainers import Run, check, plain, trainer
 
 LIBRARIES = ("accelerate", "lightning", "transformers", "torchtitan")
 #: world, stage, compiled
@@ -24,7 +23,7 @@ SHARED = ((2, 2, False), (2, 3, True), (2, 1, False), (4, 2, False))
 
 
 @pytest.fixture(scope="module")
-def fitted(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def fitted(ranks: RanksOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The folder that the first of :data:`FITS` leaves, and what its ranks found; of each library once."""
 
     @functools.cache
@@ -54,7 +53,7 @@ def cases(default: set[tuple[str, Any]], full: set[tuple[str, Any]], every: tupl
     ),
 )
 def test_a_fit_is_a_plain_loop(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, world: int, stage: int, compiled: bool
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, world: int, stage: int, compiled: bool
 ) -> None:
     job = trainer(library)
     expected = plain(job, [world] * job.STEPS)
@@ -79,7 +78,7 @@ def test_a_fit_is_a_plain_loop(
 ])  # fmt: skip
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, others: tuple[tuple[int, int], ...]
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, others: tuple[tuple[int, int], ...]
 ) -> None:
     job, (saved, (whole, *_)) = trainer(library), fitted(library)
     assert any("momentum_buffer" in name and value.any() for name, value in whole.state.items())
@@ -104,7 +103,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(
     ),
 )
 def test_ranks_that_share_sequences_train_as_half_as_many(
-    ranks: Callable[[int], Ranks], tmp_path: Path, library: str, world: int, stage: int, compiled: bool
+    ranks: RanksOf, tmp_path: Path, library: str, world: int, stage: int, compiled: bool
 ) -> None:
     job = trainer(library)
     expected = plain(job, [world // 2] * job.STEPS, shared=2)
@@ -124,15 +123,13 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     [("lightning", {"thawed": True}, {"thaw": ("up", 3)}), *(pytest.param(*o, marks=pytest.mark.full) for o in OTHERS)],
 )
 def test_other_settings_train_as_a_plain_loop_too(
-    ranks: Callable[[int], Ranks], tmp_path: Path, library: str, settings: dict[str, Any], other: dict[str, Any]
+    ranks: RanksOf, tmp_path: Path, library: str, settings: dict[str, Any], other: dict[str, Any]
 ) -> None:
     job = trainer(library)
     expected = plain(job, [2] * job.STEPS, **other)
     for run in ranks(2).run(job.fit, folder=str(tmp_path), stage=1, compiled="thawed" not in settings, **settings):
         check(run, expected)
 
-
-# ----------------------------------------------------------------------------------------------------------- refusals
 
 REFUSED = [
     ("accelerate", "mixed_precision='fp16'", "mixed_precision = 'fp16': scales the loss .*use \"bf16\""),
@@ -163,9 +160,6 @@ REFUSED = [
     ("transformers", "config={'mesh': {'tensor': 2}}", "mesh.tensor = 2: needs the same batches on its ranks"),
     ("transformers", "config={'sequence_parallel': {'inputs': 'sharded'}}", "inputs = 'sharded': cannot be: loaders "),
     ("transformers", "optimizers=(torch.optim.SGD([torch.zeros(1)]), None)", "optimizers = 'SGD': is another"),
-    ("torchtitan", "config.parallelism.tensor_parallel_degree = 2",
-     "^parallelism.tensor_parallel_degree = 2: compile_muon shards"),
-    ("torchtitan", "config.training.disable_cuda_graphs = False", "^training.disable_cuda_graphs = False: replays"),
     ("torchtitan", "shared.context_parallel_degree = 2; shared.context_parallel_load_balancer = 'headtail'",
      "^parallelism.context_parallel_load_balancer = 'headtail': deals positions out"),
     ("torchtitan", "shared.context_parallel_degree = 2; config.model_spec.model = llama(heads=1).model",
@@ -192,9 +186,7 @@ def refused(library: str, **change: Any) -> str:
 
 
 @pytest.mark.parametrize(("library", "change", "said"), REFUSED, ids=[f"{row[0]} {row[1][:40]}" for row in REFUSED])
-def test_what_cannot_be_honoured_is_refused(
-    ranks: Callable[[int], Ranks], library: str, change: str, said: str
-) -> None:
+def test_what_cannot_be_honoured_is_refused(ranks: RanksOf, library: str, change: str, said: str) -> None:
     trainer(library)
     for message in ranks(2 if library == "torchtitan" or "sequence" in change else 1).run(
         refused, library=library, change=change
@@ -249,7 +241,7 @@ DAMAGE: dict[tuple[str, str], tuple[str, Callable[[Path], Any], str]] = {
     ("library", "how"), [pytest.param(*each, marks=pytest.mark.full if each in LONGER else ()) for each in DAMAGE]
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(
-    ranks: Callable[[int], Ranks], tmp_path: Path, fitted: Any, library: str, how: str
+    ranks: RanksOf, tmp_path: Path, fitted: Any, library: str, how: str
 ) -> None:
     path, damage, said = DAMAGE[library, how]
     folder = shutil.copytree(fitted(library)[0], tmp_path / "copy")

@@ -1,16 +1,13 @@
 """Training equals training of the unsharded model: stages, updates, worlds, and every odd shape."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.harness import BACKEND, Ranks
-from support.odd import AXES, MATRICES, STEPS, Odd, cases, data, loss
-from support.reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, Report, full, train, world_and_rank
+from support.harness import BACKEND, Ranks, RanksOf, on_ranks
+from support.odd import AXES, Odd, cases, train_odd
+from support.reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, full, world_and_rank
 from torch import Tensor
 
 import compile_muon
@@ -28,18 +25,6 @@ PAIRWISE = (
 )
 
 
-def train_odd(**settings: Any) -> Report:
-    torch.manual_seed(0)
-    return train(Odd(), MATRICES, loss, data, steps=STEPS, **settings)
-
-
-def check(group: Ranks, **settings: Any) -> list[Report]:
-    reports = group.run(train_odd, **settings)
-    for rank, report in enumerate(reports):
-        assert not report.problems(), f"rank {rank}: {report.problems()}"
-    return reports
-
-
 def test_pairwise_is_pairwise() -> None:
     for (i, left), (j, right) in itertools.combinations(enumerate(AXES.values()), 2):
         assert {(c[i], c[j]) for c in PAIRWISE} == set(itertools.product(left, right))
@@ -47,15 +32,16 @@ def test_pairwise_is_pairwise() -> None:
 
 @pytest.mark.skipif(BACKEND != "nccl", reason="needs several ranks over NCCL, which can be captured")
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_steps_that_are_replayed(ranks: Callable[[int], Ranks], stage: int) -> None:
-    settings = {"codegen": "inductor", "cuda_graphs": True, "update": "backward", "checks": "next_step"}
-    check(ranks(2), stage=stage, **settings)
+@on_ranks(2)
+def test_steps_that_are_replayed(stage: int) -> None:
+    train_odd(stage=stage, codegen="inductor", cuda_graphs=True, update="backward", checks="next_step").check()
 
 
 @pytest.mark.campaign
 @cases(itertools.product(*AXES.values()))
-def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks(2), **settings)
+@on_ranks(2)
+def test_two_ranks_in_every_combination(settings: dict[str, Any]) -> None:
+    train_odd(**settings).check()
 
 
 # Two ranks by generated code below, four on meshes in test_meshes.py.
@@ -65,36 +51,37 @@ def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings:
     full=[given for given in PAIRWISE if given[1] == "step" and given[0] in (1, 2)],
     campaign=[given for given in PAIRWISE if given[1] == "backward"],
 )
-def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
-    check(ranks(world), **settings)
+@on_ranks()
+def test_every_pair_of_settings(settings: dict[str, Any]) -> None:
+    train_odd(**settings).check()
 
 
 @cases([(2, "backward", 2)], campaign=[given for given in PAIRWISE if given != (2, "backward", 2)])
-def test_one_process(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks(1), **settings)
+def test_one_process(settings: dict[str, Any]) -> None:
+    train_odd(**settings).check()
 
 
 @cases((), full=((3, "backward", 2),), campaign=((1, "step", 2), (0, "backward", 2), (2, "step", 1)))
-def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    check(ranks(2), codegen="inductor", **settings)
+@on_ranks(2)
+def test_two_ranks_inductor(settings: dict[str, Any]) -> None:
+    train_odd(codegen="inductor", **settings).check()
 
 
 @pytest.mark.full
-def test_one_process_inductor(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(1), codegen="inductor", stage=3, update="backward")
+def test_one_process_inductor() -> None:
+    train_odd(codegen="inductor", stage=3, update="backward").check()
 
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
-def test_gathered_weights_kept_for_backward(ranks: Callable[[int], Ranks], codegen: str) -> None:
+@on_ranks(2)
+def test_gathered_weights_kept_for_backward(codegen: str) -> None:
     settings = {"stage": 3, "update": "backward", "gradient_accumulation_steps": 2}
-    check(ranks(2), codegen=codegen, reshard_after_forward=False, **settings)
+    train_odd(codegen=codegen, reshard_after_forward=False, **settings).check()
 
 
-def test_gram_form(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(2), stage=3, ns_method="gram")
-
-
-# ------------------------------------------------------------------- no wrong answer could pass the tolerances
+@on_ranks(2)
+def test_gram_form() -> None:
+    train_odd(stage=3, ns_method="gram").check()
 
 
 @pytest.mark.parametrize(
@@ -104,10 +91,11 @@ def test_gram_form(ranks: Callable[[int], Ranks]) -> None:
         pytest.param({"used": 1}, 1, id="last-micro-batch"),
     ],
 )
-def test_a_wrong_reference_is_far_away(ranks: Callable[[int], Ranks], stage: int, mistake: dict[str, int]) -> None:
-    for report in ranks(2).run(train_odd, stage=stage, gradient_accumulation_steps=2, update="step", **mistake):
-        assert max(report.parameters.values()) / PARAMETER_TOLERANCE > 100
-        assert max(report.directions.values()) / DIRECTION_TOLERANCE > 100
+@on_ranks(2)
+def test_a_wrong_reference_is_far_away(stage: int, mistake: dict[str, int]) -> None:
+    report = train_odd(stage=stage, gradient_accumulation_steps=2, update="step", **mistake)
+    assert max(report.parameters.values()) / PARAMETER_TOLERANCE > 100
+    assert max(report.directions.values()) / DIRECTION_TOLERANCE > 100
 
 
 def started(stage: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -121,14 +109,11 @@ def started(stage: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: Callable[[int], Ranks], stage: int) -> None:
+def test_all_ranks_start_from_the_first_ones_weights_and_buffers(ranks: RanksOf, stage: int) -> None:
     (first, _), (other, _), *_ = found = ranks(3).run(started, stage=stage)
     assert not all(map(torch.equal, first, other))
     for _, now in found:
         assert all(map(torch.equal, first, now))
-
-
-# ------------------------------------------------------------------------------------------- the harness itself
 
 
 def raise_on_rank_one() -> None:

@@ -1,9 +1,6 @@
 """``MuonTrainer`` beyond test_trainers.py: the best model, texts, schedules, groups, and Transformers' own saving."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,10 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file
-from support.harness import Ranks
+from support.harness import RanksOf, on_ranks
 from support.launched import accelerated
 from support.on_transformers import CONFIG, STEPS, Sentences, logged, trainer_of
-from support.reference import world_and_rank
+from support.reference import refusal, world_and_rank
 from support.trainers import ACCUMULATED, gpt, state_of
 from torch import Tensor
 
@@ -44,7 +41,7 @@ def train_sharing(folder: str, sequence: int) -> list[Any]:
 
 
 @pytest.mark.full
-def test_ranks_that_share_sequences_count_them_once(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_ranks_that_share_sequences_count_them_once(ranks: RanksOf, tmp_path: Path) -> None:
     expected = train_sharing(str(tmp_path), sequence=1)
     assert expected[:2] == [3 * ACCUMULATED * 8 * 2, 4] and expected[3:5] == [[10], [7]]
     for found in ranks(2).run(train_sharing, folder=str(tmp_path), sequence=2):
@@ -65,7 +62,7 @@ def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[in
 
 
 @pytest.mark.full
-def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: RanksOf, tmp_path: Path) -> None:
     (best, held, text), (_, _, other) = ranks(2).run(train_to_the_best, folder=str(tmp_path))
     saved = load_file(tmp_path / best / "model.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in held.items())
@@ -99,15 +96,14 @@ def generate_unevenly(folder: str) -> float:
         return trainer.evaluate(max_new_tokens=3 + 4 * world_and_rank()[1])["eval_loss"]
 
 
-def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_ranks_generate_together(ranks: RanksOf, tmp_path: Path) -> None:
     one, other = ranks(2).run(generate_unevenly, folder=str(tmp_path))
     assert one == other
 
 
-# ----------------------------------------------------------------------------------------------- other parameters
-
-
-def rebuild() -> list[str]:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_what_changes_parameters_is_refused_where_it_is_called() -> None:
     """What changes the parameters of a sharded model, tied and not; what is left of it trains."""
     from peft import LoraConfig
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -125,27 +121,14 @@ def rebuild() -> list[str]:
             lambda model: model.resize_token_embeddings(pad_to_multiple_of=8),
             lambda model: model.add_adapter(LoraConfig(target_modules=["c_fc"])),
         ):
-            try:
-                change(model)
-            except compile_muon.UnsupportedModelError as error:
-                said.append(str(error))
+            said.append(refusal(change, model))
         tokens = torch.randint(0, 31, (2, 8))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    return said
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_changes_parameters_is_refused_where_it_is_called(ranks: Callable[[int], Ranks], world: int) -> None:
-    for said in ranks(world).run(rebuild):
-        names = [*["resize_token_embeddings"] * 3, "add_adapter"] * 2
-        assert said == [
-            f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model"
-            for name in names
-        ]
-
-
-# ------------------------------------------------------------------------------------------------- other settings
+    names = [*["resize_token_embeddings"] * 3, "add_adapter"] * 2
+    assert said == [
+        f"{name}: gives a sharded model other parameters; call it before MuonZero shards the model" for name in names
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +187,8 @@ def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in state_of(gpt()).items())
 
 
-def go_on_from_the_newest(folder: str) -> int:
+@on_ranks(2)
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
     began: list[int] = []
@@ -214,25 +198,24 @@ def go_on_from_the_newest(folder: str) -> int:
             began.append(state.global_step)
 
     with accelerated():
-        trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
+        trainer = trainer_of(str(tmp_path), 3, max_steps=4, eval_strategy="no", save_steps=2)
         trainer.train()
         if world_and_rank()[1] == 0:  # as after a kill while checkpoint-4 was saved
-            (Path(folder) / "checkpoint-4" / "trainer_state.json").unlink()
+            (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
         dist.barrier()
-        trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
+        trainer = trainer_of(str(tmp_path), 3, max_steps=4, eval_strategy="no", save_steps=2)
         trainer.add_callback(Watch())
         trainer.train(resume_from_checkpoint=True)
-    return began[0]
+    assert began == [2]
 
 
-def test_a_checkpoint_that_was_cut_off_is_passed_over(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    assert ranks(2).run(go_on_from_the_newest, folder=str(tmp_path)) == [2, 2]
-
-
-def saved_and_trained_again(folder: str) -> None:
+@on_ranks(2)
+def test_transformers_own_saving_and_a_second_trainer(tmp_path: Path) -> None:
+    """Of a sharded model: the former writes whole weights on all ranks, the latter says what to do, which works."""
     from compile_muon.errors import ConfigError
     from compile_muon.integrations.transformers import MuonTrainer
 
+    folder = str(tmp_path)
     with accelerated():
         trainer = trainer_of(folder, 2, max_steps=1, gradient_accumulation_steps=1, **UNSAVED)
         trainer.train()
@@ -252,11 +235,6 @@ def saved_and_trained_again(folder: str) -> None:
         again = MuonTrainer(model=model, **given)
         again.train()  # as the remedy says
         model.save_pretrained(f"{folder}/copy")
-
-
-def test_transformers_own_saving_and_a_second_trainer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Of a sharded model: the former writes whole weights on all ranks, the latter says what to do, which works."""
-    ranks(2).run(saved_and_trained_again, folder=str(tmp_path))
 
 
 class Normed(torch.nn.Module, PyTorchModelHubMixin):
@@ -280,7 +258,7 @@ def evaluate_normed(folder: str) -> tuple[dict[str, Tensor], float]:
         return {name: value.clone() for name, value in trainer.model.named_buffers()}, loss
 
 
-def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_what_is_evaluated_is_what_is_saved(ranks: RanksOf, tmp_path: Path) -> None:
     """BatchNorm's statistics are of each rank's own batches, and rank 0's are saved."""
     found = ranks(2).run(evaluate_normed, folder=str(tmp_path))
     saved = load_file(tmp_path / "model.safetensors")
@@ -289,9 +267,6 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
     for buffers, loss in found:
         assert all(torch.equal(saved[name], value) for name, value in buffers.items())
         assert loss == pytest.approx(expected, rel=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.full

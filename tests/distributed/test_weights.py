@@ -1,14 +1,12 @@
 """Whole weights in and out of sharded models: bit for bit, any stage and world, and never one rank's rows as whole."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import sys
 import time
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,15 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
-from support.harness import Ranks
-from support.reference import full, world_and_rank
+from support.harness import Ranks, RanksOf, on_ranks
+from support.reference import full, refusal, world_and_rank
 from support.trainers import gpt
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import compile_muon
-from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError
+from compile_muon import CheckpointError, ConfigError, PeerError
 from compile_muon.files.tensor_folder import parse_size
 
 
@@ -84,18 +82,13 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    try:
-        function(*args, **kwargs)
-    except (CheckpointError, UnsupportedModelError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
 # ------------------------------------------------------------------------------------------- state dicts
 
 
-def there_and_back(stage: int, folder: str) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (3, 3), pytest.param(2, 0, marks=pytest.mark.full)])
+@on_ranks()
+def test_weights_go_out_and_in_bit_for_bit(stage: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "weights")
     model, optimizer = sharded(stage)
     train(model, optimizer)
     expected = whole(model)
@@ -134,17 +127,10 @@ def there_and_back(stage: int, folder: str) -> None:
     same(stored | {"tied.weight": stored["head.weight"]}, expected)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (3, 3), pytest.param(2, 0, marks=pytest.mark.full)])
-def test_weights_go_out_and_in_bit_for_bit(
-    ranks: Callable[[int], Ranks], world: int, stage: int, tmp_path: Path
-) -> None:
-    ranks(world).run(there_and_back, stage=stage, folder=str(tmp_path / "weights"))
-
-
 def save_one(stage: int, folder: str, size: str) -> None:
     model, optimizer = sharded(stage, param_dtype="bfloat16" if stage == 3 else None)
     train(model, optimizer) if stage != 3 else None
-    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size=size)  # type: ignore[arg-type]
+    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size=size)
 
 
 def load_other(stage: int, folder: str) -> None:
@@ -158,9 +144,7 @@ def load_other(stage: int, folder: str) -> None:
     same(whole(model), stored | {"tied.weight": stored["head.weight"]})
 
 
-def test_one_save_replaces_another_and_loads_on_other_worlds_and_stages(
-    ranks: Callable[[int], Ranks], tmp_path: Path
-) -> None:
+def test_one_save_replaces_another_and_loads_on_other_worlds_and_stages(ranks: RanksOf, tmp_path: Path) -> None:
     folder = str(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     for size, files, (world, stage), (other, other_stage) in (
@@ -194,7 +178,7 @@ def test_a_kill_leaves_the_old_weights_the_new_ones_or_none(tmp_path: Path, size
     active.clear()
     found = []
     for folder in (*kept, weights):
-        said = error_of(compile_muon.load_pretrained, models[2], folder)
+        said = refusal(compile_muon.load_pretrained, models[2], folder)
         have = models[2].state_dict()
         held = [all(torch.equal(t, have[n]) for n, t in model.state_dict().items()) for model in models[:2]]
         found.append(
@@ -216,23 +200,22 @@ class Lazy(UserDict[str, Tensor]):
         return self.data[name].double() if self.data[name].is_floating_point() else self.data[name]
 
 
-def lazily(stage: int) -> str:
-    model, _ = sharded(stage)
+@on_ranks(2)
+def test_a_mapping_is_asked_for_one_tensor_at_a_time() -> None:
+    model, _ = sharded(3)
     state = net(3).state_dict()
     compile_muon.load_full_state_dict(model, Lazy(state))
     same(whole(model), masters(state))
     broken = Lazy(net(4).state_dict())
     broken.failing = "thin.weight"
-    return error_of(compile_muon.load_full_state_dict, model, broken)
+    message = refusal(compile_muon.load_full_state_dict, model, broken)
+    assert message.startswith("loading stopped halfway") and "OSError: the disk is gone" in message
 
 
-def test_a_mapping_is_asked_for_one_tensor_at_a_time(ranks: Callable[[int], Ranks]) -> None:
-    for message in ranks(2).run(lazily, stage=3):
-        assert message.startswith("loading stopped halfway") and "OSError: the disk is gone" in message
-
-
-def misfits(stage: int, folder: str) -> dict[str, str]:
-    model, _ = sharded(stage)
+@on_ranks(2)
+def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "x")
+    model, _ = sharded(3)
     before = whole(model)
     state: dict[str, Any] = dict(net(3).state_dict())
     wrong = dict(state)
@@ -240,52 +223,47 @@ def misfits(stage: int, folder: str) -> dict[str, str]:
     wrong["more"] = torch.zeros(2)
     wrong["up.weight"] = state["up.weight"][:5]
     wrong["thin.bias"] = 3
-    said = {"mapping": error_of(compile_muon.load_full_state_dict, model, wrong)}
+    said = {"mapping": refusal(compile_muon.load_full_state_dict, model, wrong)}
     if world_and_rank()[1] == 0:
         Path(folder).mkdir()
         save_file({n: t.clone() for n, t in wrong.items() if n != "thin.bias"}, Path(folder) / "model.safetensors")
     dist.barrier()
-    said["folder"] = error_of(compile_muon.load_pretrained, model, folder)
-    said["nothing there"] = error_of(compile_muon.load_pretrained, model, folder + "/nowhere")
+    said["folder"] = refusal(compile_muon.load_pretrained, model, folder)
+    said["nothing there"] = refusal(compile_muon.load_pretrained, model, folder + "/nowhere")
     own = folder + f"/{world_and_rank()[1]}"
     plain = {n: t.clone() for n, t in state.items() if n != "tied.weight"}
     Path(own).mkdir()
     plain |= {} if world_and_rank()[1] else {"frozen": torch.zeros(3, 2).double()}
     save_file(plain, own + "/model.safetensors")
-    said["folders"] = error_of(compile_muon.load_pretrained, model, own)
+    said["folders"] = refusal(compile_muon.load_pretrained, model, own)
     Path(own + "/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nonsense")
-    said["damage"] = error_of(compile_muon.load_pretrained, model, own)
-    said["not a folder"] = error_of(compile_muon.save_pretrained, model, "/dev/null/there")
-    said["plain"] = error_of(compile_muon.full_state_dict, net())
+    said["damage"] = refusal(compile_muon.load_pretrained, model, own)
+    said["not a folder"] = refusal(compile_muon.save_pretrained, model, "/dev/null/there")
+    said["plain"] = refusal(compile_muon.full_state_dict, net())
     call = compile_muon.full_state_dict if world_and_rank()[1] else compile_muon.save_pretrained
-    said["different calls"] = error_of(call, model, *([folder] if world_and_rank()[1] == 0 else []))
+    said["different calls"] = refusal(call, model, *([folder] if world_and_rank()[1] == 0 else []))
     same(whole(model), before)
     del wrong["up.weight"], wrong["thin.bias"]
     compile_muon.load_full_state_dict(model, wrong, strict=False)
     assert torch.equal(whole(model)["head.weight"], state["head.weight"])
     assert torch.equal(whole(model)["up.bias"], before["up.bias"])
-    return said
-
-
-def test_what_does_not_fit_is_one_error_on_all_ranks(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for said in ranks(2).run(misfits, stage=3, folder=str(tmp_path / "x")):
-        for problem in ("up.bias: is missing", "up.weight: has shape [5, 6], the model's [9, 6]", "more: is not in"):
-            assert problem in said["mapping"] and problem in said["folder"], said
-        assert "it is what rank 0 of 2 holds, saved without the others" in said["mapping"]
-        assert "thin.bias: is a int, not a tensor" in said["mapping"]
-        assert "holds neither model.safetensors nor model.safetensors.index.json" in said["nothing there"]
-        assert "ranks see different weights" in said["folders"]
-        assert "nothing was loaded" in said["damage"] and "rank 1" in said["damage"]
-        assert "weights were not saved" in said["not a folder"] and "NotADirectoryError" in said["not a folder"]
-        assert "holds no parameter that MuonZero sharded" in said["plain"]
-        assert "ranks call different functions" in said["different calls"]
+    for problem in ("up.bias: is missing", "up.weight: has shape [5, 6], the model's [9, 6]", "more: is not in"):
+        assert problem in said["mapping"] and problem in said["folder"], said
+    assert "it is what rank 0 of 2 holds, saved without the others" in said["mapping"]
+    assert "thin.bias: is a int, not a tensor" in said["mapping"]
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in said["nothing there"]
+    assert "ranks see different weights" in said["folders"]
+    assert "nothing was loaded" in said["damage"] and "rank 1" in said["damage"]
+    assert "weights were not saved" in said["not a folder"] and "NotADirectoryError" in said["not a folder"]
+    assert "holds no parameter that MuonZero sharded" in said["plain"]
+    assert "ranks call different functions" in said["different calls"]
 
 
 def test_sizes_are_those_of_hugging_face() -> None:
     assert [parse_size(x) for x in (7, "7", "5GB", " 20 mb", "1KB")] == [7, 7, 5 * 10**9, 20 * 10**6, 1000]
     for wrong in (0, -1, True, "5GiB", "GB", "five", 1.5):
         with pytest.raises(ConfigError, match="max_shard_size"):
-            parse_size(wrong)  # type: ignore[arg-type]
+            parse_size(wrong)
 
 
 # ------------------------------------------------------------------------------ what other classes write beside weights
@@ -327,9 +305,7 @@ def save_otherwise(folder: str, stage: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3)])
-def test_a_class_with_a_layout_of_its_own_writes_it(
-    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int
-) -> None:
+def test_a_class_with_a_layout_of_its_own_writes_it(ranks: RanksOf, tmp_path: Path, world: int, stage: int) -> None:
     from transformers import GPT2LMHeadModel
 
     sized, encoder = ranks(world).run(save_otherwise, folder=str(tmp_path), stage=stage)[0]
@@ -348,7 +324,7 @@ def test_a_class_with_a_layout_of_its_own_writes_it(
 def call_alone(what: str, folder: str) -> str:
     model, optimizer = sharded(3)
     if dist.get_rank() == 1:
-        time.sleep(8)
+        time.sleep(5)  # longer than the other waits
         return ""
     arguments: tuple[Any, ...] = () if what == "full_state_dict" else (folder,)
     try:
@@ -388,13 +364,16 @@ def reset(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-def meta_net(stage: int, folder: str) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (3, 3), pytest.param(1, 0, marks=pytest.mark.full)])
+@on_ranks()
+def test_a_model_on_the_meta_device(stage: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     torch.manual_seed(11)
     reference = Net()
     torch.manual_seed(12 + 7 * world_and_rank()[1])  # rank 0's count
     with torch.device("meta"):
         model, other = Net(), Net()
-    message = error_of(compile_muon.MuonZero, model, stage=stage)
+    message = refusal(compile_muon.MuonZero, model, stage=stage)
     assert "is on the meta device" in message and "weights=folder" in message and "init=f" in message
     torch.manual_seed(12)
     reference.apply(reset)
@@ -405,16 +384,11 @@ def meta_net(stage: int, folder: str) -> None:
     assert model.tied._parameters["weight"] is model.head._parameters["weight"]
     train(model, optimizer)
     compile_muon.save_pretrained(model, folder)
-    message = error_of(compile_muon.MuonZero, other, stage=stage, muon_params=["up.weight"], weights=folder)
+    message = refusal(compile_muon.MuonZero, other, stage=stage, muon_params=["up.weight"], weights=folder)
     assert "passing: a buffer that is not persistent" in message
     second = compile_muon.MuonZero(other, stage=stage, muon_params=["up.weight"], weights=folder, init=reset)
     same(whole(other), whole(model))
     train(other, second)
-
-
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (3, 3), pytest.param(1, 0, marks=pytest.mark.full)])
-def test_a_model_on_the_meta_device(ranks: Callable[[int], Ranks], world: int, stage: int, tmp_path: Path) -> None:
-    ranks(world).run(meta_net, stage=stage, folder=str(tmp_path))
 
 
 class Halved(nn.Module):
@@ -431,21 +405,19 @@ class Halved(nn.Module):
         state[f"{prefix}left"], state[f"{prefix}right"] = both[:4].clone(), both[4:].clone()
 
 
-def meta_halved() -> Tensor:
+@on_ranks(2)
+def test_a_state_dict_of_other_names_is_not_asked() -> None:
     with torch.device("meta"):
         model = Halved()
     torch.manual_seed(12)
     compile_muon.MuonZero(model, stage=3, muon_params=["*"], init=reset)
-    return full(model.both._parameters["weight"]).detach().clone()
-
-
-def test_a_state_dict_of_other_names_is_not_asked(ranks: Callable[[int], Ranks]) -> None:
     torch.manual_seed(12)
-    expected = nn.Linear(6, 8, bias=False).weight
-    assert all(torch.equal(found, expected) for found in ranks(2).run(meta_halved))
+    assert torch.equal(full(model.both._parameters["weight"]), nn.Linear(6, 8, bias=False).weight)
 
 
-def meta_gpt(folder: str) -> None:
+@on_ranks(2)
+def test_a_hugging_face_model_on_the_meta_device(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     torch.manual_seed(21)
     expected = gpt()
     with torch.device("meta"):
@@ -475,8 +447,3 @@ def meta_gpt(folder: str) -> None:
     same(whole(other), expected.state_dict())
     for (name, buffer), want in zip(other.named_buffers(), expected.buffers(), strict=True):
         assert torch.equal(buffer, want), name
-
-
-def test_a_hugging_face_model_on_the_meta_device(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    ranks(2).run(meta_gpt, folder=str(tmp_path))

@@ -1,7 +1,5 @@
 """The golden gate: `python tests/golden --write` stores anew, `--against COMMIT` compares bits with another commit."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

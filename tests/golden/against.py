@@ -1,7 +1,5 @@
 """Runs of this tree beside those of another commit, on this machine: the bits of weights, states and losses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

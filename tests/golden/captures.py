@@ -1,7 +1,5 @@
 """The cells of the golden gate, and the lowered graphs of each, captured on one rank without the others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

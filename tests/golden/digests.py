@@ -4,8 +4,6 @@ A digest depends on the order, targets, arguments, shapes, dtypes, strides and b
 second digest leaves out the order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter, defaultdict
@@ -108,9 +106,6 @@ def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
         waits = ", ".join(behind[user] for user in node.users if is_wait(user))
         sent = bytes_sent(node, kind, axis_of_group(group))
         yield f"{what} {kind} over {groups[group].split(' ')[0]}, {sent} bytes, behind {behind[node]}, to {waits}"
-
-
-# ------------------------------------------------------------------------------------------------------- in words
 
 
 def differences(old: Summary, new: Summary) -> list[str]:

@@ -3,8 +3,6 @@
 `python runs.py TREE OUT PATTERN RANK WORLD STORE`. Two commits run this same file: it uses only what users have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
@@ -61,7 +59,7 @@ def use(tree: Path) -> None:
             folder = folders.get(name)
             return None if folder is None else spec_from_file_location(name, folder / "__init__.py")
 
-    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder)
 
 
 def run(settings: dict[str, Any]) -> dict[str, Tensor]:

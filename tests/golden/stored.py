@@ -1,7 +1,5 @@
 """The files of the golden gate: read, written anew, and compared in words."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -62,7 +60,6 @@ def messages() -> Part:
     """Number and digest of messages by kind; docs/reference/messages.md has their words."""
     path = FOLDER.parents[1] / "docs" / "errors.py"
     spec = importlib.util.spec_from_file_location("docs_errors", path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

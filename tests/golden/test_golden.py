@@ -1,7 +1,5 @@
 """Graphs, checkpoints and messages are the stored ones, and differences are said in words."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -40,9 +38,6 @@ def test_every_stored_cell_is_captured() -> None:
 @pytest.mark.parametrize("part", ["checkpoints", "messages"])
 def test_checkpoints_and_messages_are_the_stored_ones(part: str) -> None:
     check(part, stored(part), PARTS[part]())
-
-
-# ------------------------------------------------------------------------------------------------------- the words
 
 
 def toy(

@@ -8,8 +8,6 @@ An error is the relative Frobenius distance to the definition, root of the mean 
 spectrum. The definition is computed here from singular values; nothing of it comes from `compile_muon.kernels`.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """Which library computes, asked for by name; and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -36,9 +34,6 @@ def test_a_list_refuses_before_it_computes() -> None:
         newton_schulz_list([randn(4, 4)], dtype="float16", backend="cutlass")
 
 
-# --- bounded batches --------------------------------------------------------------------------------------------------
-
-
 def test_batches_stay_under_the_memory_limit() -> None:
     xs = [randn(7, 6, 10), randn(6, 10, seed=1), randn(2, 2, 6, 10, seed=2), randn(10, 6, seed=3)]
     plan = make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7)
@@ -48,7 +43,7 @@ def test_batches_stay_under_the_memory_limit() -> None:
 
         def recording(x: Tensor, plan: object, sizes: list[int] = sizes) -> Tensor:
             sizes.append(1 if x.ndim == 2 else len(x))
-            return reference.orthogonalize(x, plan)  # type: ignore[arg-type]
+            return reference.orthogonalize(x, plan)
 
         limited = make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7)
         limited = type(limited)(**{**vars(limited), "memory_limit": limit})

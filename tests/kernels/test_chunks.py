@@ -1,7 +1,5 @@
 """Chunks: every matrix once, memory bounded."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

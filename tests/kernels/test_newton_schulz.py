@@ -42,9 +42,6 @@ def relative_error(value, exact):
     return ((value.double() - exact).norm() / exact.norm()).item()
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("method", ["standard", "gram", "auto"])
 @pytest.mark.parametrize("name", SETS)
@@ -59,8 +56,6 @@ def test_every_set_dtype_and_shape(name, method, dtype):
         steepness = 3 if name == "cans" else 1  # see coefficients: 2 ** -11 next to an edge 0.2 % away
         assert relative_error(out, by_definition(x, name)) < TOLERANCE[dtype] * steepness, shape
 
-
-# --- bit for bit ----------------------------------------------------------------------------------------------------
 
 VIEWS = {
     "contiguous": lambda m, n, dtype: matrices((m, n), dtype=dtype),
@@ -92,9 +87,6 @@ def test_batch_equals_its_matrices(method, dtype):
     for i in range(2):
         for j in range(3):
             assert torch.equal(out[i, j], newton_schulz(x[i, j], method=method, dtype=dtype))
-
-
-# --- extreme inputs -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -176,18 +168,12 @@ def test_properties_in_float64(m, n, seed, name):
     torch.testing.assert_close(out, by_definition(x, name), rtol=1e-5, atol=1e-5)
 
 
-# --- lists ----------------------------------------------------------------------------------------------------------
-
-
 def test_list_keeps_order_and_equals_single_calls():
     xs = [matrices(s, seed=i) for i, s in enumerate([(8, 20), (20, 8), (3, 8, 20), (8, 20), (0, 4), (5, 5)])]
     before = [x.clone() for x in xs]
     for out, x, b in zip(newton_schulz_list(xs, dtype="float32"), xs, before, strict=True):
         assert torch.equal(out, newton_schulz(x, dtype="float32"))
         assert torch.equal(x, b)
-
-
-# --- choices --------------------------------------------------------------------------------------------------------
 
 
 def test_auto_dtype():

@@ -20,8 +20,6 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- operator -------------------------------------------------------------------------------------------------------
-
 SAMPLES = {
     "wide": [(6, 9)],
     "tall": [(9, 6)],
@@ -95,9 +93,6 @@ def test_no_derivative_is_an_error():
         newton_schulz(x).sum().backward()
 
 
-# --- operations -----------------------------------------------------------------------------------------------------
-
-
 def counted(f):
     with FlopCounterMode(display=False) as counter:
         f()
@@ -125,9 +120,6 @@ def test_operation_counts():
         assert gram_flops(10, 10 * alpha, 5, 1, symmetric=True) == (6 * alpha + 17) * 1000
         assert gram_flops(10, 10 * alpha, 5, 2) == (12 * alpha + 22) * 1000
         assert gram_flops(10, 10 * alpha, 5, 2, symmetric=True) == (9 * alpha + 13) * 1000
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])

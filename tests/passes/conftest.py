@@ -1,7 +1,5 @@
 """What the pass tests share: ranks without processes, and the graphs of one training step before they are lowered."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

@@ -1,7 +1,5 @@
 """Counting: bytes of collectives by hand; test_layout.py and test_counts.py compare them with the formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx import Graph, GraphModule

@@ -1,7 +1,5 @@
 """What a machine costs: products, kernels, collectives, and what the core decides by."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,9 +29,6 @@ LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
 TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
 WAYS = replace(NODES, protocols=(LL, TREE))
 H100 = load_costs("h100")
-
-
-# ---------------------------------------------------------------------------------------------------------- products
 
 
 def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
@@ -72,9 +67,6 @@ def test_ranks_on_one_core_share_it_and_the_memory() -> None:
     way = replace(CPU, protocols=(Protocol("tree", 1.0, (2.0,), tree=True),)).shared_by(4).protocols[0]
     assert (way.start_seconds, way.latencies) == (2.0, (4.0,))
     assert NODES.shared_by(64) is NODES
-
-
-# ------------------------------------------------------------------------------------------------------- collectives
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -120,9 +112,6 @@ def test_a_collective_goes_the_fastest_way_there_is() -> None:
 def test_only_known_kinds() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         NODES.collective_seconds("broadcast", 1.0, range(2))
-
-
-# ------------------------------------------------------------------------------------------------ what the core asks
 
 
 def matrix(method: str, rows: int) -> MuonSpec:

@@ -5,8 +5,6 @@ side by side. The results are those of the markers in eager code, and those of o
 Ranks meet in the same order, and put every matrix through Newton-Schulz once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import defaultdict
@@ -293,7 +291,6 @@ def check(case: Case, threads: Callable[..., list[Any]]) -> None:
             init_device_mesh("cpu", tuple(case.axes.values()), mesh_dim_names=tuple(case.axes)),
             state_over_all=case.over_all and case.stage > 0,
         )
-        assert mesh is not None
         return [mesh.layout(param.shape, case.stage, param.role) for param in case.params]
 
     size = torch.Size(case.axes.values()).numel()

@@ -1,7 +1,5 @@
 """The formulas: the numbers that docs/why/exchange.md prints, and the facts that choices rest on."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What the orthogonalize marker gives in eager and fake mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode

@@ -1,7 +1,5 @@
 """What a method may be: pure functions of what they are given. A number that they hold would be burnt into a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -67,11 +65,9 @@ def seen_of(method: MatrixMethod, step: int) -> list[WholeInputs]:
 
 
 def traced(method: MatrixMethod, step: int) -> str:
-    assert method.whole is not None
     names = list(seen_of(method, step)[0].rates)
 
     def run(matrices: list[Tensor], rates: list[Tensor], states: list[dict[str, Tensor]]) -> Any:
-        assert method.whole is not None
         seen = seen_of(method, step)
         seen = [
             replace(s, rates=dict(zip(names, rates, strict=True)), states=own)
@@ -129,7 +125,6 @@ def problems(method: Method) -> list[str]:
         states = [{s.name: torch.ones(()) if s.each == "parameter" else torch.ones(4) for s in method.states}]
 
         def step(params: list[Tensor], grads: list[Tensor], kept: list[dict[str, Tensor]]) -> Any:
-            assert isinstance(method, ElementMethod)
             own = tree_map(torch.clone, (params, kept))
             method.step(own[0], grads, own[1], numbers(method, 3), None)
             return own
@@ -138,14 +133,12 @@ def problems(method: Method) -> list[str]:
         for dtype in () if method.withholds else (torch.float32, torch.bfloat16):  # a kernel, which has no twin here
 
             def of(rates: Mapping[str, Any], dtype: torch.dtype = dtype) -> Any:
-                assert isinstance(method, ElementMethod)
                 own = tree_map(lambda x: x.to(dtype, copy=True), ([random(64)], [{s: random(64) for s in states[0]}]))
                 method.step(own[0], [random(65)[:64].to(dtype)], own[1], rates, None)
                 return own
 
             found += of_tensors("step", method, of)
         return found
-    assert isinstance(method, MatrixMethod)
     momentum = random(6, 4) if method.keeps_momentum else torch.empty(0)
     beta = torch.tensor(0.1), torch.tensor(0.9)
     found += twice("before", method.update, random(6, 4), momentum, beta, True, torch.float32)
@@ -188,7 +181,6 @@ def problems(method: Method) -> list[str]:
             found += twice("finish", method.finish, facts, 0.99, -0.01, piece)
 
             def finish(rates: Mapping[str, Any], facts: Tensor | None = facts, piece: Piece = piece) -> Any:
-                assert isinstance(method, MatrixMethod) and method.finish is not None
                 own, lr = replace(piece, rates=rates), rates["lr"]
                 keep, move = method.finish(facts, 1 - lr * rates.get("weight_decay", 0.0), -lr, own)
                 keep, move = (x[:, None, None] if getattr(x, "ndim", 0) == 1 else x for x in (keep, move))
@@ -198,7 +190,6 @@ def problems(method: Method) -> list[str]:
     if method.advance is not None:
 
         def advance(momenta: list[Tensor], grads: list[Tensor], directions: list[Tensor]) -> Any:
-            assert isinstance(method, MatrixMethod) and method.advance is not None
             own = [x.clone() for x in momenta]
             method.advance(own, grads, directions, numbers(method, 3))
             return own
@@ -207,7 +198,6 @@ def problems(method: Method) -> list[str]:
         for dtype in (torch.float32, torch.bfloat16):
 
             def advanced(rates: Mapping[str, Any], dtype: torch.dtype = dtype) -> Any:
-                assert isinstance(method, MatrixMethod) and method.advance is not None
                 own = [random(64, 4).to(dtype)]
                 method.advance(own, [random(64, 5)[:, :4].to(dtype)], [random(64, 4)], rates)
                 return own

@@ -1,7 +1,5 @@
 """Momenta of many gradients by one operator: the same training as by operations that a compiler fuses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The runner: order, contracts, lint, dumps; and the pipelines as values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx import Graph, GraphModule

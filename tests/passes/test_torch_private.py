@@ -3,8 +3,6 @@
 A failure here says which API of a new torch moved, before anything that stands on it fails in a less readable way.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Collectives of the rehearsal between processes: what they carry, and what they refuse. Needs a C++ compiler."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The parts of rehearse/ that need no device: vector clocks, lists of symbols, budgets."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -24,9 +22,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Imports a module of rehearse/."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
-
-
-# --- order ------------------------------------------------------------------------------------------------------------
 
 
 def log(order: Any, *, event: bool, writes: bool = True, start: int = 64) -> list[Any]:
@@ -57,9 +52,6 @@ def test_operations_of_a_stream_and_those_ahead_are_ordered(module) -> None:
     assert order.ordered(replace(first, clock=(1, 1)), second), "the collective is the later one"
 
 
-# --- the library ------------------------------------------------------------------------------------------------------
-
-
 def test_symbols_that_nobody_defines_are_made(module) -> None:
     library = module("library")
     listing = "                 U cudaMalloc@libcudart.so.13\n0000000000001000 T ncclSend\n\n"
@@ -80,8 +72,6 @@ def test_a_torch_without_cuda_is_told(module, monkeypatch, tmp_path: Path) -> No
     with pytest.raises(SystemExit, match=r"needs g\+\+, gcc, nm"):
         library.build()
 
-
-# --- budgets ----------------------------------------------------------------------------------------------------------
 
 LIMITS = {"peak": 0.02, "slack": 1.3}
 BUDGET = {"kernels": 100, "copies": 10, "of_plan": 1.0, "ratio": 1.5}
@@ -116,9 +106,6 @@ def test_bytes_of_collectives_are_those_of_rings(module) -> None:
     }  # fmt: skip
     for name, sent in calls.items():
         assert cases.sent_bytes([order.Op("nccl", 1, name, amount=100, ranks=4)]) == sent
-
-
-# --- programs that are rehearsed as they are --------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """Where ranks differ, and how it is said; with real ranks in tests/distributed/test_agreement.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -39,9 +37,6 @@ def test_of_many_ranks_and_values_few_are_named() -> None:
     assert by_rank([*range(64), 63]).endswith("4 on rank 4 and 59 more")
     assert by_rank([1] + [0] * 999) == "1 on rank 0, 0 on ranks 1, 2, 3, 4, 5, 6, 7, 8, … (999 in all)"
     assert by_rank([3, 4, 3], [5, 7, 9]) == "4 on rank 7, 3 on ranks 5, 9"
-
-
-# --- the record of visits that ranks compare --------------------------------------------------------------------------
 
 
 def log_of(*visits: tuple[Any, ...]) -> FrameLog:

@@ -1,7 +1,5 @@
 """Places of ranks: what is published, who is told apart, and what is said."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging
@@ -227,7 +225,7 @@ def test_where_the_backend_would_end_the_process_the_thread_speaks_up(group: Any
     status.heartbeat.patience = 0.3
     said: list[str] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("compile_muon").addHandler(handler)
     try:
         with status.at("backward", "frame0002"):

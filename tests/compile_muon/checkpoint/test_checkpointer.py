@@ -1,7 +1,5 @@
 """One process: what is on the disk when, what is kept, and what damage does."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -168,7 +166,7 @@ def test_what_cannot_be_saved_is_said_and_harms_nothing(tmp_path: Path) -> None:
         checkpointer.save(2, run.model[2], run.optimizer)
     for field, arguments in (("keep_last", {"keep_last": 0}), ("asynchronous", {"asynchronous": 1})):
         with pytest.raises(compile_muon.ConfigError, match=field):
-            Checkpointer(tmp_path, **arguments)  # type: ignore[arg-type]
+            Checkpointer(tmp_path, **arguments)
     assert names(tmp_path) == ["step-1"]
 
 

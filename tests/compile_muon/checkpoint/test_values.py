@@ -1,7 +1,5 @@
 """Values survive as they were, or are refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, OrderedDict

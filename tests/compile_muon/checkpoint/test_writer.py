@@ -1,7 +1,5 @@
 """One process writes into a folder at a time, and one that dies leaves it to the next."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

@@ -37,8 +37,6 @@ def endless() -> dict:
     return whole
 
 
-# ------------------------------------------------------------------------------------------ hostile values
-
 HOSTILE = {
     "an integer of 400 digits": {"gradient_clipping": HUGE},
     "of 5,000 digits": {"mesh": {"shard": 10**5000}},
@@ -104,8 +102,6 @@ def test_any_mapping_is_a_config_or_an_error_of_ours(source) -> None:
         except ConfigError as error:
             assert len(str(error)) < 40_000
 
-
-# ------------------------------------------------------------------------------------------ what stands for a config
 
 STAGE_3 = load_config({"zero_optimization": {"stage": 3}})
 
@@ -184,9 +180,6 @@ def test_an_open_file_and_yaml_are_refused_by_what_to_pass(tmp_path: Path) -> No
         load_config(file)
 
 
-# ------------------------------------------------------------------------------------------ calls of other libraries
-
-
 def tiny() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
@@ -239,9 +232,6 @@ def test_a_slip_and_an_argument_without_a_name_are_told_as_in_a_config() -> None
     with pytest.raises(ConfigError, match=r"groups\[0\].use_muon .* write \"method\""):
         model = tiny()
         MuonZero(model, groups=[{"params": list(model.parameters()), "use_muon": True}])
-
-
-# ------------------------------------------------------------------------------------------ rates
 
 
 def warned_of_rates(make) -> list[str]:
@@ -309,9 +299,6 @@ def test_a_rate_may_be_a_tensor_wherever_it_is_given() -> None:
         for call in (lambda lr: MuonZero(Words(), lr=lr), lambda lr: MuonZero(Words(), groups={"*": {"lr": lr}})):
             with pytest.raises(ConfigError, match=r"lr = "):
                 call(wrong)
-
-
-# ------------------------------------------------------------------------------------------ warnings
 
 
 def test_cuda_graphs_on_a_cpu_are_told() -> None:

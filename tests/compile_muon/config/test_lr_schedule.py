@@ -29,7 +29,6 @@ from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.config.vocabulary import parameters
 from compile_muon.errors import ConfigError
 
-# ------------------------------------------------------------------------------------------- oracles
 # What `deepspeed/runtime/lr_schedules.py` of DeepSpeed 0.19.8 defines, for iterations from -1: the constructor sets the
 # rates of iteration -1, and the engine steps the schedule after each step of the optimizer.
 
@@ -161,9 +160,6 @@ def test_every_step_has_the_rate_of_deepspeed_and_a_run_goes_on_with_it(kind):
     has()
 
 
-# -------------------------------------------------------------------------------------- halves, groups
-
-
 @pytest.mark.parametrize(
     "schedule", [WarmupLR(warmup_min_lr=(0.1, 0.001)), OneCycle(cycle_min_lr=(0.1, 0.001), cycle_momentum=False)]
 )
@@ -172,9 +168,6 @@ def test_a_pair_goes_by_algorithm(schedule):
         optimizer = optimizer_of(**rates)
         schedule.build(optimizer)
         assert rates_of(optimizer) == pytest.approx([0.1 if name == "muon" else 0.001 for name in rates])
-
-
-# ---------------------------------------------------------------------------------------------- resume
 
 
 def resumed(schedule: ScheduleConfig, state: dict, of_optimizer: dict):
@@ -203,9 +196,6 @@ def test_a_run_goes_on_with_more_steps_than_were_planned():
     used = walk(again, its_scheduler, 14)[1:]
     expected = [warmup_decay(longer, i, 0.4, 0.0) for i in range(8, 21)]
     assert [muon for muon, _ in used] == pytest.approx(expected)
-
-
-# ------------------------------------------------------------------------------------------- the section
 
 
 def section(kind, given=None, optimizer=None):
@@ -330,9 +320,6 @@ def test_momenta_of_a_cycle_without_momentum_have_no_effect():
     noted = str(caught[0].message).removeprefix("no effect here: ").split(", ")
     names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration")
     assert noted == [f"scheduler.params.{name}" for name in names]
-
-
-# ---------------------------------------------------------------------------------------------- convert
 
 
 @settings(max_examples=30, derandomize=True)

@@ -1,7 +1,5 @@
 """What a step does, by tables: its flags are a function of settings and facts, its decision one of facts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """What extensions are asked, and when; what is refused; what they add to Dynamo's graph."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,7 +138,7 @@ def test_what_is_no_extension_of_this_optimizer_is_refused() -> None:
             return {"exp_avg": torch.zeros(())}
 
     with pytest.raises(ConfigError, match=r"extensions = 'average': is no compile_muon\.Extension; give objects"):
-        made("average")  # type: ignore[arg-type]
+        made("average")
     with pytest.raises(ConfigError, match=r"extensions = 'exp_avg': is another state of \w+\.\w+; use another name"):
         made(Clashing())
     used = Twice()
@@ -167,7 +165,7 @@ def test_a_frame_of_two_optimizers_asks_each() -> None:
             self.models = nn.ModuleList(models)
 
         def forward(self, x: Tensor, places: Tensor) -> Tensor:
-            return sum(model(x, places) for model in self.models)  # type: ignore[return-value]
+            return sum(model(x, places) for model in self.models)
 
     (one, _), (two, _) = made(Twice()), made(second := Listening(), Twice())
     both = Both(one, two)

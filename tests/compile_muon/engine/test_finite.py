@@ -1,7 +1,5 @@
 """A step sees every direction that is not finite."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Shards behind parameters: their gradients become those of the parameters, placed and strided as these."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Visits, sums and policy by themselves: which purpose each backward visit gets."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
@@ -59,9 +57,6 @@ def calls():
 
 def book(steps=1, update="auto"):
     return Ledger(steps, update)
-
-
-# --- purposes ---------------------------------------------------------------------------------------------------------
 
 
 def purposes(w, calls, events, **visit):
@@ -168,9 +163,6 @@ def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, c
     assert purposes(w, calls, "fb" * then) == "R" * (then - 1) + "S"
 
 
-# --- speculations -----------------------------------------------------------------------------------------------------
-
-
 def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping():
     for reason in ("edited", "clipped"):
         ledger = book()
@@ -187,9 +179,6 @@ def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping
         for _ in range(PATIENCE):
             w.speculations.note_norm(under_limit=True)
         assert w.speculations.stopped == (None if reason == "clipped" else reason)
-
-
-# --- stage 1 keeps sums -----------------------------------------------------------------------------------------------
 
 
 def kept():
@@ -267,9 +256,6 @@ def test_hooks_hold_nothing():
     param.square().sum().backward()
 
 
-# --- identity ---------------------------------------------------------------------------------------------------------
-
-
 def test_momenta_lead_to_their_account():
     w = make_sharded_param(book())
     assert sharded_param_of(w.momentum) is w
@@ -280,9 +266,6 @@ def test_momenta_lead_to_their_account():
     w.ledger.sharded_params.clear()
     del w
     assert sharded_param_of(tensor) is None, "the tensor must not keep its sharded parameter alive"
-
-
-# --- a backward that fails in the middle ------------------------------------------------------------------------------
 
 
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):

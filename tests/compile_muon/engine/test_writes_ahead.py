@@ -1,7 +1,5 @@
 """The kernels that are compiled ahead of a step are those that its writes launch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

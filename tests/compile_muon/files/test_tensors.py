@@ -1,7 +1,5 @@
 """Files that strangers wrote: every row is somewhere, once or the same, and no number becomes another."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -124,9 +122,6 @@ def test_a_number_that_would_become_another_is_an_error(value: Tensor, dtype: to
 )
 def test_rounding_is_no_error(value: Tensor, dtype: torch.dtype) -> None:
     assert torch.equal(converted("x", value, dtype).isnan(), value.to(dtype).isnan())
-
-
-# ------------------------------------------------------------------------------------------ folders of weights
 
 
 class Folder:

@@ -1,7 +1,5 @@
 """How a matrix is orthogonalized, as its shape, the device and the settings say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -18,9 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def spec_of(rows: int, cols: int, device: torch.device, config: Config, method: str = "muon") -> MuonSpec:
-    found = muon_spec(Assignment("w", method, "", (1, rows, cols)), config, device, Layout((rows, cols), 0))
-    assert found is not None
-    return found
+    return muon_spec(Assignment("w", method, "", (1, rows, cols)), config, device, Layout((rows, cols), 0))
 
 
 @pytest.mark.parametrize(

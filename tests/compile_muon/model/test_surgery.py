@@ -1,7 +1,5 @@
 """One process: what may not happen to a sharded parameter, by name, and what goes on working."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -87,8 +85,8 @@ def test_a_sharded_parameter_stays_where_it_is(model: Net, optimizer: MuonZero, 
 def test_what_changes_nothing_is_allowed(model: Net, optimizer: MuonZero) -> None:
     params = [id(p) for p in model.parameters()]
     kept, hooked = whole(model), []
-    model.down._parameters["weight"].register_hook(hooked.append)  # type: ignore[union-attr]
-    model.down.weight = model.down._parameters["weight"]  # type: ignore[assignment]
+    model.down._parameters["weight"].register_hook(hooked.append)
+    model.down.weight = model.down._parameters["weight"]
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     model.down.constant = frozen
     assert model.to("cpu") is model and model.float() is model and model.requires_grad_() is model
@@ -113,7 +111,7 @@ def test_data_of_another_kind_is_refused_when_read_and_by_step(
     model(X).sum().backward()
     for p in model.parameters():
         p.grad = None
-    model.down._parameters["weight"].data = data  # type: ignore[union-attr]
+    model.down._parameters["weight"].data = data
     for use in (lambda: model(X), optimizer.step):
         with pytest.raises(UnsupportedModelError, match=rf"down\.weight: {change}"):
             use()
@@ -208,12 +206,12 @@ def test_a_table_with_max_norm_is_refused(kind: type) -> None:
 def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, optimizer: MuonZero) -> None:
     with full_parameters(model, write=True):
         nn.init.ones_(model.tied.weight)
-        model.down, model.norm = nn.Identity(), model.head  # type: ignore[assignment]
+        model.down, model.norm = nn.Identity(), model.head
     assert isinstance(model.down, nn.Identity) and model.norm is model.head
     assert torch.equal(model.tied.weight, torch.ones(8, 6)) and torch.equal(model.up.weight, torch.ones(8, 6))
     optimizer.step()
     with pytest.raises(RuntimeError, match="on purpose"), full_parameters(model, write=True):
-        model.head = nn.Identity()  # type: ignore[assignment]
+        model.head = nn.Identity()
         raise RuntimeError("on purpose")
     assert model.norm is model.head
 
@@ -226,7 +224,7 @@ def test_whole_parameters_can_be_written(model: Net, optimizer: MuonZero) -> Non
         model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
         model.head.bias = nn.Parameter(torch.full((6,), 3.0))
         inside = model(X)
-    assert torch.equal(model._modules["up"]._parameters["weight"], torch.ones(8, 6))  # type: ignore[union-attr]
+    assert torch.equal(model._modules["up"]._parameters["weight"], torch.ones(8, 6))
     torch.testing.assert_close(model(X), inside)
     assert model.head.bias.eq(3).all()
     model(X).sum().backward()

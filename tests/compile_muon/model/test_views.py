@@ -1,7 +1,5 @@
 """Views of a model's parameters: as users say them, and as known modules have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Momenta in fewer bits: how far each entry, and the mean, is from what was kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What is known of states that are not on the device: of all rows of one, and of the fetch that a step uses."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

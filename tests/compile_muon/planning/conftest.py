@@ -1,7 +1,5 @@
 """What the tests plan is found by name, as a user's model is on the path."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The graphs of a step without the other ranks, and what the simulator says of them: tests of the schedule."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Machines by name and from files, and the measurement of this one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,6 @@ from compile_muon.planning.machines.fit import Measured, Sample, completed, fit
 from compile_muon.simulate.machine import Machine, load_machine
 
 H100 = load_machine("h100")
-
-
-# ------------------------------------------------------------------------------------------------ names and files
 
 
 @pytest.mark.parametrize("name", ["b200", "cpu", "h100", "h200"])
@@ -60,9 +55,6 @@ def test_what_is_no_json_is_an_error(tmp_path: Path, given: bytes | None) -> Non
         path.write_bytes(given)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_machine(path)
-
-
-# ------------------------------------------------------------------------------------------------------------- fit
 
 
 TRUTH = Machine(
@@ -169,9 +161,6 @@ def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
     assert [link.within for link in several.links] == [8, None]
     assert several.links[0].bandwidth == pytest.approx(1e9, rel=0.2) and several.links[1] == H100.links[1]
     assert not several.protocols and several.collectives["all_reduce"] != H100.collectives["all_reduce"]
-
-
-# ------------------------------------------------------------------------------------------------------- calibrate
 
 
 @pytest.mark.full

@@ -3,8 +3,6 @@
 Buckets have pages, of which a way takes one a second.
 """
 
-from __future__ import annotations
-
 import pytest
 import tiny_gpt
 import torch
@@ -112,9 +110,6 @@ def test_a_faster_link_and_more_buffers_never_make_a_step_wait_longer(pages, bef
     assert waited(script, buffers=buffers + 1) <= found + 1e-9
     assert waited(script, buffers=buffers, host=1.5) <= found + 1e-9
     assert waited(script, buffers=buffers, disk=1.0) >= found - 1e-9
-
-
-# ---------------------------------------------------------------------------------------------------------- in a step
 
 
 def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:

@@ -1,7 +1,5 @@
 """The command: its numbers, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

@@ -1,7 +1,5 @@
 """One trace serves every sharding, and says what a capture of each would; nothing is given memory for it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -49,6 +47,7 @@ def compare(trace: Trace, target: Target, rank: int) -> Timeline:
     return found
 
 
+@pytest.mark.full
 def test_adamw_of_a_trace_with_muon() -> None:
     found = compare(traced(), Target(4, with_adamw(configured(2)), AXES[1], "nccl"), rank=0)
     assert found.traffic.matrices == 0

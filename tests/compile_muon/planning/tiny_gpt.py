@@ -1,7 +1,5 @@
 """What the tests of the planner plan, and on what: models by name. As a plan's MODEL: ``tiny_gpt:GPT``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

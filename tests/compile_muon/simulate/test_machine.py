@@ -1,7 +1,5 @@
 """What the planner knows of a machine beside its costs, and what its file says."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
@@ -56,9 +54,6 @@ def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
 LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
 TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
 WAYS = replace(NODES, protocols=(LL, TREE))
-
-
-# ----------------------------------------------------------------------------------------------------------- as JSON
 
 
 @pytest.mark.parametrize("machine", [NODES, CPU, WAYS])
@@ -132,9 +127,6 @@ def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> 
     file.write_text(json.dumps(GOOD | {"protocol": []}))
     with pytest.raises(ConfigError, match="ours.json: protocol = .*is not a field"):
         load_costs(file)
-
-
-# -------------------------------------------------------------------------------------------------------- operations
 
 
 def test_operations_of_nodes_are_those_of_the_flop_counter() -> None:

@@ -3,8 +3,6 @@
 Negating n float32 takes n seconds there, gathering n from each of two ranks n seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

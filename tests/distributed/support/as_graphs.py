@@ -1,7 +1,5 @@
 """CUDA graphs without a GPU: what they would hold is run once more, on what was recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

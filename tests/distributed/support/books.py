@@ -3,8 +3,6 @@
 A book is ``(newton_schulz, weight, steps, decay) -> weight``; a step has its gradient, lr and momentum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +23,6 @@ NewtonSchulz = Callable[[Tensor], Tensor]
 Book = Callable[[NewtonSchulz, Tensor, Sequence[Step], float], Tensor]
 #: (newton_schulz, update, weight, states, lr, decay) -> weight
 Write = Callable[[NewtonSchulz, Tensor, Tensor, dict[str, Any], float, float], Tensor]
-
-# ------------------------------------------------------------------------------- of updates, which momenta make
 
 
 def by_updates(write: Write, heavy: bool = False) -> Book:
@@ -84,9 +80,6 @@ def muonh(ns: NewtonSchulz, u: Tensor, w: Tensor, state: dict[str, Any], lr: flo
     d, radius = ns(u), w.norm()
     moved = w - lr * d * radius / d.norm().clamp(min=1e-10)
     return moved * radius / moved.norm().clamp(min=1e-10)
-
-
-# ------------------------------------------------------------------------------- of gradients, step after step
 
 
 def soap(
@@ -180,9 +173,6 @@ def muown(ns: NewtonSchulz, weight: Tensor, steps: Sequence[Step], decay: float)
         length = direction.norm(dim=1, keepdim=True)
         weight = gain * direction / length
     return weight
-
-
-# --------------------------------------------------------------------------------------- element by element
 
 
 def adamw(

@@ -1,7 +1,5 @@
 """What tests of one process train compiled, and beside it: a small net, and Muon by its formulas."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any

@@ -4,8 +4,6 @@ What a field says and what it checks are two things: a good value that is refuse
 of one of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -4,8 +4,6 @@ Of a gram of less than full rank any basis of the null space is one of eigenvect
 the last bit of a gradient.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass

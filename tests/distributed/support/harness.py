@@ -9,11 +9,11 @@ COMPILE_MUON_TEST_BACKEND=nccl, beside COMPILE_MUON_TEST_DEVICE=cuda, sends what
 host goes over Gloo still. All ranks share the first GPU, which NCCL allows from 2.30 on: benchmarks/shared_nccl.py.
 """
 
-from __future__ import annotations
-
 import atexit
+import functools
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -114,7 +114,6 @@ def _module(path: str) -> ModuleType:
     name = f"_cases_{Path(path).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
@@ -123,7 +122,8 @@ def _module(path: str) -> ModuleType:
 def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
     began, before = time.process_time(), compiled()
     try:
-        value = getattr(_module(path), name)(**kwargs)
+        function = getattr(_module(path), name)
+        value = getattr(function, "on_rank", function)(**kwargs)
         pickle.dumps(value)
         found = Outcome(value, groups=len(_world.pg_map))
     except BaseException:
@@ -213,7 +213,7 @@ class Ranks:
         while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = [self._connections[rank] for rank in range(self.world) if rank not in found]
             for ready in multiprocessing.connection.wait(waiting, timeout=left):
-                rank = self._connections.index(ready)  # type: ignore[arg-type]
+                rank = self._connections.index(ready)
                 found[rank] = self._receive(rank)
                 if found[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + grace)
@@ -295,3 +295,26 @@ class _Single(Ranks):
 def single_process() -> Ranks:
     """One rank, in the calling process."""
     return _Single(1)
+
+
+#: The fixture `ranks`: so many of them, started once a session.
+RanksOf = Callable[[int], Ranks]
+
+
+def on_ranks(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for a test whose body runs on each of ``world`` ranks, or of as many as the test's parameter `world`
+    says. Its other parameters and fixtures (`tmp_path`, say) travel to the ranks, and so have to be picklable."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RanksOf, **given: Any) -> None:
+            ranks(given.pop("world", world)).run(body, **given)
+
+        own = inspect.signature(body)
+        names = ["ranks"] if world is not None else ["ranks", "world"]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.on_rank = body
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])
+        return test
+
+    return decorate

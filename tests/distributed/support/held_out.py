@@ -1,7 +1,5 @@
 """Methods that the package does not know of: a record each, and what it means in torch alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +31,6 @@ TILTED = MatrixMethod(
     (State("left", "left gram", each="rows×rows"), State("right", "right gram", each="cols×cols")),
     whole=_tilted,
 )
-
-
-# ----------------------------------------------------------------------------------------------- books of them
 
 
 def _updates(weight: Tensor, steps: Sequence[Step]) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """What torchrun gives a rank, for libraries that read it: the harness starts its ranks without."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small mixtures of experts of Transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model of every shape that sharding stumbles over, and the settings that it is trained with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,7 +85,8 @@ def cases(
 NAMES = ("replicate", "shard")
 
 
-def train_on(shape: tuple[int, int], **settings: Any) -> Report:
+def train_odd(shape: tuple[int, int] | None = None, **settings: Any) -> Report:
+    """Train the model beside its reference, on a mesh of replicas of shards where there is a ``shape``."""
     torch.manual_seed(0)
-    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=NAMES)
+    mesh = shape and init_device_mesh(DEVICE.type, shape, mesh_dim_names=NAMES)
     return train(Odd(), MATRICES, loss, data, steps=STEPS, mesh=mesh, **settings)

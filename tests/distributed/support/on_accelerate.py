@@ -1,7 +1,5 @@
 """Accelerate, as its scripts have it: its schedules count processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

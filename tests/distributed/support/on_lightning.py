@@ -1,7 +1,5 @@
 """Lightning's Trainer, which shuffles in training whatever a loader says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """torchtitan's trainer with ``with_muon``."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """A small language model with a tokenizer, in a folder, and texts of its words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 :class:`Reference` uses nothing of compile_muon, so an error in it cannot hide on both sides of a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -144,7 +142,6 @@ def world_and_rank() -> tuple[int, int]:
 
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor, on the host; collective."""
-    assert tensor is not None
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
     if tensor.device.type == "cpu" and (tensor.requires_grad or torch.is_inference_mode_enabled()):
@@ -188,6 +185,11 @@ class Report:
         far |= {"gradients": self.gradients} if not self.gradients <= GRADIENT_TOLERANCE else {}
         far |= {"directions misplaced": self.misplaced} if self.misplaced else {}
         return far | ({"visits owed": self.balance} if self.balance else {})
+
+    def check(self) -> None:
+        """An AssertionError where anything is out of tolerance."""
+        if self.problems():
+            raise AssertionError(self.problems())
 
     def _tolerance(self, name: str) -> float:
         # Two fp32 runs, each its noise away from the truth, may be twice that apart.
@@ -271,7 +273,6 @@ def train(
         assert set(directions) == set(reference.directions), set(directions) ^ set(reference.directions)
         for name, direction in directions.items():
             errors[name] = max(errors[name], relative_error(direction, reference.directions[name]))
-        assert optimizer.grad_norm is not None
         norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
     found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}
@@ -280,3 +281,12 @@ def train(
     update = settings.get("update", "auto")
     misplaced = 0 if update == "auto" else len(matrices) * steps - int(made[update])
     return Report(found, errors, norms, wrong, optimizer.engine.ledger.balance(), misplaced, noise)
+
+
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What an error of ours or of PyTorch says, or nothing."""
+    try:
+        call(*args, **kwargs)
+    except (compile_muon.MuonZeroError, RuntimeError) as error:
+        return str(error)
+    return ""

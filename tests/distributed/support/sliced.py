@@ -1,7 +1,5 @@
 """Models whose weights other axes than data parallelism cut: slices of tensors, experts, and both."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.odd import STEPS, Odd, loss
-from support.reference import DEVICE, Report, hidden_matrices, train
+from support.reference import DEVICE, hidden_matrices, train
 
 
 def data(step: int, micro: int, rank: int) -> Tensor:
@@ -75,7 +73,7 @@ class Experts(nn.Module):
             own = getattr(self, name).detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             param = nn.Parameter(own if marked else DTensor.from_local(own, mesh, [Shard(0)]))
             if marked:
-                param.mesh = mesh  # type: ignore[attr-defined]
+                param.mesh = mesh
             setattr(self, name, param)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +146,7 @@ def spread(model: Any, mesh: DeviceMesh | None, marked: bool = False) -> None:
 
 def train_on_mesh(
     kind: str, sizes: dict[str, int], count: int = 4, marked: bool = False, tied: bool = False, **settings: Any
-) -> Report:
+) -> None:
     """Train a model beside the whole one, on a mesh with axes of these sizes. ``count``: of experts. ``marked``:
     experts are plain tensors with a mark. ``tied``: the table is the head."""
     model = model_of(kind, count)
@@ -158,6 +156,7 @@ def train_on_mesh(
     spread(model, mesh, marked)
     matrices = hidden_matrices(whole, exclude=("embedding", "head", "bias"), stacks=(".up", ".down"))
     matrices = {name: view for name, view in matrices.items() if name != "out.weight"}  # the last one is the head
-    return train(
-        model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sizes.get("tensor", 1), mesh=mesh, **settings
-    )
+    sharing = sizes.get("tensor", 1)
+    train(
+        model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sharing, mesh=mesh, **settings
+    ).check()  # fmt: skip

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401  what tests take from here
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

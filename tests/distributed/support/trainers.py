@@ -12,8 +12,6 @@ A trainer is a module beside this one, ``on_<library>``, with
 - ``saved(folder)``: names of checkpoints, and whole weights as a file has them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,15 +91,6 @@ def small(shared: int = 1) -> nn.Module:
 
 def sentences(size: int = 96) -> Tensor:
     return torch.randint(0, 61, (size, 8), generator=torch.Generator().manual_seed(1))
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """What an error of ours says, or nothing."""
-    try:
-        call()
-    except compile_muon.MuonZeroError as error:
-        return str(error)
-    return ""
 
 
 def of_epochs(step: int, worlds: Sequence[int]) -> Sequence[Tensor]:

@@ -3,8 +3,6 @@
 GPT-2, Llama and Mixtral of Hugging Face, a conv net, and a small GPT with fused attention and, if asked for, dropout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

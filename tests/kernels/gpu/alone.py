@@ -1,7 +1,5 @@
 """Newton-Schulz of one tensor on Triton's kernels, as lists of several shapes do not run it; and the same on aten."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

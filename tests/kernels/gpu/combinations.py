@@ -1,7 +1,5 @@
 """Products of settings, of which the suite runs a part: the interpreter takes seconds for what a GPU does at once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

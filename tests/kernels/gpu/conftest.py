@@ -1,7 +1,5 @@
 """Where Triton's kernels run in tests: on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), which needs none."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Products of -1, 0 and 1 are exact here as in test_kernels.py, and compared with torch.equal.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The tests of kernels in Triton's interpreter, in processes of their own: Triton decides when a kernel is defined."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

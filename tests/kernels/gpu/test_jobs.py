@@ -1,7 +1,5 @@
 """Which kernels a call will launch, and their compilation before it does, without a GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

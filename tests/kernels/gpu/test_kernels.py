@@ -4,8 +4,6 @@ Products of -1, 0 and 1 are exact in every dtype here, so they are compared with
 up to which bfloat16 has every integer: the interpreter truncates where a GPU rounds.)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

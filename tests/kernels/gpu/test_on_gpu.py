@@ -1,7 +1,5 @@
 """What only a GPU can show: the dispatcher's choice, accuracy beside cuBLAS, 64-bit offsets, graph capture, races."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What memory a step moves of a Muon element, counted by the launches and operators that it makes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables of the grouped kernels, against brute force over plain integers; no kernel runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The tile tables, the model of a launch, and the choice among tiles that follows from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

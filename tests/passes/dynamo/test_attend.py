@@ -1,7 +1,5 @@
 """What becomes of Dynamo's graph ahead of blocks whose positions are cut."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

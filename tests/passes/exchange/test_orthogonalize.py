@@ -1,7 +1,5 @@
 """The exchange: balanced owners, and what travels; that directions are right is a property of every lowered graph."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -28,9 +26,6 @@ def spec(shape, world=1, rank=0, group="", exchange="owner", stage=2, dtype="flo
     axes = Axis("shard", world, rank, group), Axis("replicate", replicas, 0, "r")
     both = Axis("all", world * replicas, rank, "a") if replicas > 1 else None
     return ParamSpec(Layout(tuple(shape), stage, *axes, both), "float32", "float32", "float32", how)
-
-
-# --- owners -----------------------------------------------------------------------------------------------------------
 
 
 def work(s):
@@ -101,9 +96,6 @@ def test_what_lies_whole_on_a_rank_stays_there_and_the_rest_is_dealt():
     assert len(set(assign_owners([replicated], Costs()))) == 8
     turns = View.of(24, split=[12, 6, 6], groups=3, heads=[6, 1, 1])  # no run of rows
     assert len(shares(spec((24, 4), 4, view=turns))) == 1
-
-
-# --- what travels -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])

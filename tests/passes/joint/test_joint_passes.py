@@ -1,7 +1,5 @@
 """Deduplicate merges a parameter's reductions and no others; what is saved for backward the golden gate stores."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

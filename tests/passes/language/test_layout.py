@@ -1,7 +1,5 @@
 """Meshes of several axes: what crosses which of them, counted in graphs of worlds that are not there."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Requests: what fits which gradient, and what every position of the extra inputs and outputs is."""
 
-from __future__ import annotations
-
 import pytest
 
 from compile_muon.passes import BackwardRequest, MuonZeroError, Purpose, ReducedGrad

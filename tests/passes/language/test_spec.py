@@ -1,7 +1,5 @@
 """Static facts: the string that markers carry."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Views against what they say, row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -161,9 +161,6 @@ def test_ranges_that_an_error_left_open_are_closed_and_off_means_no_range(domain
     assert domain.found == []
 
 
-# --- the package nvtx -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_nvtx(monkeypatch):
     """As if the package were not installed."""

@@ -1,7 +1,5 @@
 """Tensors that share a collective: as the cost model says, within the user's limit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Waits for resident weights at run time; where they stand in graphs, the golden gate stores."""
 
-from __future__ import annotations
-
 import torch
 
 from compile_muon.passes.language.holder import hold, holder_of

@@ -1,7 +1,5 @@
 """What a Newton-Schulz call is given: the room that backward has left behind, and a gibibyte at least."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 The golden gate stores every order. These rules hold of any.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

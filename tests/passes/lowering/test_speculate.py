@@ -1,7 +1,5 @@
 """Requests of a backward that its gradients do not allow are refused by index, shape and remedy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode

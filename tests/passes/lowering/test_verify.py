@@ -1,7 +1,5 @@
 """The verifier, shown deliberately broken graphs: every rule must be able to say no."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
