@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from compile_muon.config.accept import taken
+from compile_muon.config.accept import missing, taken
 from compile_muon.errors import ConfigError, config_error, raise_all
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def setting(
 
     def accept(path: str, value: object) -> Any:
         if value is None and default is None and not none:
-            raise config_error(path, value, "is missing", "write it")
+            raise missing(path)
         if (value is None and none) or (also is not None and type(value) is type(also) and value == also):
             return value
         return check(path, value, **limits)

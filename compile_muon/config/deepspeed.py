@@ -126,8 +126,8 @@ def _put(user_settings: UserSettings, setting: str, value: object, path: str, al
     """Call ``user_settings.put``, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's
     settings."""
     if algorithm == "adamw" and setting in _MUON_ONLY:
-        remedy = "use lr, the rate of AdamW here" if path.endswith(".muon_lr") else "remove it"
-        user_settings.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
+        remedy = 'remove it (use lr for the rate of AdamW), or set optimizer.type to "Muon"'
+        user_settings.mistakes.add(config_error(path, value, NO_MUON, remedy))
     elif value is None and path in ("communication_data_type", "sequence_parallel_size"):
         user_settings.hints.append(path)
     else:
@@ -235,8 +235,7 @@ def _read_precision(user_settings: UserSettings, keys: Mapping[str, Any]) -> Non
             if accept.boolean(path, keys.get(path, False)):
                 user_settings.put("param_dtype", torch.bfloat16, path)
             elif path in keys and user_settings.values.get("param_dtype") is torch.bfloat16:
-                first = user_settings.names["param_dtype"]
-                raise config_error(path, False, f"contradicts {first} = torch.bfloat16", "keep one of the two")
+                raise user_settings.contradiction("param_dtype", False, path)
 
 
 def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algorithm: str) -> ScheduleConfig | None:

@@ -102,7 +102,7 @@ def _fields(
         accept.known(f"{prefix}{name}", value, name, readers, "a field")
     for name in required:
         if name not in entries:
-            raise config_error(f"{prefix}{name}", None, "is missing", "write it")
+            raise accept.missing(f"{prefix}{name}")
     return {name: reader(f"{prefix}{name}", value) for name, value in entries.items() if (reader := readers[name])}
 
 
@@ -124,9 +124,7 @@ def _list(entry: Reader, path: str, value: object) -> tuple[Any, ...]:
 
 
 def _pair(first: Reader, second: Reader, path: str, value: object) -> tuple[float, float]:
-    pair = _list(lambda at, each: each, path, value)
-    if len(pair) != 2:
-        raise config_error(path, value, "is not a pair", "write two numbers")
+    pair = accept.two(path, value, "write [...] of two numbers")
     return first(f"{path}[0]", pair[0]), second(f"{path}[1]", pair[1])
 
 

@@ -16,12 +16,10 @@ from torch import nn
 from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes
 from compile_muon.config.settings import Config
-from compile_muon.errors import config_error
+from compile_muon.errors import ConfigError, config_error
 
 _DEPTH = 64  # of nested sections, also in a mapping that contains itself; a config has four
 _NAMESPACES = (Namespace, SimpleNamespace)
-_NESTED = f"is nested more than {_DEPTH} deep"
-_SECTIONS = "write sections as they are known"
 _GIVE = "give the path of a JSON file, a dict, or a Config"
 
 
@@ -76,7 +74,7 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
     `known` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
     """
     if depth > _DEPTH:
-        raise config_error(path, "...", _NESTED, _SECTIONS)
+        raise _too_deep(path, "...")
     is_ours = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
     if depth and not is_ours and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
         value = _values_of(value)
@@ -93,6 +91,10 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
             converted = [_plain(entry, path, known, depth + 1) for entry in value]
         known[id(value)] = value, converted
     return known[id(value)][1]
+
+
+def _too_deep(field: str, shown: object) -> ConfigError:
+    return config_error(field, shown, f"is nested more than {_DEPTH} deep", "write sections as they are known")
 
 
 def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
@@ -128,6 +130,6 @@ def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> obje
     try:
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
-        raise config_error("config", shown, _NESTED, _SECTIONS) from None
+        raise _too_deep("config", shown) from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None

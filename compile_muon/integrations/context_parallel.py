@@ -29,16 +29,21 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
     """Yield refusals of decoders that need all positions outside of attention, or all heads inside."""
-    for path, block in model.layers.named_children():
-        without = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
-        yield next(_attentions(block), None) is None, _FIELD, degree, without, "set it to 1"
+    unfit = {
+        f"layers.{path} ({type(block).__name__})": "none"
+        for path, block in model.layers.named_children()
+        if next(_attentions(block), None) is None
+    }
     for path, module in _attentions(model):
-        kind, heads = type(module.inner_attention).__name__, getattr(module, "n_heads", degree)
-        other = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
-        sinks = f"gives a rank some of the heads, and {path} adds sinks of all of them"
-        yield not isinstance(module.inner_attention, _INNER), _FIELD, degree, other, "set it to 1"
-        yield hasattr(module, "sinks"), _FIELD, degree, sinks, "set it to 1"
+        heads = getattr(module, "n_heads", degree)
         yield heads % degree, _FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them"
+        if not isinstance(module.inner_attention, _INNER):
+            unfit[path] = type(module.inner_attention).__name__
+        elif hasattr(module, "sinks"):
+            unfit[path] = "sinks of all heads"
+    for path, found in unfit.items():
+        problem = f"needs FlexAttention or ScaledDotProductAttention, without sinks, in every block; {path} has {found}"
+        yield True, _FIELD, degree, problem, "set it to 1"
 
 
 def exchange_heads(model: Any, mesh: DeviceMesh) -> None:
