@@ -187,10 +187,6 @@ _HOST: dict[str, Reader] = dict.fromkeys(
 )
 
 
-def _each(reader: Reader, names: str) -> dict[str, Reader]:
-    return dict.fromkeys(names.split(), reader)
-
-
 #: field -> reader, of the planner's machines and of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
@@ -211,10 +207,8 @@ READERS: dict[str, Reader] = {
     "sources": lambda path, value: {
         name: _text(f"{path}.{name}", said) for name, said in accept.mapping(path, value).items()
     },
-    **_each(_positive, "memory_bandwidth kernel_seconds"),
-    **_each(_natural, "processors collective_processors cores fill_entries"),
-    **_each(
-        accept.real,
-        "function_seconds late_seconds start_seconds host_bandwidth host_memory_bandwidth disk_bandwidth",
-    ),
+    **dict.fromkeys(("memory_bandwidth", "kernel_seconds"), _positive),
+    **dict.fromkeys(("processors", "collective_processors", "cores", "fill_entries"), _natural),
+    **dict.fromkeys(("function_seconds", "late_seconds", "start_seconds"), accept.real),
+    **dict.fromkeys(("host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"), accept.real),
 }
