@@ -8,6 +8,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,9 @@ def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
     dataclass, or a namespace. `mistakes` gets keys that a file has twice. Raises a ConfigError if `source` is
     unreadable or anything else.
     """
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        whole = _parsed(source, "config", source, mistakes)
-    elif isinstance(source, (str, os.PathLike)):
-        whole = _read_file(source, mistakes)
+    if isinstance(source, (str, os.PathLike)):
+        path_or_text = os.fsdecode(source)
+        whole = _read_json(path_or_text, isinstance(source, str) and source.lstrip().startswith("{"), mistakes)
     else:
         whole = _values_of(source)
     return _plain(accept.of_type("config", whole, Mapping, "an object", _remedy(whole)), "", {})
@@ -105,31 +105,24 @@ def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
         raise config_error(name, "???", f"has no value ({said})", "give it one") from None
 
 
-def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
-    path = os.fspath(source)
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:  # bytes that are no text, a NUL in the path
-        why = getattr(error, "strerror", None) or error
-        raise config_error("config", path, f"cannot be read ({why})", "give a JSON file or a dict") from None
-    if str(path).lower().endswith((".yaml", ".yml")):
-        raise config_error("config", path, "is YAML, and JSON is read", "give yaml.safe_load(...) of it, a dict")
-    return _parsed(text, path, path, mistakes)
+def _read_json(source: str, is_text: bool, mistakes: Mistakes) -> object:
+    """Return the content of JSON text, or of the file at a path."""
 
-
-def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         section: dict[str, Any] = {}
         for key, value in pairs:
             if key in section:
+                place = "config" if is_text else source
                 mistakes.add(config_error(key, value, f"is given twice in {place}", "keep one of the two"))
             section[key] = value
         return section
 
     try:
+        text = source if is_text else Path(source).read_text(encoding="utf-8-sig")
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
-        raise _too_deep("config", shown) from None
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None
+        raise _too_deep("config", source) from None
+    except (OSError, ValueError) as error:  # also bytes that are no text, a NUL in the path, integers of many digits
+        problem = f"cannot be read as JSON ({getattr(error, 'strerror', None) or error})"
+        remedy = "mend it, or give another JSON file or a dict, of YAML yaml.safe_load(...)"
+        raise config_error("config", source, problem, remedy) from None

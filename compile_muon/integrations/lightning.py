@@ -245,19 +245,20 @@ class MuonZeroStrategy(DDPStrategy):
             self._settings = [{k: v for k, v in g.items() if k != "params"} for g in self._muon.param_groups]
             _compile_children(module, self._resolved.compile)
         configure = module.configure_optimizers
-        module.configure_optimizers = lambda: self._completed(configure())
+
+        def configured_or_own() -> Any:
+            configured = configure()
+            none = configured is None and self._muon is None
+            problem = "makes no optimizer, and neither does the strategy"
+            refuse([(none, "configure_optimizers", None, problem, _MUON)])
+            return self._muon if configured is None else configured
+
+        module.configure_optimizers = configured_or_own
         try:
             super().setup_optimizers(trainer)
         finally:
             del module.configure_optimizers
         self._check_optimizers(module)
-
-    def _completed(self, configured: Any) -> Any:
-        """Return `configured`, the result of ``configure_optimizers``, or for None the optimizer of ``config``."""
-        none = configured is None and self._muon is None
-        problem = "makes no optimizer, and neither does the strategy"
-        refuse([(none, "configure_optimizers", None, problem, _MUON)])
-        return self._muon if configured is None else configured
 
     def _begin_anew(self, muon: MuonZero) -> None:
         """Reset the optimizer's state and settings, not the weights, as a new optimizer in every fit would."""
