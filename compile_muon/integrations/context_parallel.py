@@ -29,18 +29,15 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
     """Yield refusals of decoders that need all positions outside of attention, or all heads inside."""
-    unfit = {
-        f"layers.{path} ({type(block).__name__})": "none"
-        for path, block in model.layers.named_children()
-        if next(_attentions(block), None) is None
-    }
+    unfit = dict[str, str]()
+    for path, block in model.layers.named_children():
+        if next(_attentions(block), None) is None:
+            unfit[f"layers.{path} ({type(block).__name__})"] = "none"
     for path, module in _attentions(model):
         heads = getattr(module, "n_heads", degree)
         yield heads % degree, _FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them"
-        if not isinstance(module.inner_attention, _INNER):
-            unfit[path] = type(module.inner_attention).__name__
-        elif hasattr(module, "sinks"):
-            unfit[path] = "sinks of all heads"
+        if hasattr(module, "sinks") or not isinstance(module.inner_attention, _INNER):
+            unfit[path] = type(module.inner_attention).__name__ + " with sinks" * hasattr(module, "sinks")
     for path, found in unfit.items():
         problem = f"needs FlexAttention or ScaledDotProductAttention, without sinks, in every block; {path} has {found}"
         yield True, _FIELD, degree, problem, "set it to 1"
