@@ -94,14 +94,12 @@ class Checked:
 
     @classmethod
     def checked(cls, name: str, value: object, path: str) -> Any:
-        """Return `value` in canonical form for the field `name`; a ConfigError names `path`, as the user knows the
-        field."""
+        """Return `value` in canonical form for the field `name`; a ConfigError names the user's `path` of it."""
         return cls.__dataclass_fields__[name].metadata["check"](path, value)
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any], mistakes: Mistakes, path: Callable[[str], str]) -> dict[str, Any]:
-        """Return the valid ones of `values` (field -> value) in canonical form; add errors about the others to
-        `mistakes`."""
+        """Return the valid ones of `values` (field -> value) in canonical form; errors go to `mistakes`."""
         good = {}
         for name, value in values.items():
             with mistakes.collected():
@@ -110,8 +108,7 @@ class Checked:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], mistakes: Mistakes, path: str) -> Self | None:
-        """Build an instance from the valid values of the section that the user knows as `path`; errors go to
-        `mistakes`.
+        """Build an instance from the valid values of the user's section `path`; errors go to `mistakes`.
 
         Returns None if values contradict each other, or a required one is missing.
         """

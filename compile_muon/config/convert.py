@@ -140,8 +140,7 @@ def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the schedule. Rates that the schedule would overwrite with DeepSpeed's default move from
-    `given` into it."""
+    """Return the schedule's keys; rates that its default would overwrite move from `given` into it."""
     schedule = config.scheduler
     if schedule is None:
         return {}

@@ -191,8 +191,7 @@ def _prices(
 
 
 def _traced(question: Question, sharing: int, micro_batches: int) -> Trace:
-    """Trace a step of `micro_batches` with `sharing` ranks to a sequence; a ConfigError names a model that cannot be
-    traced."""
+    """Trace a step with `sharing` ranks to a sequence; a ConfigError names a model that cannot be traced."""
     began, subject = time.perf_counter(), question.subject
     config = with_micro_batches(question.config, micro_batches)
     remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
@@ -335,7 +334,6 @@ def _remedy(
 
 
 def _warned(figures: Figures, remedy: str = "") -> Figures:
-    """Return the figures with their warnings."""
     warnings, step = [remedy] if remedy else [], figures.step_seconds
     need = f"{size(figures.peak_bytes)} of {size(figures.limit_bytes)}"
     if not figures.fits:
@@ -378,7 +376,6 @@ def _world(ranks: int, found: Sequence[Figures]) -> World:
 
 
 def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], found: Sequence[Figures]) -> str:
-    """Say why `best` was chosen."""
     if len(found) == 1:
         return "it is the only one"
     fit = "all fit" if len(fitting) == len(found) else f"{len(fitting)} of {len(found)} fit"
