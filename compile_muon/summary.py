@@ -88,7 +88,7 @@ class Summary:
         table = Table(
             title=f"MuonZero: stage {self.stage}, world {self.world_size}{axes}, update in {self.update}; "
             f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements",
-            caption=self._caption(),
+            caption="\n".join([*self.kept, *self._replayed()]) or None,
         )
         for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
             table.add_column(column, overflow="fold")
@@ -96,15 +96,12 @@ class Summary:
             table.add_row(name, *cells)
         return table
 
-    def _caption(self) -> str | None:
-        return "\n".join(filter(None, (*self.kept, self._replayed()))) or None
-
-    def _replayed(self) -> str | None:
+    def _replayed(self) -> list[str]:
         if self.outside is not None:
-            return f"step() is in no CUDA graph: {self.outside}"
+            return [f"step() is in no CUDA graph: {self.outside}"]
         if self.launched is not None:
-            return f"step() is in no CUDA graph in phases {self.launched}, which ask libraries that wait for the host"
-        return None
+            return [f"step() is in no CUDA graph in phases {self.launched}, which ask libraries that wait for the host"]
+        return []
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         shape = "x".join(map(str, row.shape)) or "scalar"

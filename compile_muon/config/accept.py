@@ -105,11 +105,10 @@ def real(
         number = float(of_type(field, value, numbers.Real, "a number", "write a plain number"))
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise config_error(field, value, "is not finite", "give a finite number")
-    if number < 0 or (positive and number == 0) or number >= below or number > most:
+    at_least = number > 0 if positive else number >= 0
+    if not (at_least and number < below and number <= most):  # NaN lies outside too
         interval = _interval(positive, below, most)
-        raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
+        raise config_error(field, value, f"lies outside {interval}", f"choose a finite number in {interval}")
     return number
 
 
@@ -128,14 +127,20 @@ def rate(field: str, value: object) -> float | Tensor:
     return value
 
 
+def two(field: str, value: object, remedy: str) -> Sequence[Any]:
+    """Accept a sequence of two values of any kind."""
+    values: Sequence[Any] = of_type(field, value, Sequence, "a pair", remedy)
+    if len(values) != 2:
+        raise config_error(field, value, "is not a pair", remedy)
+    return values
+
+
 @takes("two numbers in [0, 1)")
 def pair(field: str, value: object) -> tuple[float, float]:
     """Accept two floats in [0, 1)."""
     _refuse_auto(field, value, "write the two numbers")
-    if len(of_type(field, value, Sequence, "a pair", "use two numbers in [0, 1)")) != 2:
-        raise config_error(field, value, "is not a pair", "use two numbers in [0, 1)")
     try:
-        first, second = (real(field, number, below=1.0) for number in cast(Sequence[object], value))
+        first, second = (real(field, number, below=1.0) for number in two(field, value, "use two numbers in [0, 1)"))
     except ConfigError as error:
         raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
     return first, second
@@ -165,6 +170,11 @@ def ranges(field: str, value: object) -> bool:
         problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
         raise config_error(field, value, problem, "pip install '.[profile]' in the checkout, or run without the tool")
     return enabled
+
+
+def missing(field: str) -> ConfigError:
+    """Return the error about a required setting that is absent."""
+    return config_error(field, None, "is missing", "write it")
 
 
 def key_name(key: object) -> str:
@@ -252,12 +262,13 @@ def dtype(field: str, value: object) -> torch.dtype:
 def patterns(field: str, value: object) -> Patterns:
     if callable(value):
         return value
-    expected = "a predicate f(name, param) or a list of name patterns"
-    listed = tuple(of_type(field, value, Sequence, expected, 'write ["pattern", ...]'))
-    if not listed:
-        raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
-    for pattern in listed:
-        if not isinstance(pattern, str) or not pattern:
-            problem = f"holds {shown(pattern)}, which is not a name pattern"
-            raise config_error(field, value, problem, "use non-empty strings")
+    remedy = 'write ["pattern", ...] or a predicate f(name, param), or leave it out to let compile_muon choose'
+    return strings(field, value, "name patterns", remedy)
+
+
+def strings(field: str, value: object, kind: str, remedy: str) -> tuple[str, ...]:
+    """Accept a list of strings, none of them empty, and at least one."""
+    listed = tuple(of_type(field, value, Sequence, f"a list of {kind}", remedy))
+    if not listed or not all(isinstance(entry, str) and entry for entry in listed):
+        raise config_error(field, value, f"is no list of {kind}", remedy)
     return listed

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from compile_muon.config.accept import taken
+from compile_muon.config.accept import missing, taken
 from compile_muon.errors import ConfigError, config_error, raise_all
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def setting(
 
     def accept(path: str, value: object) -> Any:
         if value is None and default is None and not none:
-            raise config_error(path, value, "is missing", "write it")
+            raise missing(path)
         if (value is None and none) or (also is not None and type(value) is type(also) and value == also):
             return value
         return check(path, value, **limits)
@@ -94,14 +94,12 @@ class Checked:
 
     @classmethod
     def checked(cls, name: str, value: object, path: str) -> Any:
-        """Return `value` in canonical form for the field `name`; a ConfigError names `path`, as the user knows the
-        field."""
+        """Return `value` in canonical form for the field `name`; a ConfigError names the user's `path` of it."""
         return cls.__dataclass_fields__[name].metadata["check"](path, value)
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any], mistakes: Mistakes, path: Callable[[str], str]) -> dict[str, Any]:
-        """Return the valid ones of `values` (field -> value) in canonical form; add errors about the others to
-        `mistakes`."""
+        """Return the valid ones of `values` (field -> value) in canonical form; errors go to `mistakes`."""
         good = {}
         for name, value in values.items():
             with mistakes.collected():
@@ -110,8 +108,7 @@ class Checked:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], mistakes: Mistakes, path: str) -> Self | None:
-        """Build an instance from the valid values of the section that the user knows as `path`; errors go to
-        `mistakes`.
+        """Build an instance from the valid values of the user's section `path`; errors go to `mistakes`.
 
         Returns None if values contradict each other, or a required one is missing.
         """

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from compile_muon.config.accept import FILLED
+from compile_muon.config import accept
 from compile_muon.config.checked import Checked
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
 from compile_muon.config.settings import SETTINGS, Config, MeshConfig, NSConfig
 from compile_muon.config.vocabulary import KEYS, SECTIONS
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.errors import ConfigError
 
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def run(path: Path) -> int:
     for mistake in errors:
         # Without these two, the config would train something else: "auto" that MuonTrainer fills in, and a foreign
         # optimizer.
-        if mistake.field == "optimizer.type" or (mistake.field in FILLED and mistake.shown == repr("auto")):
+        if mistake.field == "optimizer.type" or (mistake.field in accept.FILLED and mistake.shown == repr("auto")):
             _keep(result, user_settings.source, mistake.field)
     if errors:
         print("left to do:", *errors, sep="\n  ", file=sys.stderr)
@@ -69,7 +69,8 @@ def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> Non
 
 
 def _written(config: Config) -> dict[str, Any]:
-    _patterns("muon_params", config.muon_params or ())
+    if config.muon_params is not None:
+        _patterns("muon_params", config.muon_params)
     parts: dict[type[Checked], Checked] = {NSConfig: config.muon.ns, MeshConfig: MeshConfig(), Config: config}
     parts |= {type(part): part for f in fields(config) if isinstance(part := getattr(config, f.name), Checked)}
     settings = {
@@ -118,10 +119,8 @@ def _group(group: GroupConfig) -> dict[str, Any]:
     return {"name": group.name, "params": params, **method, **_plain(dict(group.rates))}
 
 
-def _patterns(field: str, params: Callable[..., Any] | tuple[str, ...]) -> list[str]:
-    if callable(params):
-        raise config_error(field, params, "is no list of patterns", 'write ["pattern", ...]')
-    return list(params)
+def _patterns(field: str, params: object) -> list[str]:
+    return list(accept.strings(field, params, "name patterns", 'write ["pattern", ...]'))
 
 
 def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
@@ -141,8 +140,7 @@ def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the schedule. Rates that the schedule would overwrite with DeepSpeed's default move from
-    `given` into it."""
+    """Return the schedule's keys; rates that its default would overwrite move from `given` into it."""
     schedule = config.scheduler
     if schedule is None:
         return {}

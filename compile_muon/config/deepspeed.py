@@ -123,11 +123,10 @@ def _read_algorithm(user_settings: UserSettings, kind: object, optimizer: object
 
 
 def _put(user_settings: UserSettings, setting: str, value: object, path: str, algorithm: str) -> None:
-    """Call ``user_settings.put``, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's
-    settings."""
+    """Put a setting, with clipping by 0 as None (as in DeepSpeed); under "adamw" refuse Muon's settings."""
     if algorithm == "adamw" and setting in _MUON_ONLY:
-        remedy = "use lr, the rate of AdamW here" if path.endswith(".muon_lr") else "remove it"
-        user_settings.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
+        remedy = 'remove it (use lr for the rate of AdamW), or set optimizer.type to "Muon"'
+        user_settings.mistakes.add(config_error(path, value, NO_MUON, remedy))
     elif value is None and path in ("communication_data_type", "sequence_parallel_size"):
         user_settings.hints.append(path)
     else:
@@ -193,10 +192,7 @@ def _remark_on_defaults(user_settings: UserSettings, sizes: list[str], algorithm
 
 
 def _read_offload(user_settings: UserSettings, keys: dict[str, Any]) -> None:
-    """Merge DeepSpeed's three keys of optimizer offload into one, in `keys`; keys that are off become hints.
-
-    The keys are ``offload_optimizer``, its predecessor ``cpu_offload``, and ``save_muon_momentum_buffer_in_memory``.
-    """
+    """Merge DeepSpeed's three keys of optimizer offload into one, in `keys`; keys that are off become hints."""
     at = "zero_optimization."
     optimizer, cpu, stay = f"{at}offload_optimizer", f"{at}cpu_offload", f"{at}save_muon_momentum_buffer_in_memory"
     momenta = keys.pop(stay, None)
@@ -235,8 +231,7 @@ def _read_precision(user_settings: UserSettings, keys: Mapping[str, Any]) -> Non
             if accept.boolean(path, keys.get(path, False)):
                 user_settings.put("param_dtype", torch.bfloat16, path)
             elif path in keys and user_settings.values.get("param_dtype") is torch.bfloat16:
-                first = user_settings.names["param_dtype"]
-                raise config_error(path, False, f"contradicts {first} = torch.bfloat16", "keep one of the two")
+                raise user_settings.contradiction("param_dtype", False, path)
 
 
 def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algorithm: str) -> ScheduleConfig | None:

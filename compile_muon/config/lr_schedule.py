@@ -31,10 +31,8 @@ Rates = float | tuple[float, float]
 def check_rates(field: str, value: object) -> Rates:
     """Accept one rate for both halves, or a pair (Muon, AdamW)."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != 2:
-            problem = f"holds {len(value)} rates"
-            raise config_error(field, value, problem, "write one number, or the two of Muon and AdamW")
-        return accept.real(field, value[0]), accept.real(field, value[1])
+        muon, adamw = accept.two(field, value, "write one number, or the two of Muon and AdamW")
+        return accept.real(field, muon), accept.real(field, adamw)
     return accept.real(field, value)
 
 

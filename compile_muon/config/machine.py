@@ -102,7 +102,7 @@ def _fields(
         accept.known(f"{prefix}{name}", value, name, readers, "a field")
     for name in required:
         if name not in entries:
-            raise config_error(f"{prefix}{name}", None, "is missing", "write it")
+            raise accept.missing(f"{prefix}{name}")
     return {name: reader(f"{prefix}{name}", value) for name, value in entries.items() if (reader := readers[name])}
 
 
@@ -124,9 +124,7 @@ def _list(entry: Reader, path: str, value: object) -> tuple[Any, ...]:
 
 
 def _pair(first: Reader, second: Reader, path: str, value: object) -> tuple[float, float]:
-    pair = _list(lambda at, each: each, path, value)
-    if len(pair) != 2:
-        raise config_error(path, value, "is not a pair", "write two numbers")
+    pair = accept.two(path, value, "write [...] of two numbers")
     return first(f"{path}[0]", pair[0]), second(f"{path}[1]", pair[1])
 
 
@@ -189,10 +187,6 @@ _HOST: dict[str, Reader] = dict.fromkeys(
 )
 
 
-def _each(reader: Reader, names: str) -> dict[str, Reader]:
-    return dict.fromkeys(names.split(), reader)
-
-
 #: field -> reader, of the planner's machines and of :class:`Costs`
 READERS: dict[str, Reader] = {
     "name": _text,
@@ -213,10 +207,8 @@ READERS: dict[str, Reader] = {
     "sources": lambda path, value: {
         name: _text(f"{path}.{name}", said) for name, said in accept.mapping(path, value).items()
     },
-    **_each(_positive, "memory_bandwidth kernel_seconds"),
-    **_each(_natural, "processors collective_processors cores fill_entries"),
-    **_each(
-        accept.real,
-        "function_seconds late_seconds start_seconds host_bandwidth host_memory_bandwidth disk_bandwidth",
-    ),
+    **dict.fromkeys(("memory_bandwidth", "kernel_seconds"), _positive),
+    **dict.fromkeys(("processors", "collective_processors", "cores", "fill_entries"), _natural),
+    **dict.fromkeys(("function_seconds", "late_seconds", "start_seconds"), accept.real),
+    **dict.fromkeys(("host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"), accept.real),
 }

@@ -279,9 +279,7 @@ class ExpertParallelConfig(Checked):
 @accept.takes("a path, or a list of them")
 def _check_stacks(field: str, value: object) -> tuple[str, ...]:
     paths = [value] if isinstance(value, str) else value
-    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
-        raise config_error(field, value, "is no list of paths", 'write those of ModuleLists, ["model.layers"]')
-    return tuple(paths)
+    return accept.strings(field, paths, "paths", 'write those of ModuleLists, ["model.layers"]')
 
 
 @dataclass(frozen=True)
@@ -451,10 +449,14 @@ class UserSettings:
         owner, field = SETTINGS[setting]
         with self.mistakes.collected():
             canonical = owner.checked(field, value, name)
-            stored = self.values.setdefault(setting, canonical)
-            first = self.names.setdefault(setting, name)
-            if stored != canonical:
-                raise config_error(name, canonical, f"contradicts {first} = {stored!r}", "keep one of the two")
+            self.names.setdefault(setting, name)
+            if self.values.setdefault(setting, canonical) != canonical:
+                raise self.contradiction(setting, canonical, name)
+
+    def contradiction(self, setting: str, value: object, name: str) -> ConfigError:
+        """Return the error about a second value for a stored setting."""
+        problem = f"contradicts {self.names[setting]} = {self.values[setting]!r}"
+        return config_error(name, value, problem, "keep one of the two")
 
     def best(self, *, mesh: bool = False, **rest: Any) -> Config:
         """Build the ``Config`` of all stored settings; drop each setting that contradicts others, as a mistake.

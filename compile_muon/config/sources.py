@@ -8,6 +8,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,10 @@ from torch import nn
 from compile_muon.config import accept
 from compile_muon.config.checked import Checked, Mistakes
 from compile_muon.config.settings import Config
-from compile_muon.errors import config_error
+from compile_muon.errors import ConfigError, config_error
 
 _DEPTH = 64  # of nested sections, also in a mapping that contains itself; a config has four
 _NAMESPACES = (Namespace, SimpleNamespace)
-_NESTED = f"is nested more than {_DEPTH} deep"
-_SECTIONS = "write sections as they are known"
 _GIVE = "give the path of a JSON file, a dict, or a Config"
 
 
@@ -32,10 +31,9 @@ def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
     dataclass, or a namespace. `mistakes` gets keys that a file has twice. Raises a ConfigError if `source` is
     unreadable or anything else.
     """
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        whole = _parsed(source, "config", source, mistakes)
-    elif isinstance(source, (str, os.PathLike)):
-        whole = _read_file(source, mistakes)
+    if isinstance(source, (str, os.PathLike)):
+        path_or_text = os.fsdecode(source)
+        whole = _read_json(path_or_text, isinstance(source, str) and source.lstrip().startswith("{"), mistakes)
     else:
         whole = _values_of(source)
     return _plain(accept.of_type("config", whole, Mapping, "an object", _remedy(whole)), "", {})
@@ -76,7 +74,7 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
     `known` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
     """
     if depth > _DEPTH:
-        raise config_error(path, "...", _NESTED, _SECTIONS)
+        raise _too_deep(path, "...")
     is_ours = dataclasses.is_dataclass(value) and type(value).__module__.startswith("compile_muon.")
     if depth and not is_ours and (isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value)):
         value = _values_of(value)
@@ -95,6 +93,10 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
     return known[id(value)][1]
 
 
+def _too_deep(field: str, shown: object) -> ConfigError:
+    return config_error(field, shown, f"is nested more than {_DEPTH} deep", "write sections as they are known")
+
+
 def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
     try:
         return value[key]
@@ -103,31 +105,24 @@ def _entry(value: Mapping[Any, Any], key: Any, name: str) -> Any:
         raise config_error(name, "???", f"has no value ({said})", "give it one") from None
 
 
-def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
-    path = os.fspath(source)
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:  # bytes that are no text, a NUL in the path
-        why = getattr(error, "strerror", None) or error
-        raise config_error("config", path, f"cannot be read ({why})", "give a JSON file or a dict") from None
-    if str(path).lower().endswith((".yaml", ".yml")):
-        raise config_error("config", path, "is YAML, and JSON is read", "give yaml.safe_load(...) of it, a dict")
-    return _parsed(text, path, path, mistakes)
+def _read_json(source: str, is_text: bool, mistakes: Mistakes) -> object:
+    """Return the content of JSON text, or of the file at a path."""
 
-
-def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         section: dict[str, Any] = {}
         for key, value in pairs:
             if key in section:
+                place = "config" if is_text else source
                 mistakes.add(config_error(key, value, f"is given twice in {place}", "keep one of the two"))
             section[key] = value
         return section
 
     try:
+        text = source if is_text else Path(source).read_text(encoding="utf-8-sig")
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
-        raise config_error("config", shown, _NESTED, _SECTIONS) from None
-    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None
+        raise _too_deep("config", source) from None
+    except (OSError, ValueError) as error:  # also bytes that are no text, a NUL in the path, integers of many digits
+        problem = f"cannot be read as JSON ({getattr(error, 'strerror', None) or error})"
+        remedy = "mend it, or give another JSON file or a dict, of YAML yaml.safe_load(...)"
+        raise config_error("config", source, problem, remedy) from None

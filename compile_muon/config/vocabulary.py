@@ -135,57 +135,52 @@ _MASTER_DTYPE = "gradients are accumulated in the masters' dtype, master_dtype i
 _MEAN = "gradients are averaged; for their sum multiply the loss by the number of ranks"
 _ELASTIC = "the loop chooses batch sizes, and a checkpoint loads on any number of ranks"
 _BY_HAND = "do it in the model or in the training loop"
-#: Section, keys in it that are errors unless they are off, and when these are.
-REFUSED: tuple[tuple[str, str, Foreign], ...] = (
-    ("zero_optimization", "cpu_offload_param cpu_offload_params zenflow", Foreign(_OFFLOADED)),
-    (
-        "zero_optimization",
-        "zero_hpz_partition_size mics_shard_size",
-        Foreign("shards are split over all ranks", _UNSPLIT),
-    ),
-    (
-        "zero_optimization",
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param",
-        Foreign("there is no ZeRO++ here"),
-    ),
-    ("compile", "offload_activation offload_opt_states offload_parameters", Foreign(_OFFLOADED)),
-    ("compile", "passes", Foreign('"compile": true is the whole switch', (*_OFF, "z1", "z3"))),
-    ("compile", "disable", Foreign('write "enabled": false')),
-    ("compile", "kwargs", Foreign("write compile.fullgraph and compile.dynamic", (None,))),
-    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", Foreign(_MASTERS)),
-    ("bfloat16", "bf16_master_weights_and_grads bf16_optimizer_states", Foreign(_MASTERS)),
-    ("optimizer.params", "max_grad_norm", Foreign("use gradient_clipping")),
-    ("optimizer.params", "bias_correction", Foreign("the AdamW of torch is bias-corrected", (None, True))),
-    (
-        "optimizer.params",
+#: Section -> keys in it -> what becomes of them, an error unless they are off.
+REFUSED: dict[str, dict[str, Foreign]] = {
+    "zero_optimization": {
+        "cpu_offload_param cpu_offload_params zenflow": Foreign(_OFFLOADED),
+        "zero_hpz_partition_size mics_shard_size": Foreign("shards are split over all ranks", _UNSPLIT),
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+        "zeropp_loco_param": Foreign("there is no ZeRO++ here"),
+    },
+    "compile": {
+        "offload_activation offload_opt_states offload_parameters": Foreign(_OFFLOADED),
+        "passes": Foreign('"compile": true is the whole switch', (*_OFF, "z1", "z3")),
+        "disable": Foreign('write "enabled": false'),
+        "kwargs": Foreign("write compile.fullgraph and compile.dynamic", (None,)),
+    },
+    **dict.fromkeys(("bf16", "bfloat16"), {"bf16_master_weights_and_grads bf16_optimizer_states": Foreign(_MASTERS)}),
+    "optimizer.params": {
+        "max_grad_norm": Foreign("use gradient_clipping"),
+        "bias_correction": Foreign("the AdamW of torch is bias-corrected", (None, True)),
         "amsgrad maximize freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
-        "local_step_clipper coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff",
-        Foreign("Muon and the AdamW of torch are what there is here"),
-    ),
-    (
-        "scheduler.params",
-        "last_batch_iteration",
-        Foreign("a checkpoint brings back where the schedule was", (None, -1)),
-    ),
-    ("expert_parallel", "enabled", Foreign('say by "size" how many ranks share experts')),
-    ("", "torch_autocast amp", Foreign(_CASTS, (*_OFF, "auto"), _SWITCHES)),  # "auto": a choice of the Trainer's
-    ("", "data_types", Foreign(_MASTER_DTYPE, (*_OFF, "fp32", "float32", "torch.float32"))),
-    ("", "gradient_allreduce_op", Foreign(_MEAN, (None, "mean"))),
-    ("", "tensor_parallel", Foreign("all ranks are data-parallel", _UNSPLIT, _TENSOR_SIZES)),
-    ("", "elasticity", Foreign(_ELASTIC, heeded=_SWITCHES)),
-    (
-        "",
+        "local_step_clipper coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff": Foreign(
+            "Muon and the AdamW of torch are what there is here"
+        ),
+    },
+    "scheduler.params": {"last_batch_iteration": Foreign("a checkpoint brings the schedule back", (None, -1))},
+    "expert_parallel": {"enabled": Foreign('say by "size" how many ranks share experts')},
+    "": {
+        "torch_autocast amp": Foreign(_CASTS, (*_OFF, "auto"), _SWITCHES),  # "auto": a choice of the Trainer's
+        "data_types": Foreign(_MASTER_DTYPE, (*_OFF, "fp32", "float32", "torch.float32")),
+        "gradient_allreduce_op": Foreign(_MEAN, (None, "mean")),
+        "tensor_parallel": Foreign("all ranks are data-parallel", _UNSPLIT, _TENSOR_SIZES),
+        "elasticity": Foreign(_ELASTIC, heeded=_SWITCHES),
         "data_efficiency curriculum_learning progressive_layer_drop eigenvalue compression_training "
-        "weight_quantization quantize_training hybrid_engine",
-        Foreign(_BY_HAND, heeded=_SWITCHES),
-    ),
-    ("", "sparse_attention", Foreign(_BY_HAND)),
-)
+        "weight_quantization quantize_training hybrid_engine": Foreign(_BY_HAND, heeded=_SWITCHES),
+        "sparse_attention": Foreign(_BY_HAND),
+    },
+}
 
 #: Path of each DeepSpeed key that is not read here -> what becomes of it.
 FOREIGN: dict[str, Foreign] = {
     **{full_name(section, key): Foreign() for section, keys in IGNORED.items() for key in keys.split()},
-    **{full_name(section, key): row for section, keys, row in REFUSED for key in keys.split()},
+    **{
+        full_name(section, key): foreign
+        for section, rows in REFUSED.items()
+        for keys, foreign in rows.items()
+        for key in keys.split()
+    },
 }
 
 

@@ -180,9 +180,6 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
     is_elsewhere = device.type != home.type or device.index not in (home.index, None)
     tensor = 1 if engine.mesh is None else engine.mesh.axis("tensor").size
     world, processes = 1 if engine.group is None else engine.group.size(), accelerator.num_processes
-    remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
-    if processes == 1:
-        remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
     is_prepared = any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator))
     return [
         (steps not in (None, 1), "gradient_accumulation_steps", steps,
@@ -193,7 +190,9 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
          f"is on {device}, where batches of the accelerator are on {home}",
          "shard model.to(accelerator.device): what is sharded cannot be moved"),
         (world != processes, "optimizer", "MuonZero",
-         f"is sharded over {world} of the accelerator's {processes} processes", remedy),
+         f"is sharded over {world} of the accelerator's {processes} processes",
+         "make the Accelerator first, without a GPU Accelerator(cpu=True), which else sees one process, and shard over "
+         "all of its processes (no mesh=, no process_group=)"),
         (is_prepared, "optimizer", "MuonZero", "is prepared already", "prepare it once"),
     ]  # fmt: skip
 

@@ -29,16 +29,18 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def refused_attention(model: Any, degree: int) -> Iterator[Refusal]:
     """Yield refusals of decoders that need all positions outside of attention, or all heads inside."""
+    unfit = dict[str, str]()
     for path, block in model.layers.named_children():
-        without = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
-        yield next(_attentions(block), None) is None, _FIELD, degree, without, "set it to 1"
+        if next(_attentions(block), None) is None:
+            unfit[f"layers.{path} ({type(block).__name__})"] = "none"
     for path, module in _attentions(model):
-        kind, heads = type(module.inner_attention).__name__, getattr(module, "n_heads", degree)
-        other = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
-        sinks = f"gives a rank some of the heads, and {path} adds sinks of all of them"
-        yield not isinstance(module.inner_attention, _INNER), _FIELD, degree, other, "set it to 1"
-        yield hasattr(module, "sinks"), _FIELD, degree, sinks, "set it to 1"
+        heads = getattr(module, "n_heads", degree)
         yield heads % degree, _FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them"
+        if hasattr(module, "sinks") or not isinstance(module.inner_attention, _INNER):
+            unfit[path] = type(module.inner_attention).__name__ + " with sinks" * hasattr(module, "sinks")
+    for path, found in unfit.items():
+        problem = f"needs FlexAttention or ScaledDotProductAttention, without sinks, in every block; {path} has {found}"
+        yield True, _FIELD, degree, problem, "set it to 1"
 
 
 def exchange_heads(model: Any, mesh: DeviceMesh) -> None:

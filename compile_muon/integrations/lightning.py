@@ -51,7 +51,10 @@ from compile_muon.weights import full_state_dict, load_full_state_dict
 #: prefix that torch.compile(module) gives the names inside
 _COMPILED = "_orig_mod."
 
-_OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
+_MUON = (
+    "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config and return trainer.strategy.muon, "
+    "alone or with an lr_scheduler"
+)
 
 #: callbacks that a sharded module breaks
 _CALLBACKS: dict[type[plc.Callback], Why] = {
@@ -242,19 +245,20 @@ class MuonZeroStrategy(DDPStrategy):
             self._settings = [{k: v for k, v in g.items() if k != "params"} for g in self._muon.param_groups]
             _compile_children(module, self._resolved.compile)
         configure = module.configure_optimizers
-        module.configure_optimizers = lambda: self._completed(configure())
+
+        def configured_or_own() -> Any:
+            configured = configure()
+            none = configured is None and self._muon is None
+            problem = "makes no optimizer, and neither does the strategy"
+            refuse([(none, "configure_optimizers", None, problem, _MUON)])
+            return self._muon if configured is None else configured
+
+        module.configure_optimizers = configured_or_own
         try:
             super().setup_optimizers(trainer)
         finally:
             del module.configure_optimizers
         self._check_optimizers(module)
-
-    def _completed(self, configured: Any) -> Any:
-        """Return `configured`, the result of ``configure_optimizers``, or for None the optimizer of ``config``."""
-        none = configured is None and self._muon is None
-        problem = "makes no optimizer, and neither does the strategy"
-        refuse([(none, "configure_optimizers", None, problem, _OWN)])
-        return self._muon if configured is None else configured
 
     def _begin_anew(self, muon: MuonZero) -> None:
         """Reset the optimizer's state and settings, not the weights, as a new optimizer in every fit would."""
@@ -270,12 +274,11 @@ class MuonZeroStrategy(DDPStrategy):
 
     def _check_optimizers(self, module: nn.Module) -> None:
         """Refuse foreign optimizers, and trainable parameters in no optimizer."""
-        remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
         others = [type(each).__name__ for each in self.optimizers if not isinstance(each, MuonZero)]
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         idle = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
         rows: list[Refusal] = [
-            (others, "configure_optimizers", ", ".join(others), "is another optimizer than the strategy's", remedy),
+            (others, "configure_optimizers", ", ".join(others), "is another optimizer than the strategy's", _MUON),
             (not others and idle, "configure_optimizers", listed(idle), "are trainable, and in no optimizer",
              "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it was "
              "sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable"),

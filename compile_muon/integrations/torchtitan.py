@@ -33,11 +33,16 @@ from compile_muon.config import Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import config_error
 from compile_muon.initialize import initialize
-from compile_muon.integrations.common import WHY, Refusal, Source, contradicting, filled, refuse
+from compile_muon.integrations.common import WHY, Refusal, Source, Why, contradicting, filled, refuse
 from compile_muon.integrations.context_parallel import exchange_heads, refused_attention
 from compile_muon.optimizer import MuonZero
 
 _PENDING, _OFF = "_pending_optimizer", "set it to False"
+_OF_FSDP = Why(
+    "belongs to FSDP",
+    'leave it out, and set "compile": {"reshard_after_forward": ...} or "zero_optimization": {"offload_param": "cpu"} '
+    "in muon_config",
+)
 #: torchtitan's name of an optimizer -> our method
 _METHODS = {"AdamW": "adamw", "DistMuon": "muon"}
 
@@ -96,10 +101,9 @@ def _refusals(training: TrainingConfig, parallelism: Any, compile_config: Any, a
          "deals positions out in another order, which a causal mask does not know", "set it to None"),
         (backend == "full_dtensor", "parallelism.spmd_backend", backend, "makes the inputs DTensors",
          "use 'spmd_types' or 'partial_dtensor'"),
-        (reshard != "default", "parallelism.fsdp_reshard_after_forward", reshard, "belongs to FSDP",
-         'leave it out, and set "compile": {"reshard_after_forward": ...} in muon_config'),
-        (parallelism.enable_fsdp_symm_mem, "parallelism.enable_fsdp_symm_mem", True, "belongs to FSDP", _OFF),
-        (training.enable_cpu_offload, "training.enable_cpu_offload", True, "belongs to FSDP", _OFF),
+        (reshard != "default", "parallelism.fsdp_reshard_after_forward", reshard, *_OF_FSDP),
+        (parallelism.enable_fsdp_symm_mem, "parallelism.enable_fsdp_symm_mem", True, *_OF_FSDP),
+        (training.enable_cpu_offload, "training.enable_cpu_offload", True, *_OF_FSDP),
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", False,
          "replays forward and backward without the Python that accounts for gradients", "set it to True"),
         (compiled, "compile.components", compile_config.components, *WHY["compiles"]),

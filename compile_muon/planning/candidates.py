@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from compile_muon.config import Config
@@ -120,16 +120,9 @@ class Price:
     exposed_seconds: float  # part of it in which the compute stream waits
     adamw_seconds: float
     adamw_exposed_seconds: float
-
-    share: float = field(init=False)  # time that Muon adds, as a fraction of AdamW's step
-    computed_share: float = field(init=False)  # part of `share` that is computed
-    # part of `share` that is exposed; below 0 where Newton-Schulz hides communication that AdamW waits for
-    exposed_share: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        share = self.seconds / self.adamw_seconds - 1
-        exposed = (self.exposed_seconds - self.adamw_exposed_seconds) / self.adamw_seconds
-        vars(self).update(share=share, computed_share=share - exposed, exposed_share=exposed)
+    share: float  # time that Muon adds, as a fraction of AdamW's step
+    computed_share: float  # part of `share` that is computed
+    exposed_share: float  # part that is exposed; below 0 where Newton-Schulz hides communication that AdamW waits for
 
 
 def percent(share: float) -> str:
@@ -170,4 +163,9 @@ def prices(
 
     for count in counts:
         fits = all(step(min(count, _SEVERAL), adamw).peak.total <= limit for adamw in (False, True))
-        yield Price(tokens * count, fits, *steps(count, False), *steps(count, True))
+        (seconds, exposed), (adamw_seconds, adamw_exposed) = steps(count, False), steps(count, True)
+        share, exposed_share = seconds / adamw_seconds - 1, (exposed - adamw_exposed) / adamw_seconds
+        yield Price(
+            tokens * count, fits, seconds, exposed, adamw_seconds, adamw_exposed,
+            share, share - exposed_share, exposed_share,
+        )  # fmt: skip

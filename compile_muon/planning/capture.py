@@ -122,8 +122,7 @@ def capture_step(
 
 
 def shard(model: nn.Module, config: Config, *, axes: Mapping[str, int] | None, backend: str | None) -> MuonZero:
-    """Return an optimizer of `model`, sharded in place over the ranks of a :func:`simulated_job`; see
-    :func:`capture_step`."""
+    """Return an optimizer of `model`, sharded in place over the ranks of a :func:`simulated_job`."""
     device = next(model.parameters()).device.type
     device = "cpu" if device == "meta" else device
     shape = {"shard": dist.get_world_size()} if axes is None else axes

@@ -22,7 +22,7 @@ from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Price, percent, planned_for
 from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
 from compile_muon.planning.fit import fits
-from compile_muon.planning.models import Batch, load_subject, plan_module
+from compile_muon.planning.models import Batch, check_multiple, load_subject, plan_module
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan, mesh_text, size
 from compile_muon.simulate import to_chrome_trace
 from compile_muon.simulate.machine import load_machine
@@ -127,9 +127,7 @@ def _question(chosen: Namespace, progress: Callable[[str], None]) -> Question:
     subject = load_subject(chosen.model, batch)
     price = sorted(set(chosen.price))
     for tokens in price:
-        if tokens < batch.tokens or tokens % batch.tokens:
-            problem = f"is no whole number of micro-batches of {batch.tokens} tokens"
-            raise config_error("--price", tokens, problem, f"use a multiple of {batch.tokens}, or another --tokens")
+        check_multiple("--price", tokens, batch.tokens, "micro-batches", "--tokens")
     return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)), price, progress)
 
 

@@ -41,10 +41,15 @@ class Batch:
     def __post_init__(self) -> None:
         for field, value in (("--tokens", self.tokens), ("--sequence", self.sequence)):
             accept.integer(field, value, low=1)
-        if self.tokens % self.sequence:
-            problem = f"is no whole number of sequences of {self.sequence} tokens"
-            nearest = max(1, round(self.tokens / self.sequence)) * self.sequence
-            raise config_error("--tokens", self.tokens, problem, f"use {nearest}, or another --sequence")
+        check_multiple("--tokens", self.tokens, self.sequence, "sequences", "--sequence")
+
+
+def check_multiple(option: str, tokens: int, part: int, parts: str, other: str) -> None:
+    """Raise a ConfigError unless tokens are a multiple of those of a part, which the option `other` gives."""
+    if tokens < part or tokens % part:
+        nearest = max(1, round(tokens / part)) * part
+        problem = f"is no whole number of {parts} of {part} tokens"
+        raise config_error(option, tokens, problem, f"use {nearest}, or another {other}")
 
 
 @dataclass(frozen=True)

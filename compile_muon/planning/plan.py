@@ -191,8 +191,7 @@ def _prices(
 
 
 def _traced(question: Question, sharing: int, micro_batches: int) -> Trace:
-    """Trace a step of `micro_batches` with `sharing` ranks to a sequence; a ConfigError names a model that cannot be
-    traced."""
+    """Trace a step with `sharing` ranks to a sequence; a ConfigError names a model that cannot be traced."""
     began, subject = time.perf_counter(), question.subject
     config = with_micro_batches(question.config, micro_batches)
     remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
@@ -245,6 +244,11 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
     if config.algorithm == "muon":
         adamw = replace(target, config=with_adamw(config))
         plain = trace.captured(adamw, rank=rank).simulated(machine)
+    # A step moves each weight that lies in host memory.
+    weights_seconds = captured.on_host / device.host_bandwidth if captured.on_host and device.host_bandwidth else 0.0
+    seconds, exposed = step.seconds + weights_seconds, dict(step.exposed)
+    if weights_seconds:
+        exposed[OFFLOAD] = exposed.get(OFFLOAD, 0.0) + weights_seconds
     tokens = question.batch.tokens * config.zero.micro_batches / candidate.sharing
     newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
     plain_exposed = sum(plain.exposed.values())
@@ -257,10 +261,10 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         memory={name: nbytes for name, nbytes in resident.peak.by_category.items() if nbytes},
         largest=resident.peak.largest,
         sent=dict(step.traffic.by_axis),
-        step_seconds=step.seconds,
-        exposed_seconds=sum(step.exposed.values()), exposed=dict(step.exposed),
-        tokens_per_second=tokens / step.seconds,
-        newton_schulz_seconds=newton_schulz, newton_schulz_share=newton_schulz / step.seconds,
+        step_seconds=seconds,
+        exposed_seconds=sum(exposed.values()), exposed=exposed,
+        tokens_per_second=tokens / seconds,
+        newton_schulz_seconds=newton_schulz, newton_schulz_share=newton_schulz / seconds,
         owners_idle=sum(not work for work in owner_work) if mean else None,
         owners_uneven=max(owner_work) / mean if mean else 1.0,
         adamw_seconds=plain.seconds, adamw_exposed_seconds=plain_exposed,
@@ -270,8 +274,6 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         offload_waits=dict(step.offload_waits), offload_moved=step.moved,
         kept=[f"{frame}: {words}" for frame, words in captured.kept.items()],
     )  # fmt: skip
-    if captured.on_host and device.host_bandwidth:  # a step moves each weight that lies in host memory
-        figures = _later(figures, captured.on_host / device.host_bandwidth)
     figures = with_offload(figures, offload, captured.states, device)
     return _warned(figures, _remedy(figures, captured.states, device, offloaded)), step
 
@@ -312,19 +314,6 @@ def with_offload(
     )
 
 
-def _later(figures: Figures, seconds: float) -> Figures:
-    """Return the figures with `seconds` more of waiting for offloaded state."""
-    step = figures.step_seconds + seconds
-    return replace(
-        figures,
-        step_seconds=step,
-        exposed_seconds=figures.exposed_seconds + seconds,
-        exposed={**figures.exposed, OFFLOAD: figures.exposed.get(OFFLOAD, 0.0) + seconds},
-        tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
-        newton_schulz_share=figures.newton_schulz_seconds / step,
-    )
-
-
 def _remedy(
     figures: Figures, states: Mapping[str, int], machine: Machine, offloaded: Callable[[OffloadConfig], Timeline]
 ) -> str:
@@ -345,7 +334,6 @@ def _remedy(
 
 
 def _warned(figures: Figures, remedy: str = "") -> Figures:
-    """Return the figures with their warnings."""
     warnings, step = [remedy] if remedy else [], figures.step_seconds
     need = f"{size(figures.peak_bytes)} of {size(figures.limit_bytes)}"
     if not figures.fits:
@@ -388,7 +376,6 @@ def _world(ranks: int, found: Sequence[Figures]) -> World:
 
 
 def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], found: Sequence[Figures]) -> str:
-    """Say why `best` was chosen."""
     if len(found) == 1:
         return "it is the only one"
     fit = "all fit" if len(fitting) == len(found) else f"{len(fitting)} of {len(found)} fit"

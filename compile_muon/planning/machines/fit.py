@@ -167,8 +167,7 @@ def _by(key: str | Callable[[Sample], Any], samples: Sequence[Sample]) -> dict[A
 
 
 def _rate(sample: Sample, rest: float) -> float:
-    """Return the work a second beside `rest` seconds, of which at most 90 % of the time are subtracted: a sample hardly
-    longer would seem infinitely fast."""
+    # A sample hardly longer than the rest would seem infinitely fast.
     return sample.work / max(sample.seconds - rest, 0.1 * sample.seconds)
 
 
@@ -183,8 +182,7 @@ def _rates_by(
 
 
 def _start(products: Sequence[Sample], least: float) -> float:
-    """Return the time of a product beside its operations: the median over the products of which it is most of the time;
-    the least kernel's if there are none."""
+    """Return the time of a product beside its operations: the median of those that mostly take it, else `least`."""
     best = max(s.work / s.seconds for s in products)
     starts = [(s.seconds - s.work / best, s.seconds) for s in products]
     return statistics.median([rest for rest, seconds in starts if rest > 0.75 * seconds] or [least])
@@ -202,8 +200,7 @@ def _rates(products: Sequence[Sample], start: float) -> Table:
 
 
 def _host(steps: Sequence[Sample], copies: Sequence[Sample]) -> dict[str, float]:
-    """Return host seconds by kind: of a graph and a parameter from single ranks; of a collective from what several
-    ranks add."""
+    """Return host seconds by kind: graph and parameter from single ranks, collective from what several add."""
     single = [sample for sample in steps if sample.of["ranks"] == 1]
     if not single:
         return {}

@@ -214,8 +214,7 @@ def _products(clock: _Clock) -> Iterator[Sample]:
 
 
 def _kernels(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """Time kernels that Inductor generates, results allocated as in a graph, with as many functions as a kernel may
-    have."""
+    """Time Inductor's kernels, results allocated as in a graph: moves, and the most functions that one may have."""
     move = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
     functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
 
@@ -313,8 +312,7 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
 
 
 def _late(clock: _Clock, exchange: Callable[[torch.Tensor], object], count: int) -> Sample:
-    """Time how late ranks come: stretches of work with a collective behind each, against all the work with one at its
-    end."""
+    """Time how late ranks come: work with a collective behind each stretch of it, against one at the end."""
     plan, x = clock.plan, torch.ones(count)
     multiply = _multiply(clock, [(256, 256)] * 3)
     product_seconds = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])

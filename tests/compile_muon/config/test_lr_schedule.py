@@ -284,7 +284,7 @@ def test_one_rate_for_halves_that_have_two_is_an_error(kind, rate, optimizer, ow
         ("WarmupDecayLR", {}, "params.total_num_steps", ["is missing", "write it"]),
         ("OneCycle", {"cycle_momentum": False}, "params.cycle_min_lr", ["is missing"]),
         ("OneCycle", {"cycle_min_lr": 0.1}, "params.cycle_momentum", ["= True", '"cycle_momentum": false']),
-        ("WarmupLR", {"warmup_min_lr": [0.1]}, "params.warmup_min_lr", ["1 rates", "the two of Muon and AdamW"]),
+        ("WarmupLR", {"warmup_min_lr": [0.1]}, "params.warmup_min_lr", ["is not a pair", "the two of Muon and AdamW"]),
         ("WarmupLR", {"warmup_max_lr": "auto"}, "params.warmup_max_lr", ["MuonTrainer"]),
         ("WarmupLR", {"total_num_steps": 9}, "params.total_num_steps", ["WarmupLR", "warmup_max_lr"]),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "params.warmup_max_lr", ["not a parameter"]),
