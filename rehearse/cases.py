@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from models import SMALL
 from order import Op
 
-__all__ = ["BUDGETS", "CASES", "SHARED", "FEW", "Case", "Figures", "over", "sent_bytes"]
+__all__ = ["BUDGETS", "CASES", "LARGE", "SHARED", "FEW", "Case", "Figures", "over", "sent_bytes"]
 
 _PLAIN = str.maketrans("", "", "{}'\"")
 
@@ -29,11 +30,14 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)  # other keys of the config
     inductor: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._inductor.config``
     method: str = "Muon"  # type of the optimizer
+    model: str = SMALL
+    frames: int = 1  # parts between which the graph breaks
 
     @property
     def name(self) -> str:
         settings = {**self.params, **self.more}
         words = [self.method] * (self.method != "Muon")
+        words += [f"{self.model} in {self.frames} frames"] * (self.model != SMALL)
         words += [f"{key} {value}" for key, value in settings.items()] + list(self.inductor)
         return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *words]).translate(_PLAIN)
 
@@ -112,6 +116,23 @@ CASES = (
         Case(2, 4, dtype, params={"checks": "next_step"}, more={"sequence_parallel": {**SHARED, "attention": "ring"}})
         for dtype in ("bf16", "fp32")
     ),
+)
+
+
+#: micro-batches and budgets in GiB that fill an H100; the largest budget of a model fits all that it makes
+LARGE = tuple(
+    Case(stage, 8, model=model, frames=frames, more={"compile": {"memory": memory}})
+    for model, stage, frames, memory in (
+        ("GPT 1 B", 1, 1, 20),
+        ("GPT 1 B", 1, 4, 28),
+        ("GPT 1 B", 3, 1, 24),
+        ("Llama 1 B", 3, 1, 24),
+        ("Llama 1 B", 1, 4, 20),
+        ("Llama 8 B", 3, 8, 40),
+        ("Llama 8 B", 3, 8, 76),
+        ("Llama 8 B", 1, 8, 60),
+        ("Llama 8 B", 3, 1, 50),
+    )
 )
 
 
