@@ -308,7 +308,8 @@ class _Choices:
         (outputs,) = forward.graph.output_node().args
         # Several saved values may be views of one storage; saved placeholders exist before forward.
         storages = {base(node) for node in outputs[self._ctx.user_outputs :] if isinstance(node, Node)}
-        return sum(nbytes(memory) for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT)
+        made = [memory for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT]
+        return sum(map(nbytes, made))
 
     def _simulated(self, kept: Kept) -> _Simulated:
         """Lower the halves under the choice ``kept``, and simulate them."""

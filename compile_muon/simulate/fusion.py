@@ -76,8 +76,17 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
-    """Return the nodes of each kernel by its root, in graph order; free nodes (views) are in none.
+@dataclass
+class Kernel:
+    """Nodes that run as one kernel."""
+
+    nodes: list[Node]  # in graph order
+    moved: int  # bytes read and written
+    results: list[Node]  # nodes whose results are written to memory
+
+
+def kernels(gm: GraphModule, codegen: str) -> dict[Node, Kernel]:
+    """Return each kernel by its root; free nodes (views) are in none.
 
     `codegen`: "inductor" or "eager".
     """
@@ -92,7 +101,7 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
     for node in gm.graph.nodes:
         if node in root:
             members[root[node]].append(node)
-    return dict(members)
+    return {root: Kernel(nodes, moved_bytes(nodes), [root]) for root, nodes in members.items()}
 
 
 def moved_bytes(members: list[Node]) -> int:
@@ -124,14 +133,6 @@ def function_entries(members: list[Node]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- on GPUs
-
-
-@dataclass
-class Kernel:
-    """Nodes that run as one kernel."""
-
-    nodes: list[Node]  # in graph order
-    moved: int  # bytes read and written
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def fused_step(gm: GraphModule, ahead: set[Node]) -> dict[Node, Kernel]:
             parts.append([])
         if not is_free(node):
             parts[-1].append(node)
-    return {nodes[0]: Kernel(nodes, _moved_in_step(nodes)) for nodes in parts if nodes}
+    return {nodes[0]: Kernel(nodes, _moved_in_step(nodes), nodes) for nodes in parts if nodes}
 
 
 def _moved_in_step(nodes: list[Node]) -> int:
@@ -292,5 +293,6 @@ def _kernel(group: _Group, inlined: set[Node], group_of: dict[Node, _Group]) -> 
         return any(outlives(reader) if reader in inlined else group_of.get(reader) is not group for reader in readers)
 
     nodes = list(dict.fromkeys(member for node in group.written for member in _members(node, inlined)))
-    results = [mutated(node) or [node] * outlives(node) for node in group.written]
-    return Kernel(nodes, _read_bytes(nodes) + sum(nbytes(node) for written in results for node in written))
+    results = [node for node in group.written if mutated(node) or outlives(node)]
+    written = [memory for node in results for memory in mutated(node) or [node]]
+    return Kernel(nodes, _read_bytes(nodes) + sum(map(nbytes, written)), results)

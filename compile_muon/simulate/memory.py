@@ -22,6 +22,7 @@ from compile_muon.passes.joint.move import BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
+from compile_muon.simulate.fusion import Kernel
 from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.newton_schulz import Call
 from compile_muon.simulate.played import SimulatedGraph
@@ -93,8 +94,8 @@ class Memory:
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
         return LiveBytes({**self._peak, **idle}, self._largest)
 
-    def run(self, played: SimulatedGraph, roots: Mapping[Node, Node]) -> None:
-        """Count the bytes of one run of a graph; `roots` maps each node to the last node of its kernel."""
+    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel]) -> None:
+        """Count the bytes of one run of a graph; `kernels`: each by the node in whose place it runs."""
         gm, kind, frame = played.gm, played.kind, played.frame
         for live in self._live.values():
             for category in played.drops:
@@ -102,6 +103,11 @@ class Memory:
         # Replayed forward and backward graphs share a private pool; those of the step have another.
         pool = "" if not played.replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        written = {node for kernel in kernels.values() for node in kernel.results}
+        computed: dict[Node, list[int]] = {}  # places of the kernels that compute a node: an inlined one in each reader
+        for first, kernel in kernels.items():
+            for node in kernel.nodes:
+                computed.setdefault(node, []).append(place[first])
         outputs = [node for node in tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
         saved = outputs[played.user_outputs :] if kind is GraphKind.FORWARD else []
         output_memory, saved_memory = {base(node) for node in outputs}, {base(node) for node in saved}
@@ -109,22 +115,25 @@ class Memory:
         allocated: dict[int, list[_Storage]] = {}
         last_read: dict[Node, int] = {}
         for node in gm.graph.nodes:
-            if node.op != "call_function" or roots.get(node, node) is not node:
-                continue
             memory = base(node)
-            if memory.op != "call_function" or memory.target is MOVE_OUT:
+            if (
+                memory.op != "call_function"
+                or memory.target is MOVE_OUT
+                or (memory in computed and memory not in written)
+            ):
                 continue
             if memory not in storages and _is_tensor(memory):
                 category = _category(memory, kind, saved_memory, output_memory)
                 storages[memory] = _Storage(pool, category, nbytes(memory), memory)
-                allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
+                maker = _maker(memory)
+                allocated.setdefault(min(computed.get(maker, [place[maker]])), []).append(storages[memory])
         # The inputs of a backward graph are first the values that forward saved, in that order.
         from_forward = self._saved.pop(frame, ()) if kind is GraphKind.BACKWARD else ()
         inputs = filter(_is_tensor, gm.graph.find_nodes(op="placeholder"))
         storages |= {node: storage for storage, node in zip(from_forward, inputs, strict=False) if storage is not None}
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
-                last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, roots, place))
+                last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, computed, place))
         freed: dict[int, list[_Storage]] = {}
         for memory, storage in storages.items():
             if memory not in output_memory or memory.op == "placeholder":
@@ -178,11 +187,11 @@ def _maker(memory: Node) -> Node:
     return source if isinstance(source, Node) else memory
 
 
-def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) -> int:
-    """Return the place in the graph at which `reader` has read its inputs: its kernel, or the wait of a collective."""
+def _until(reader: Node, computed: Mapping[Node, list[int]], place: Mapping[Node, int]) -> int:
+    """Return the place in the graph at which `reader` has read its inputs: its kernel's, or a collective's wait."""
     if is_collective(reader):
         return max((place[user] for user in reader.users if is_wait(user)), default=place[reader])
-    return place[roots.get(reader, reader)]
+    return max(computed.get(reader, [place[reader]]))
 
 
 def _category(memory: Node, kind: GraphKind, saved: Collection[Node], returned: Collection[Node]) -> str:

@@ -59,7 +59,8 @@ def _concrete(gm: GraphModule) -> GraphModule:
 
     def symbolic(value: Any) -> bool:
         return isinstance(value, torch.SymInt) or (
-            isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+            isinstance(value, Tensor)
+            and any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
         )
 
     def concrete(value: Any) -> Any:
