@@ -31,7 +31,7 @@ class Case:
     inductor: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._inductor.config``
     method: str = "Muon"  # type of the optimizer
     model: str = SMALL
-    frames: int = 1  # parts between which the graph breaks
+    frames: int = 1  # or 4, between which the graph breaks
 
     @property
     def name(self) -> str:
@@ -128,9 +128,9 @@ LARGE = tuple(
         ("GPT 1 B", 3, 1, 24),
         ("Llama 1 B", 3, 1, 24),
         ("Llama 1 B", 1, 4, 20),
-        ("Llama 8 B", 3, 8, 40),
-        ("Llama 8 B", 3, 8, 76),
-        ("Llama 8 B", 1, 8, 60),
+        ("Llama 8 B", 3, 4, 40),
+        ("Llama 8 B", 3, 4, 76),
+        ("Llama 8 B", 1, 4, 60),
         ("Llama 8 B", 3, 1, 50),
     )
 )

@@ -100,10 +100,11 @@ def simulate(
     memory, traffic = Memory(resident or {}, machine), Traffic()
     # The refresh, which forward finishes, comes first: the previous step has started it.
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
-        by_inductor = machine.device == "cuda" and codegen == "inductor" and not played.eager
-        launched = gpu_kernels(played.gm) if by_inductor else kernels(played.gm, "eager" if played.eager else codegen)
-        memory.run(played, launched)
-        if machine.device == "cuda" and played.fused:
+        generated = codegen == "inductor" and not played.eager
+        on_gpu = machine.device == "cuda"
+        launched = gpu_kernels(played.gm) if generated and on_gpu else kernels(played.gm, fuses=generated)
+        memory.run(played, launched, generated=generated)
+        if on_gpu and played.fused:
             launched = fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
         player.run(played, launched)
         if played.counted:

@@ -3,14 +3,14 @@
 Memory lives from the node that allocates it to its last reader, views included; an output outlives the graph; the input
 of a collective lives until its wait. What forward saves for backward is freed at its last reader there. A CUDA graph
 allocates from a private pool, which keeps the most that was ever live in it. Results inside a fused kernel take no
-memory. Buffers that generated code would reuse in place count twice for a moment; the allocator's rounding and cache do
-not count.
+memory, and generated code computes a pointwise result in the place of an input that nothing else reads. The allocator's
+rounding and cache do not count.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from compile_muon.passes.joint.move import BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
-from compile_muon.simulate.fusion import Kernel
+from compile_muon.simulate.fusion import Kernel, is_pointwise
 from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.newton_schulz import Call
 from compile_muon.simulate.played import SimulatedGraph
@@ -94,8 +94,11 @@ class Memory:
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
         return LiveBytes({**self._peak, **idle}, self._largest)
 
-    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel]) -> None:
-        """Count the bytes of one run of a graph; `kernels`: each by the node in whose place it runs."""
+    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel], *, generated: bool = False) -> None:
+        """Count the bytes of one run of a graph; `kernels`: each by the node in whose place it runs.
+
+        `generated`: by Inductor, whose results may take the place of inputs.
+        """
         gm, kind, frame = played.gm, played.kind, played.frame
         for live in self._live.values():
             for category in played.drops:
@@ -138,8 +141,12 @@ class Memory:
         for memory, storage in storages.items():
             if memory not in output_memory or memory.op == "placeholder":
                 freed.setdefault(last_read.get(memory, place[memory]), []).append(storage)
+        replaced: dict[int, list[_Storage]] = {}
+        for first, kernel in kernels.items() if generated else ():
+            at = place[first]
+            replaced[at] = _replaced(kernel, storages, freed.get(at, []))
         for node, i in place.items():
-            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()))
+            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()), replaced.get(i, ()))
         if saved:
             self._saved[frame] = [storages.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
@@ -150,7 +157,15 @@ class Memory:
         returned = [memory for memory in output_memory - saved_memory if memory.op == "call_function"]
         self._returned[frame, kind] = [storages[memory] for memory in returned if memory in storages]
 
-    def _step(self, node: Node, pool: str, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
+    def _step(
+        self,
+        node: Node,
+        pool: str,
+        made: Sequence[_Storage],
+        freed: Sequence[_Storage],
+        replaced: Sequence[_Storage],
+    ) -> None:
+        self._free(replaced)
         for storage in made:
             self._live[storage.pool][storage.category] += storage.nbytes
             if storage.category == "intermediates":
@@ -170,11 +185,28 @@ class Memory:
             self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
         if extra:
             live["exchange"] -= extra
-        for storage in freed:
+        self._free(storage for storage in freed if storage not in replaced)
+
+    def _free(self, storages: Iterable[_Storage]) -> None:
+        for storage in storages:
             storage.readers -= 1
             if storage.readers <= 0:
                 self._live[storage.pool][storage.category] -= storage.nbytes
                 self._intermediates.pop(storage, None)
+
+
+def _replaced(kernel: Kernel, storages: Mapping[Node, _Storage], freed: Sequence[_Storage]) -> list[_Storage]:
+    """Return the storages whose memory pointwise results of a kernel take: its last reader frees them."""
+    inputs = {base(source) for node in kernel.nodes for source in node.all_input_nodes}
+    left = [memory for memory in inputs if (storage := storages.get(memory)) in freed and storage.readers <= 1]
+    replaced = []
+    for result in filter(is_pointwise, kernel.results):
+        for memory in left:
+            if nbytes(memory) == nbytes(result) and memory.meta["val"].dtype == result.meta["val"].dtype:
+                left.remove(memory)
+                replaced.append(storages[memory])
+                break
+    return replaced
 
 
 def _is_tensor(node: Node) -> bool:

@@ -254,7 +254,7 @@ def test_collectives_share_links_and_streams(second, more, beside, options, expe
 
 
 def only_kernel(gm, codegen="eager"):
-    (kernel,) = kernels(gm, codegen).values()
+    (kernel,) = kernels(gm, fuses=codegen == "inductor").values()
     return kernel.nodes
 
 
@@ -386,7 +386,7 @@ def inputs_that_come_later(draw):
 )
 def test_kernels_of_inductor_end_where_something_is_written(drawn, number) -> None:
     draw = Drawing()
-    assert len(kernels(draw.done(*drawn(draw)), "inductor")) == number
+    assert len(kernels(draw.done(*drawn(draw)), fuses=True)) == number
 
 
 @pytest.mark.parametrize(
