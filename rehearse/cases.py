@@ -11,7 +11,7 @@ from typing import Any
 from models import SMALL
 from order import Op
 
-__all__ = ["BUDGETS", "CASES", "LARGE", "SHARED", "FEW", "Case", "Figures", "over", "sent_bytes"]
+__all__ = ["BUDGETS", "CASES", "LARGE", "SHARED", "FEW", "Case", "Figures", "beyond", "over", "sent_bytes"]
 
 _PLAIN = str.maketrans("", "", "{}'\"")
 
@@ -193,6 +193,16 @@ def sent_bytes(ops: Iterable[Op]) -> int:
 def collectives_of(ops: Iterable[Op]) -> dict[str, int]:
     """Count the calls of NCCL by name."""
     return dict(sorted(Counter(op.name for op in ops if op.kind == "nccl").items()))
+
+
+def beyond(figures: Figures, memory: float) -> list[str]:
+    """List, in words, where a case of :data:`LARGE` leaves its ``memory`` in GiB or its plan."""
+    problems = list(figures.unordered)
+    if figures.sent != figures.counted:
+        problems.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
+    if figures.peak > memory * 2**30 or abs(figures.of_plan - 1) > 0.02:
+        problems.append(f"peak {figures.peak / 2**30:.2f} GiB of {memory}, {figures.of_plan:.3f} of the plan")
+    return problems
 
 
 def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any], waits: int) -> list[str]:
