@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         self.parts = nn.ModuleList(nn.Sequential(*(Block(shape) for _ in range(shape.layers // 4))) for _ in range(4))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.breaks = frames == 4
+        self.breaks, self.upcasts = frames == 4, shape.gated  # Transformers' loss is float32
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.parts[0](self.embed(tokens))  # Dynamo compiles no frame that breaks inside a loop
@@ -80,7 +80,8 @@ class Transformer(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
         x = self.parts[3](x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.float() if self.upcasts else logits, targets.flatten())
 
 
 def model_of(name: str, frames: int = 1) -> nn.Module:
