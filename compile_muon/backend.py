@@ -112,14 +112,13 @@ class _Frame:
                     gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
                 )
             order_saved_values(forward, backward, num_fwd_outputs)
-            if ctx.kept.moved:
-                move_activations(forward, backward, num_fwd_outputs, ctx.kept.moved)
             return forward, backward
 
         memory = self.sharded_params[0].ledger.memory if self.sharded_params else None
         if self.options.memory is not None and memory is not None:
             self.ctx.chosen = memory.fit(gm, halves, self.ctx, self.options, self.sharded_params)
         forward, backward = halves(gm, self.ctx)
+        move_activations(forward, backward, num_fwd_outputs, self.ctx.kept.moved)
         self.ctx.saved = saved_by(forward, num_fwd_outputs)
         return forward, backward
 

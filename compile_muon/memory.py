@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from compile_muon.passes import (
     run_passes,
     saved_by,
 )
+from compile_muon.passes.joint.move import move_activations
 from compile_muon.passes.joint.recompute import gathers
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.spec import decode_dtype
@@ -184,18 +185,22 @@ class FrameMemory:
         gradients = sum(map(_gradient_bytes, params))
         # Without accumulation, the frame's own gradients are in its simulation alone.
         in_frame = sum(map(_gradient_bytes, read)) if self.engine.ledger.accumulation_steps == 1 else 0
-        simulated = cache(partial(_simulated, gm, halves, ctx, options, machine, self.engine))
+        frame_choices = _Choices(gm, halves, ctx, options, machine, self.engine)
+        simulated = frame_choices.simulated
+        outside = sum(resident.values()) + gradients - in_frame
 
         def peak(frame: _Simulated) -> int:
             # The frame's peak has its own saved bytes only: count those of all frames in their place.
-            return sum(resident.values()) + gradients - in_frame + int(frame.saved / part) + frame.peak - frame.saved
+            return outside + int(frame.saved / part) + frame.peak - frame.saved
 
-        def fastest(choices: Sequence[Kept]) -> _Simulated | None:
+        def fastest(all_choices: Sequence[Kept]) -> _Simulated | None:
+            # Saved bytes are known ahead of the simulation, and are a part of the peak.
+            choices = [choice for choice in all_choices if outside + frame_choices.saved_bytes(choice) / part <= limit]
             # Choices that save most recompute least: if they fit, the others need no simulation.
-            candidates = [choice for choice in choices if replace(choices[-1], buckets=choice.buckets) == choice]
-            if any(peak(simulated(choice)) > limit for choice in candidates):
-                candidates = list(choices)
-            fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
+            most = [choice for choice in choices if replace(all_choices[-1], buckets=choice.buckets) == choice]
+            if not most or any(peak(simulated(choice)) > limit for choice in most):
+                most = list(choices)
+            fitting = [frame for frame in map(simulated, most) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
         choices = self._choices(gm, options, machine)
@@ -274,35 +279,51 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.2f} GiB" if nbytes >= 0.1 * _GIB else f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _simulated(
-    gm: GraphModule,
-    halves: Halves,
-    ctx: PassContext,
-    options: FrameOptions,
-    machine: Machine,
-    engine: Engine,
-    kept: Kept,
-) -> _Simulated:
-    """Partition and lower a copy of the joint graph ``gm`` under the choice ``kept``, and simulate it."""
-    ctx = replace(ctx, chosen=kept, options=replace(ctx.options, dump=None))
-    forward, backward = halves(deepcopy(gm), ctx)
-    ctx.saved = saved_by(forward, ctx.user_outputs)
-    (outputs,) = forward.graph.output_node().args
-    # Several saved values may be views of one storage; saved placeholders exist before forward.
-    storages = {base(node) for node in outputs[ctx.user_outputs :] if isinstance(node, Node)}
-    purpose = Purpose.REDUCE if engine.ledger.update == "step" else Purpose.SPECULATE
-    request = BackwardRequest.of(reduced_grads(backward), purpose)
-    graphs = []
-    for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
-        half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
-        graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
-        graphs.append(replace(graph, replayed=options.cuda_graphs))
-    ranks = 1 if engine.mesh is None else engine.mesh.size
-    groups = groups_of(mesh_axes(engine.params), graphs)
-    step = simulate(graphs, machine, groups=groups, ranks=ranks, codegen=options.codegen)
-    return _Simulated(
-        kept,
-        step.seconds,
-        sum(nbytes(memory) for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT),
-        step.peak.total,
-    )
+class _Choices:
+    """The simulated steps of a frame, by choice; choices that differ only behind the partitioner share its result."""
+
+    def __init__(
+        self, gm: GraphModule, halves: Halves, ctx: PassContext, options: FrameOptions, machine: Machine, engine: Engine
+    ) -> None:
+        def partition(weights: float, activations: float) -> tuple[GraphModule, GraphModule]:
+            return halves(deepcopy(gm), self._context(Kept(weights, activations)))
+
+        self._ctx, self._options, self._machine, self._engine = ctx, options, machine, engine
+        self._partition = cache(partition)
+        self.saved_bytes = cache(self._saved_bytes)
+        self.simulated = cache(self._simulated)
+
+    def _context(self, kept: Kept) -> PassContext:
+        return replace(self._ctx, chosen=kept, options=replace(self._ctx.options, dump=None))
+
+    def _halves(self, kept: Kept) -> tuple[GraphModule, GraphModule]:
+        """Return forward and backward ahead of their lowering."""
+        forward, backward = map(deepcopy, self._partition(kept.weights, kept.activations))
+        move_activations(forward, backward, self._ctx.user_outputs, kept.moved)
+        return forward, backward
+
+    def _saved_bytes(self, kept: Kept) -> int:
+        """Return the bytes that forward saves for backward on the device."""
+        forward, _ = self._halves(kept) if kept.moved else self._partition(kept.weights, kept.activations)
+        (outputs,) = forward.graph.output_node().args
+        # Several saved values may be views of one storage; saved placeholders exist before forward.
+        storages = {base(node) for node in outputs[self._ctx.user_outputs :] if isinstance(node, Node)}
+        made = [memory for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT]
+        return sum(map(nbytes, made))
+
+    def _simulated(self, kept: Kept) -> _Simulated:
+        """Lower the halves under the choice ``kept``, and simulate them."""
+        forward, backward = self._halves(kept)
+        ctx = self._context(kept)
+        ctx.saved = saved_by(forward, ctx.user_outputs)
+        purpose = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE
+        request = BackwardRequest.of(reduced_grads(backward), purpose)
+        graphs = []
+        for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
+            half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
+            graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
+            graphs.append(replace(graph, replayed=self._options.cuda_graphs))
+        ranks = 1 if self._engine.mesh is None else self._engine.mesh.size
+        groups = groups_of(mesh_axes(self._engine.params), graphs)
+        step = simulate(graphs, self._machine, groups=groups, ranks=ranks, codegen=self._options.codegen)
+        return _Simulated(kept, step.seconds, self.saved_bytes(kept), step.peak.total)

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from models import SMALL
 from order import Op
 
-__all__ = ["BUDGETS", "CASES", "SHARED", "FEW", "Case", "Figures", "over", "sent_bytes"]
+__all__ = ["BUDGETS", "CASES", "LARGE", "SHARED", "FEW", "Case", "Figures", "beyond", "over", "sent_bytes"]
 
 _PLAIN = str.maketrans("", "", "{}'\"")
 
@@ -29,11 +30,14 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)  # other keys of the config
     inductor: Mapping[str, Any] = field(default_factory=dict)  # settings of ``torch._inductor.config``
     method: str = "Muon"  # type of the optimizer
+    model: str = SMALL
+    frames: int = 1  # or 4, between which the graph breaks
 
     @property
     def name(self) -> str:
         settings = {**self.params, **self.more}
         words = [self.method] * (self.method != "Muon")
+        words += [f"{self.model} in {self.frames} frames"] * (self.model != SMALL)
         words += [f"{key} {value}" for key, value in settings.items()] + list(self.inductor)
         return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *words]).translate(_PLAIN)
 
@@ -115,6 +119,23 @@ CASES = (
 )
 
 
+#: micro-batches and budgets in GiB that fill an H100; the largest budget of a model fits all that it makes
+LARGE = tuple(
+    Case(stage, 8, model=model, frames=frames, more={"compile": {"memory": memory}})
+    for model, stage, frames, memory in (
+        ("GPT 1 B", 1, 1, 20),
+        ("GPT 1 B", 1, 4, 28),
+        ("GPT 1 B", 3, 1, 24),
+        ("Llama 1 B", 3, 1, 24),
+        ("Llama 1 B", 1, 4, 20),
+        ("Llama 8 B", 3, 4, 40),
+        ("Llama 8 B", 3, 4, 76),
+        ("Llama 8 B", 1, 4, 60),
+        ("Llama 8 B", 3, 1, 50),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Figures:
     """Figures of one steady step of a rank."""
@@ -172,6 +193,16 @@ def sent_bytes(ops: Iterable[Op]) -> int:
 def collectives_of(ops: Iterable[Op]) -> dict[str, int]:
     """Count the calls of NCCL by name."""
     return dict(sorted(Counter(op.name for op in ops if op.kind == "nccl").items()))
+
+
+def beyond(figures: Figures, memory: float) -> list[str]:
+    """List, in words, where a case of :data:`LARGE` leaves its ``memory`` in GiB or its plan."""
+    problems = list(figures.unordered)
+    if figures.sent != figures.counted:
+        problems.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
+    if figures.peak > memory * 2**30 or abs(figures.of_plan - 1) > 0.02:
+        problems.append(f"peak {figures.peak / 2**30:.2f} GiB of {memory}, {figures.of_plan:.3f} of the plan")
+    return problems
 
 
 def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any], waits: int) -> list[str]:

@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 from alone import Alone, group_of
-from cases import BUDGETS, CASES, Case, Figures, collectives_of, over, sent_bytes, without_checks
+from cases import BUDGETS, CASES, LARGE, Case, Figures, beyond, collectives_of, over, sent_bytes, without_checks
 from device import Device
 from host_adamw import host_adamw
+from models import SMALL, batch_of, model_of
 from order import unordered
 from rich.console import Console
 from rich.table import Table
@@ -45,16 +46,7 @@ from compile_muon.simulate.engine import HOST
 from compile_muon.simulate.machine import load_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, LAYERS, BATCH, CONTEXT, VOCABULARY = 512, 4, 4, 256, 256
 WARM, TIMED = 3, 5
-
-
-def model_of() -> nn.Module:
-    sys.path.insert(0, str(ROOT / "examples"))
-    from train_gpt import GPT
-
-    with torch.device("cuda"):  # never written to, so its pages take no host memory
-        return GPT(LAYERS, WIDTH, CONTEXT)
 
 
 def planned_step(case: Case) -> tuple[int, float]:
@@ -62,8 +54,8 @@ def planned_step(case: Case) -> tuple[int, float]:
     config = load_config({key: value for key, value in case.config().items() if key != "mesh"})
     options = read_options({k: v for k, v in case.more.get("compile", {}).items() if k != "nvtx"})
     captured = capture_step(
-        model_of, batch_of(), world=case.world, rank=case.rank, config=config,
-        options=replace(options, codegen="inductor"),
+        partial(model_of, case.model, case.frames), batch_of(case.model),
+        world=case.world, rank=case.rank, config=config, options=replace(options, codegen="inductor"),
         axes=case.more.get("mesh"), backend="nccl",
     )  # fmt: skip
     step = captured.simulated(load_machine("h100"))
@@ -80,18 +72,14 @@ def milliseconds(step: Callable[[], None], times: int = TIMED) -> float:
     return min(durations)
 
 
-def batch_of() -> tuple[Tensor, Tensor]:
-    return tuple(torch.randint(VOCABULARY, (BATCH, CONTEXT), device="cuda") for _ in range(2))  # type: ignore[return-value]
-
-
 class Training:
     """The training of one rank with compile_muon."""
 
     def __init__(self, case: Case, alone: Alone) -> None:
         torch.compiler.reset()
         torch.manual_seed(0)
-        self.model, self.optimizer = compile_muon.initialize(model_of(), case.config())
-        self._case, self._alone, self._batch = case, alone, batch_of()
+        self.model, self.optimizer = compile_muon.initialize(model_of(case.model, case.frames), case.config())
+        self._case, self._alone, self._batch = case, alone, batch_of(case.model)
 
     def step(self, mistake: Callable[[Tensor], object] = lambda loss: None) -> None:
         """Run the micro-batches and the update; ``mistake`` is made with the loss before the update."""
@@ -110,7 +98,7 @@ def theirs(case: Case) -> float:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.compiler.reset()
-    model: Any = model_of()
+    model: Any = model_of(case.model)
     sizes = case.more.get("mesh") or {"shard": case.world}
     mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.dtype == "bf16" else MixedPrecisionPolicy()
@@ -119,7 +107,7 @@ def theirs(case: Case) -> float:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = batch_of()
+    batch = batch_of(case.model)
 
     def step() -> None:
         for k in range(case.micro_batches):
@@ -144,23 +132,23 @@ def yardsticks(alone: Alone) -> dict[str, Any]:
     times: dict[str, Any] = {}
     (case,) = (case for case in CASES if case.name == THREE_GRAPHS)
     with group_of(case.world, case.rank), inductor(case):
-        training, batch = Training(case, alone), batch_of()
+        training, batch = Training(case, alone), batch_of(SMALL)
         for _ in range(WARM):
             training.step()
         times[f"compile_muon, {case.name}"] = parts_of(partial(training.model, *batch), [training.optimizer])
         del training
     with group_of(1, 0, of_one=True):
-        times["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of().parameters()))
+        times["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of(SMALL).parameters()))
     graphs = "torch.compile in CUDA graphs, fused AdamW"
     for name in ("torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW", graphs):
         torch.compiler.reset()
-        model: Any = model_of()
+        model: Any = model_of(SMALL)
         model.compile(mode="reduce-overhead" if name == graphs else None)
         muon_params = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
         adamw_params = [p for p in model.parameters() if all(p is not q for q in muon_params)]
         adamw = torch.optim.AdamW(adamw_params, lr=1e-3, fused=name == graphs)
         optimizers = [adamw, *([torch.optim.Muon(muon_params, lr=1e-3)] if muon_params else [])]
-        batch = batch_of()
+        batch = batch_of(SMALL)
 
         def forward(model: Any = model, batch: Any = batch) -> Tensor:
             with torch.autocast("cuda", torch.bfloat16):
@@ -240,7 +228,7 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
         peak = torch.cuda.memory_stats()["reserved_bytes.all.peak" if replayed else "requested_bytes.all.peak"]
         races = races_of(training, device, alone)
         del training
-        theirs_ms = theirs(case) if case.world > 1 else 0.0
+        theirs_ms = theirs(case) if case.world > 1 and case.model == SMALL else 0.0
     if case.world == 1:
         with group_of(1, 0, of_one=True):
             theirs_ms = theirs(case)
@@ -340,13 +328,16 @@ def one(name: str) -> Any:
         return yardsticks(alone)
     if name == "host":
         return host_adamw(lambda case: Training(case, alone))
-    (case,) = (case for case in CASES if case.name == name)
+    (case,) = (case for case in CASES + LARGE if case.name == name)
     return measure(case, device, alone).to_json()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this; --list shows them")
+    parser.add_argument(
+        "--large", action="store_true", help="models of 1 and 8 B within memory budgets, hours of a core"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--write", action="store_true", help="write what is measured into budgets.json")
     parser.add_argument("--json", type=Path, help="all figures")
@@ -359,9 +350,9 @@ def main() -> int:
     if options.yardsticks:
         print(json.dumps(rehearsed("yardsticks"), indent=1))
         return 0
-    cases = [case for case in CASES if options.only in case.name]
+    cases = [case for case in (LARGE if options.large else CASES) if options.only in case.name]
     if options.list:
-        print("\n".join(case.name for case in CASES))
+        print("\n".join(case.name for case in cases))
         return 0
     budgets = json.loads(BUDGETS.read_text())
     console, problems, figures = Console(width=150), {}, {}
@@ -377,13 +368,17 @@ def main() -> int:
             console.print(result, highlight=False)
             continue
         row = figures[case.name] = Figures(**result)
-        if options.write:
+        if options.write and not options.large:
             ratio = round(row.ratio, 2)
             budgets["cases"][case.name] = {
                 "kernels": row.kernels, "copies": row.copies, "of_plan": round(row.of_plan, 3), "ratio": ratio,
             }  # fmt: skip
         budget = budgets["cases"].get(case.name)
-        problems[case.name] = over(row, budget, budgets["limits"], case.waits) if budget else ["has no budget: --write"]
+        if options.large:
+            problems[case.name] = beyond(row, case.more["compile"]["memory"])
+        else:
+            limits = budgets["limits"]
+            problems[case.name] = over(row, budget, limits, case.waits) if budget else ["has no budget: --write"]
         console.print("; ".join(problems[case.name]) or "within its budget", highlight=False)
         table.add_row(
             case.name, str(sum(row.waits.values())), str(len(row.unordered)), str(row.kernels),
@@ -392,7 +387,7 @@ def main() -> int:
             f"{row.host_ms:.1f} ({row.planned_ms:.1f}, {row.theirs_ms:.1f})",
         )  # fmt: skip
     console.print(table)
-    if not options.only:
+    if not (options.only or options.large):
         outcomes = rehearsed("mistakes")
         for mistake, detected in outcomes.items() if isinstance(outcomes, dict) else [(outcomes, False)]:
             console.print(f"{'found' if detected else 'NOT FOUND'}: {mistake}", highlight=False)

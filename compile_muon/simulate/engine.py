@@ -32,7 +32,7 @@ from compile_muon.passes.language.work import Work, work_of
 from compile_muon.passes.lowering.aliases import nbytes
 from compile_muon.passes.pipeline import GraphKind
 from compile_muon.simulate.cost import kernel_kind, kernel_seconds
-from compile_muon.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels, moved_bytes
+from compile_muon.simulate.fusion import Kernel, fused_step, gpu_kernels, kernels
 from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.memory import LiveBytes, Memory
 from compile_muon.simulate.newton_schulz import Call
@@ -100,9 +100,13 @@ def simulate(
     memory, traffic = Memory(resident or {}, machine), Traffic()
     # The refresh, which forward finishes, comes first: the previous step has started it.
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
-        members_of = kernels(played.gm, "eager" if played.eager else codegen)
-        player.run(played, _timed(played, members_of, machine, codegen))
-        memory.run(played, {node: root for root, members in members_of.items() for node in members})
+        generated = codegen == "inductor" and not played.eager
+        on_gpu = machine.device == "cuda"
+        launched = gpu_kernels(played.gm) if generated and on_gpu else kernels(played.gm, fuses=generated)
+        memory.run(played, launched, generated=generated)
+        if on_gpu and played.fused:
+            launched = fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
+        player.run(played, launched)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
@@ -111,17 +115,6 @@ def simulate(
         player.now, player.busy, dict(player.exposed), events, traffic, memory.peak,
         issued=dict(player.issued), offload_waits=dict(player.offload_waits), moved=moved,
     )  # fmt: skip
-
-
-def _timed(
-    played: SimulatedGraph, found: Mapping[Node, list[Node]], machine: Machine, codegen: str
-) -> Mapping[Node, Kernel]:
-    """Return the kernels whose time counts: on GPUs by the fusion rules of whatever generates them there."""
-    if machine.device == "cuda" and played.fused:
-        return fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
-    if machine.device == "cuda" and codegen == "inductor" and not played.eager:
-        return gpu_kernels(played.gm)
-    return {root: Kernel(members, moved_bytes(members)) for root, members in found.items()}
 
 
 @dataclass(eq=False)

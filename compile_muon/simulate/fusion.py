@@ -4,7 +4,7 @@
 runs in the kernel of that reader, and its result is never written. So a kernel is a tree that ends in its *root*: the
 last pointwise node, a reduction, or any op that runs by itself. A result with several readers is written once and read
 by each. Not modelled: Inductor also joins kernels side by side, recomputes cheap results for each reader, and fuses
-behind a reduction. Under "eager" every node is its own kernel.
+behind a reduction. In eager code every node is its own kernel.
 
 :func:`gpu_kernels` models the time of kernels on GPUs by the rules of Inductor's Triton code. A pointwise result is
 *inlined* in all its readers, each of which computes it again, unless a reader cannot (a product, a collective, the
@@ -61,7 +61,7 @@ def _tagged(node: Node, tag: torch.Tag) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
     """Return whether `node` computes each entry by itself, and writes to no argument."""
     packet = getattr(node.target, "overloadpacket", None)
     return (_tagged(node, torch.Tag.pointwise) or packet in _ALSO_POINTWISE) and not mutated(node)
@@ -76,23 +76,29 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
-    """Return the nodes of each kernel by its root, in graph order; free nodes (views) are in none.
+@dataclass
+class Kernel:
+    """Nodes that run as one kernel."""
 
-    `codegen`: "inductor" or "eager".
-    """
+    nodes: list[Node]  # in graph order
+    moved: int  # bytes read and written
+    results: list[Node]  # nodes whose results are written to memory
+
+
+def kernels(gm: GraphModule, *, fuses: bool) -> dict[Node, Kernel]:
+    """Return each kernel by its root; free nodes (views) are in none. `fuses`: as Inductor does, or not at all."""
     root: dict[Node, Node] = {}
     for node in reversed(gm.graph.nodes):
         if not is_free(node):
             root[node] = node
-            readers = list(_readers(node)) if codegen != "eager" and _is_pointwise(node) else []
-            if len(readers) == 1 and (_is_pointwise(readers[0]) or _tagged(readers[0], torch.Tag.reduction)):
+            readers = list(_readers(node)) if fuses and is_pointwise(node) else []
+            if len(readers) == 1 and (is_pointwise(readers[0]) or _tagged(readers[0], torch.Tag.reduction)):
                 root[node] = root.get(readers[0], node)
     members: dict[Node, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node in root:
             members[root[node]].append(node)
-    return dict(members)
+    return {root: Kernel(nodes, moved_bytes(nodes), [root]) for root, nodes in members.items()}
 
 
 def moved_bytes(members: list[Node]) -> int:
@@ -124,14 +130,6 @@ def function_entries(members: list[Node]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------- on GPUs
-
-
-@dataclass
-class Kernel:
-    """Nodes that run as one kernel."""
-
-    nodes: list[Node]  # in graph order
-    moved: int  # bytes read and written
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ def fused_step(gm: GraphModule, ahead: set[Node]) -> dict[Node, Kernel]:
             parts.append([])
         if not is_free(node):
             parts[-1].append(node)
-    return {nodes[0]: Kernel(nodes, _moved_in_step(nodes)) for nodes in parts if nodes}
+    return {nodes[0]: Kernel(nodes, _moved_in_step(nodes), nodes) for nodes in parts if nodes}
 
 
 def _moved_in_step(nodes: list[Node]) -> int:
@@ -234,8 +232,8 @@ def _inlined(gm: GraphModule) -> set[Node]:
 
 def _computes_entries(node: Node) -> bool:
     if getattr(node.target, "overloadpacket", None) is _aten.cat:
-        return len(node.all_input_nodes) <= _CONCATENATED and all(_is_pointwise(reader) for reader in _readers(node))
-    return _is_pointwise(node)
+        return len(node.all_input_nodes) <= _CONCATENATED and all(is_pointwise(reader) for reader in _readers(node))
+    return is_pointwise(node)
 
 
 def _reduces(node: Node) -> bool:
@@ -292,5 +290,6 @@ def _kernel(group: _Group, inlined: set[Node], group_of: dict[Node, _Group]) -> 
         return any(outlives(reader) if reader in inlined else group_of.get(reader) is not group for reader in readers)
 
     nodes = list(dict.fromkeys(member for node in group.written for member in _members(node, inlined)))
-    results = [mutated(node) or [node] * outlives(node) for node in group.written]
-    return Kernel(nodes, _read_bytes(nodes) + sum(nbytes(node) for written in results for node in written))
+    results = [node for node in group.written if mutated(node) or outlives(node)]
+    written = [memory for node in results for memory in mutated(node) or [node]]
+    return Kernel(nodes, _read_bytes(nodes) + sum(map(nbytes, written)), results)

@@ -3,14 +3,14 @@
 Memory lives from the node that allocates it to its last reader, views included; an output outlives the graph; the input
 of a collective lives until its wait. What forward saves for backward is freed at its last reader there. A CUDA graph
 allocates from a private pool, which keeps the most that was ever live in it. Results inside a fused kernel take no
-memory. Buffers that generated code would reuse in place count twice for a moment; the allocator's rounding and cache do
-not count.
+memory, and generated code computes a pointwise result in the place of an input that nothing else reads. The allocator's
+rounding and cache do not count.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from compile_muon.passes.joint.move import BRING_BACK, MOVE_OUT
 from compile_muon.passes.language.work import Category, work_of
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import GraphKind
+from compile_muon.simulate.fusion import Kernel, is_pointwise
 from compile_muon.simulate.machine import Machine
 from compile_muon.simulate.newton_schulz import Call
 from compile_muon.simulate.played import SimulatedGraph
@@ -93,8 +94,11 @@ class Memory:
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
         return LiveBytes({**self._peak, **idle}, self._largest)
 
-    def run(self, played: SimulatedGraph, roots: Mapping[Node, Node]) -> None:
-        """Count the bytes of one run of a graph; `roots` maps each node to the last node of its kernel."""
+    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel], *, generated: bool = False) -> None:
+        """Count the bytes of one run of a graph; `kernels`: each by the node in whose place it runs.
+
+        `generated`: by Inductor, whose results may take the place of inputs.
+        """
         gm, kind, frame = played.gm, played.kind, played.frame
         for live in self._live.values():
             for category in played.drops:
@@ -102,6 +106,11 @@ class Memory:
         # Replayed forward and backward graphs share a private pool; those of the step have another.
         pool = "" if not played.replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        written = {node for kernel in kernels.values() for node in kernel.results}
+        computed: dict[Node, list[int]] = {}  # places of the kernels that compute a node: an inlined one in each reader
+        for first, kernel in kernels.items():
+            for node in kernel.nodes:
+                computed.setdefault(node, []).append(place[first])
         outputs = [node for node in tree_leaves(gm.graph.output_node().args) if isinstance(node, Node)]
         saved = outputs[played.user_outputs :] if kind is GraphKind.FORWARD else []
         output_memory, saved_memory = {base(node) for node in outputs}, {base(node) for node in saved}
@@ -109,28 +118,35 @@ class Memory:
         allocated: dict[int, list[_Storage]] = {}
         last_read: dict[Node, int] = {}
         for node in gm.graph.nodes:
-            if node.op != "call_function" or roots.get(node, node) is not node:
-                continue
             memory = base(node)
-            if memory.op != "call_function" or memory.target is MOVE_OUT:
+            if (
+                memory.op != "call_function"
+                or memory.target is MOVE_OUT
+                or (memory in computed and memory not in written)
+            ):
                 continue
             if memory not in storages and _is_tensor(memory):
                 category = _category(memory, kind, saved_memory, output_memory)
                 storages[memory] = _Storage(pool, category, nbytes(memory), memory)
-                allocated.setdefault(place[_maker(memory)], []).append(storages[memory])
+                maker = _maker(memory)
+                allocated.setdefault(min(computed.get(maker, [place[maker]])), []).append(storages[memory])
         # The inputs of a backward graph are first the values that forward saved, in that order.
         from_forward = self._saved.pop(frame, ()) if kind is GraphKind.BACKWARD else ()
         inputs = filter(_is_tensor, gm.graph.find_nodes(op="placeholder"))
         storages |= {node: storage for storage, node in zip(from_forward, inputs, strict=False) if storage is not None}
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
-                last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, roots, place))
+                last_read[base(shown)] = max(last_read.get(base(shown), -1), _until(node, computed, place))
         freed: dict[int, list[_Storage]] = {}
         for memory, storage in storages.items():
             if memory not in output_memory or memory.op == "placeholder":
                 freed.setdefault(last_read.get(memory, place[memory]), []).append(storage)
+        replaced: dict[int, list[_Storage]] = {}
+        for first, kernel in kernels.items() if generated else ():
+            at = place[first]
+            replaced[at] = _replaced(kernel, storages, freed.get(at, []))
         for node, i in place.items():
-            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()))
+            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()), replaced.get(i, ()))
         if saved:
             self._saved[frame] = [storages.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
@@ -141,7 +157,15 @@ class Memory:
         returned = [memory for memory in output_memory - saved_memory if memory.op == "call_function"]
         self._returned[frame, kind] = [storages[memory] for memory in returned if memory in storages]
 
-    def _step(self, node: Node, pool: str, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
+    def _step(
+        self,
+        node: Node,
+        pool: str,
+        made: Sequence[_Storage],
+        freed: Sequence[_Storage],
+        replaced: Sequence[_Storage],
+    ) -> None:
+        self._free(replaced)
         for storage in made:
             self._live[storage.pool][storage.category] += storage.nbytes
             if storage.category == "intermediates":
@@ -161,11 +185,28 @@ class Memory:
             self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
         if extra:
             live["exchange"] -= extra
-        for storage in freed:
+        self._free(storage for storage in freed if storage not in replaced)
+
+    def _free(self, storages: Iterable[_Storage]) -> None:
+        for storage in storages:
             storage.readers -= 1
             if storage.readers <= 0:
                 self._live[storage.pool][storage.category] -= storage.nbytes
                 self._intermediates.pop(storage, None)
+
+
+def _replaced(kernel: Kernel, storages: Mapping[Node, _Storage], freed: Sequence[_Storage]) -> list[_Storage]:
+    """Return the storages whose memory pointwise results of a kernel take: its last reader frees them."""
+    inputs = {base(source) for node in kernel.nodes for source in node.all_input_nodes}
+    left = [memory for memory in inputs if (storage := storages.get(memory)) in freed and storage.readers <= 1]
+    replaced = []
+    for result in filter(is_pointwise, kernel.results):
+        for memory in left:
+            if nbytes(memory) == nbytes(result) and memory.meta["val"].dtype == result.meta["val"].dtype:
+                left.remove(memory)
+                replaced.append(storages[memory])
+                break
+    return replaced
 
 
 def _is_tensor(node: Node) -> bool:
@@ -178,11 +219,11 @@ def _maker(memory: Node) -> Node:
     return source if isinstance(source, Node) else memory
 
 
-def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) -> int:
-    """Return the place in the graph at which `reader` has read its inputs: its kernel, or the wait of a collective."""
+def _until(reader: Node, computed: Mapping[Node, list[int]], place: Mapping[Node, int]) -> int:
+    """Return the place in the graph at which `reader` has read its inputs: its kernel's, or a collective's wait."""
     if is_collective(reader):
         return max((place[user] for user in reader.users if is_wait(user)), default=place[reader])
-    return place[roots.get(reader, reader)]
+    return max(computed.get(reader, [place[reader]]))
 
 
 def _category(memory: Node, kind: GraphKind, saved: Collection[Node], returned: Collection[Node]) -> str:

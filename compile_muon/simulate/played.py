@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.passes.collectives import axis_of_group, collectives
 from compile_muon.passes.language.layout import Axis
 from compile_muon.passes.language.work import Category
 from compile_muon.passes.pipeline import GraphKind, PassContext
-from compile_muon.passes.torch_private import group_named
+from compile_muon.passes.torch_private import expected_size, group_named
 from compile_muon.simulate.offload_transfers import Moves
 
 
@@ -38,12 +43,39 @@ class SimulatedGraph:
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> SimulatedGraph:
-        """Return a graph that the lowering passes have run over."""
-        return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
+        """Return a graph that the lowering passes have run over, with the sizes of its trace."""
+        return cls(_concrete(gm), ctx.kind, ctx.frame, ctx.user_outputs)
 
     @property
     def title(self) -> str:
         return f"{self.frame}.{self.kind.value}"
+
+
+def _concrete(gm: GraphModule) -> GraphModule:
+    """Return the graph with the sizes of its trace in place of symbolic ones.
+
+    Arithmetic on symbolic sizes takes long, and a comparison guards the frame: it would be compiled anew for each size.
+    """
+
+    def symbolic(value: Any) -> bool:
+        return isinstance(value, torch.SymInt) or (
+            isinstance(value, Tensor)
+            and any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+        )
+
+    def concrete(value: Any) -> Any:
+        if not symbolic(value):
+            return value
+        if isinstance(value, torch.SymInt):
+            return expected_size(value)
+        return value.new_empty_strided([*map(expected_size, value.shape)], [*map(expected_size, value.stride())])
+
+    if not any(symbolic(leaf) for node in gm.graph.nodes for leaf in tree_leaves(node.meta.get("val"))):
+        return gm
+    gm = deepcopy(gm)
+    for node in gm.graph.nodes:
+        node.meta["val"] = tree_map(concrete, node.meta.get("val"))
+    return gm
 
 
 def groups_of(mesh_dims: Iterable[Axis], graphs: Sequence[SimulatedGraph]) -> dict[Axis, tuple[int, ...]]:

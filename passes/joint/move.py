@@ -169,6 +169,8 @@ def _await_copies(forward: GraphModule, moved: Sequence[Node], pool: int) -> Non
 
 def move_activations(forward: GraphModule, backward: GraphModule, user_outputs: int, part: float) -> None:
     """Move at most ``part`` of the bytes that forward saves; both graphs are changed in place."""
+    if not part:
+        return
     movable, total = _movable(forward, user_outputs)
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     moved, left = dict[Node, list[Node]](), part * total

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
-from ..lowering.aliases import arguments, nbytes
+from ..lowering.aliases import nbytes
 from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
@@ -97,8 +97,8 @@ def _draws(node: Node) -> bool:
     """Whether ``node`` draws random numbers, outside of a checkpoint, which replays them."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or "recompute" in node.meta:
         return False
-    named = {argument.name: value for argument, value in arguments(node)}
-    return bool(named.get("dropout_p", True))  # attention without dropout counts as random, and draws nothing
+    by_name = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
+    return bool((by_name | node.kwargs).get("dropout_p", True))  # attention without dropout counts as random, and draws nothing
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ _HANDED_ON = (_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.re
 
 def tensors(node: Node) -> list[torch.Tensor]:
     """Return the fake tensors of a node's result, one or several."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def nbytes(node: Node) -> int:
@@ -28,22 +31,27 @@ def nbytes(node: Node) -> int:
     return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
-def arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    """Yield ``(schema argument, value)`` for each argument of a torch op."""
-    keywords = dict(node.kwargs)
-    for place, argument in enumerate(node.target._schema.arguments):
-        if place < len(node.args):
-            yield argument, node.args[place]
-        elif argument.name in keywords:
-            yield argument, keywords[argument.name]
+@cache
+def _aliased_arguments(op: torch._ops.OpOverload, *, written: bool) -> tuple[tuple[int, str], ...]:
+    """Return position and name of the arguments that ``op`` writes, or of those that its result may be a view of."""
+    if not written and not any(result.alias_info for result in op._schema.returns):
+        return ()
+    places = enumerate(op._schema.arguments)
+    return tuple((i, x.name) for i, x in places if x.alias_info and (x.alias_info.is_write or not written))
+
+
+def _aliased(node: Node, *, written: bool) -> list[Any]:
+    """Return the values of :func:`_aliased_arguments` in a call."""
+    places = _aliased_arguments(node.target, written=written)
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
 
 
 def mutated(node: Node) -> list[Node]:
     """Return the nodes whose memory ``node`` writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = [value for argument, value in arguments(node) if argument.alias_info and argument.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Node)]
+    written = _aliased(node, written=True)
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Node)] if written else []
 
 
 def _source(node: Node) -> Node | None:
@@ -55,9 +63,7 @@ def _source(node: Node) -> Node | None:
         return source if isinstance(source, Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    returns_alias = any(result.alias_info for result in node.target._schema.returns)
-    aliased = [value for argument, value in arguments(node) if argument.alias_info and isinstance(value, Node)]
-    return aliased[0] if returns_alias and aliased else None
+    return next((value for value in _aliased(node, written=False) if isinstance(value, Node)), None)
 
 
 def base(node: Node) -> Node:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import compile_muon
 from compile_muon.config import load_config, read_options
 from compile_muon.memory import BudgetError
 from compile_muon.passes.torch_private import without_numbers
@@ -119,3 +120,21 @@ def test_what_is_kept_follows_the_budget() -> None:
     (words,) = planned(budget).kept.values()
     assert "100% of gathered weights stay" not in words or "100% of activations are saved" not in words
     assert peak(planned(budget)) <= budget * 1.02
+
+
+def graphs_of(memory: float | None) -> int:
+    """Compiled graphs of steps whose micro-batches differ in size."""
+    torch.compiler.reset()
+    model = Tower(layers=1, width=32)
+    optimizer = compile_muon.MuonZero(model)
+    chosen = {"codegen": "eager"} | ({} if memory is None else {"memory": memory})
+    run = torch.compile(model, backend="muon_zero", dynamic=True, options=chosen)
+    for rows in (64, 96, 8192):
+        run(torch.randn(rows, 32)).backward()
+        optimizer.step()
+    return int(optimizer.engine.ledger.counters.graphs)
+
+
+def test_a_choice_guards_no_size() -> None:
+    """Simulated sizes are numbers: one frame serves micro-batches of all sizes, with a budget as without."""
+    assert graphs_of(1.0) == graphs_of(None)

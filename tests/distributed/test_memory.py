@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -142,6 +143,41 @@ def moved() -> None:
 @pytest.mark.full
 def test_moved_activations_change_no_bit(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(moved)
+
+
+def live_peaks(stage: int) -> list[tuple[int, int]]:
+    """Bytes that a step allocates at most, measured and planned, within less and less memory."""
+    peaks, memory = [], 1.0
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = Tower()
+        optimizer = compile_muon.MuonZero(model, ns_dtype="float32", stage=stage)
+        torch.compiler.reset()
+        run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager", "memory": memory})
+        inputs = torch.randn(4096, 48)
+
+        def step(run: Any = run, inputs: Tensor = inputs, optimizer: compile_muon.MuonZero = optimizer) -> None:
+            run(inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            step()
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        (choice,) = optimizer.engine.ledger.memory.chosen.values()
+        peaks.append((max(accumulate(event.nbytes() for event in events)), choice.peak))
+        memory = 0.9 * choice.peak / 2**30
+    return peaks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_live_bytes_of_a_step_fall_as_planned(ranks: Callable[[int], Ranks], stage: int) -> None:
+    for peaks in ranks(2).run(live_peaks, stage=stage):
+        for (most, most_planned), (less, less_planned) in pairwise(peaks):
+            assert less < most
+            assert most - less == pytest.approx(most_planned - less_planned, rel=0.03)
 
 
 def apart() -> tuple[list[Choice], list[Choice]]:

@@ -90,6 +90,10 @@ def test_what_is_over_its_budget_is_said(module) -> None:
     for said, change in wrong.items():
         (problem,) = cases.over(replace(fine, **change), BUDGET, LIMITS, waits=1)
         assert said in problem
+    full = replace(fine, peak=2**30, planned=2**30)
+    assert not cases.beyond(full, 1.0)
+    for change in ({"peak": 2**30 + 1}, {"planned": 1.03 * 2**30}, {"unordered": ("a race",)}, {"sent": 63}):
+        assert len(cases.beyond(replace(full, **change), 1.0)) == 1
 
 
 def test_every_case_has_a_budget(module) -> None:

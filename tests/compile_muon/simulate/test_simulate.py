@@ -252,8 +252,8 @@ def test_collectives_share_links_and_streams(second, more, beside, options, expe
 
 
 def only_kernel(gm, codegen="eager"):
-    (members,) = kernels(gm, codegen).values()
-    return members
+    (kernel,) = kernels(gm, fuses=codegen == "inductor").values()
+    return kernel.nodes
 
 
 def test_products_cost_what_the_machine_says() -> None:
@@ -384,7 +384,7 @@ def inputs_that_come_later(draw):
 )
 def test_kernels_of_inductor_end_where_something_is_written(drawn, number) -> None:
     draw = Drawing()
-    assert len(kernels(draw.done(*drawn(draw)), "inductor")) == number
+    assert len(kernels(draw.done(*drawn(draw)), fuses=True)) == number
 
 
 @pytest.mark.parametrize(
