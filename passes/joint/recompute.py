@@ -98,7 +98,8 @@ def _draws(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or "recompute" in node.meta:
         return False
     by_name = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
-    return bool((by_name | node.kwargs).get("dropout_p", True))  # attention without dropout counts as random, and draws nothing
+    # Attention without dropout counts as random, and draws nothing.
+    return bool((by_name | node.kwargs).get("dropout_p", True))
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
