@@ -198,7 +198,7 @@ class Memory:
 def _replaced(kernel: Kernel, storages: Mapping[Node, _Storage], freed: Sequence[_Storage]) -> list[_Storage]:
     """Return the storages whose memory pointwise results of a kernel take: its last reader frees them."""
     inputs = {base(source) for node in kernel.nodes for source in node.all_input_nodes}
-    left = [memory for memory in inputs if (storage := storages.get(memory)) in freed and storage.readers <= 1]
+    left = [x for x in inputs if x in storages and storages[x] in freed and storages[x].readers <= 1]
     replaced = []
     for result in filter(is_pointwise, kernel.results):
         for memory in left:
