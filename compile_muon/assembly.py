@@ -78,16 +78,16 @@ def assemble(
     # for each matrix method whose graphs read more than the momentum.
     graph_scalars = torch.empty(2, dtype=torch.float32, device=device)
     all_graph_scalars, sharing = dict.fromkeys(assignments, graph_scalars), dict[tuple[object, ...], Tensor]()
-    for each in groups:
-        reads_rates = isinstance(each.method, MatrixMethod) and bool(each.method.graph_rates)
-        if each.configured is not None or reads_rates:
-            key = each.configured, each.method.name if reads_rates else ""
-            tensor = sharing.setdefault(key, new_graph_scalars(each.method, device))
-            all_graph_scalars |= dict.fromkeys(each.members, tensor)
+    for param_group in groups:
+        reads_rates = isinstance(param_group.method, MatrixMethod) and bool(param_group.method.graph_rates)
+        if param_group.configured is not None or reads_rates:
+            key = param_group.configured, param_group.method.name if reads_rates else ""
+            tensor = sharing.setdefault(key, new_graph_scalars(param_group.method, device))
+            all_graph_scalars |= dict.fromkeys(param_group.members, tensor)
     costs = costs_for(config.machine, device.type).shared_by(1 if ranks is None else ranks.size)
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update, costs=costs, status=RankStatus(group, device))
     shared_sequences = None if sequence_plan is None else SharedSequences(sequence_plan, compares=compares)
-    features: list[Extension] = [each for each in (stages, offloaded, shared_sequences) if each is not None]
+    features: list[Extension] = [feature for feature in (stages, offloaded, shared_sequences) if feature is not None]
     ledger.hooks = hooks_of([*features, *extensions])
     sharded_params = shard_model(
         model, assignments, config, ranks, roles, ledger, all_graph_scalars, device, expert_plan

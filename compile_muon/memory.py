@@ -169,22 +169,27 @@ class FrameMemory:
         return engine
 
     def fit(
-        self, gm: GraphModule, halves: Halves, ctx: PassContext, options: FrameOptions, read: Sequence[ShardedParam]
+        self,
+        gm: GraphModule,
+        halves: Halves,
+        ctx: PassContext,
+        options: FrameOptions,
+        frame_params: Sequence[ShardedParam],
     ) -> Kept:
         """Return the fastest choice for a frame whose peak fits ``options.memory``, or raise :class:`BudgetError`.
 
         ``gm`` is the joint graph with markers; ``halves`` partitions it into forward and backward; the frame reads the
-        parameters ``read``.
+        parameters ``frame_params``.
         """
         device = self.engine.device.type
         machine = load_machine(self.engine.step.config.machine or ("cpu" if device == "cpu" else "h100"))
         limit = self._limit(options.memory, machine)
         params = self.engine.params
-        part = min(1.0, sum(s.spec.layout.numel for s in read) / sum(s.spec.layout.numel for s in params))
+        part = min(1.0, sum(s.spec.layout.numel for s in frame_params) / sum(s.spec.layout.numel for s in params))
         resident = resident_bytes(params, self.engine.step.optimizer.state, self.engine.state_provider)
         gradients = sum(map(_gradient_bytes, params))
         # Without accumulation, the frame's own gradients are in its simulation alone.
-        in_frame = sum(map(_gradient_bytes, read)) if self.engine.ledger.accumulation_steps == 1 else 0
+        in_frame = sum(map(_gradient_bytes, frame_params)) if self.engine.ledger.accumulation_steps == 1 else 0
         frame_choices = _Choices(gm, halves, ctx, options, machine, self.engine)
         simulated = frame_choices.simulated
         outside = sum(resident.values()) + gradients - in_frame
@@ -205,7 +210,7 @@ class FrameMemory:
 
         choices = self._choices(gm, options, machine)
         frame = fastest(choices)
-        if frame is not None and (agreed := self._agreed(read, frame.kept)) != frame.kept:
+        if frame is not None and (agreed := self._agreed(frame_params, frame.kept)) != frame.kept:
             # Another rank chose other gathers: take them, and choose activations anew.
             weights, buckets = agreed.weights, agreed.buckets
             choices = list(dict.fromkeys(replace(choice, weights=weights, buckets=buckets) for choice in choices))
@@ -232,12 +237,12 @@ class FrameMemory:
             return choices
         return [choice for choice in choices if choice == Kept(0.0, choice.activations, choice.moved)]
 
-    def _agreed(self, read: Sequence[ShardedParam], kept: Kept) -> Kept:
-        """Return ``kept`` with the weights and buckets of the first rank that compiled a frame of ``read``."""
-        names = hashlib.sha1("\n".join(sharded.name for sharded in read).encode()).hexdigest()
-        agreed = self.engine.status.agreed(f"kept/{names}", f"{kept.weights} {kept.buckets}")
+    def _agreed(self, frame_params: Sequence[ShardedParam], choice: Kept) -> Kept:
+        """Return ``choice`` with weights and buckets of the first rank that compiled a frame of ``frame_params``."""
+        names = hashlib.sha1("\n".join(sharded.name for sharded in frame_params).encode()).hexdigest()
+        agreed = self.engine.status.agreed(f"kept/{names}", f"{choice.weights} {choice.buckets}")
         weights, buckets = agreed.split()
-        return replace(kept, weights=float(weights), buckets=int(buckets))
+        return replace(choice, weights=float(weights), buckets=int(buckets))
 
     def _limit(self, memory: float | str | None, machine: Machine) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
@@ -293,28 +298,28 @@ class _Choices:
         self.saved_bytes = cache(self._saved_bytes)
         self.simulated = cache(self._simulated)
 
-    def _context(self, kept: Kept) -> PassContext:
-        return replace(self._ctx, chosen=kept, options=replace(self._ctx.options, dump=None))
+    def _context(self, choice: Kept) -> PassContext:
+        return replace(self._ctx, chosen=choice, options=replace(self._ctx.options, dump=None))
 
-    def _halves(self, kept: Kept) -> tuple[GraphModule, GraphModule]:
+    def _halves(self, choice: Kept) -> tuple[GraphModule, GraphModule]:
         """Return forward and backward ahead of their lowering."""
-        forward, backward = map(deepcopy, self._partition(kept.weights, kept.activations))
-        move_activations(forward, backward, self._ctx.user_outputs, kept.moved)
+        forward, backward = map(deepcopy, self._partition(choice.weights, choice.activations))
+        move_activations(forward, backward, self._ctx.user_outputs, choice.moved)
         return forward, backward
 
-    def _saved_bytes(self, kept: Kept) -> int:
+    def _saved_bytes(self, choice: Kept) -> int:
         """Return the bytes that forward saves for backward on the device."""
-        forward, _ = self._halves(kept) if kept.moved else self._partition(kept.weights, kept.activations)
+        forward, _ = self._halves(choice) if choice.moved else self._partition(choice.weights, choice.activations)
         (outputs,) = forward.graph.output_node().args
         # Several saved values may be views of one storage; saved placeholders exist before forward.
         storages = {base(node) for node in outputs[self._ctx.user_outputs :] if isinstance(node, Node)}
         made = [memory for memory in storages if memory.op == "call_function" and memory.target is not MOVE_OUT]
         return sum(map(nbytes, made))
 
-    def _simulated(self, kept: Kept) -> _Simulated:
-        """Lower the halves under the choice ``kept``, and simulate them."""
-        forward, backward = self._halves(kept)
-        ctx = self._context(kept)
+    def _simulated(self, choice: Kept) -> _Simulated:
+        """Lower the halves under ``choice``, and simulate them."""
+        forward, backward = self._halves(choice)
+        ctx = self._context(choice)
         ctx.saved = saved_by(forward, ctx.user_outputs)
         purpose = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE
         request = BackwardRequest.of(reduced_grads(backward), purpose)
@@ -326,4 +331,4 @@ class _Choices:
         ranks = 1 if self._engine.mesh is None else self._engine.mesh.size
         groups = groups_of(mesh_axes(self._engine.params), graphs)
         step = simulate(graphs, self._machine, groups=groups, ranks=ranks, codegen=self._options.codegen)
-        return _Simulated(kept, step.seconds, self.saved_bytes(kept), step.peak.total)
+        return _Simulated(choice, step.seconds, self.saved_bytes(choice), step.peak.total)

@@ -385,10 +385,10 @@ class MuonZero(Optimizer):
         with self.engine.status.at("add_param_group"):
             self._unfreeze(*group_of(param_group, self.engine.model, self.param_groups))
 
-    def _unfreeze(self, own: GroupConfig | None = None, members: Sequence[str] | None = None) -> None:
+    def _unfreeze(self, group_config: GroupConfig | None = None, members: Sequence[str] | None = None) -> None:
         """Make state for parameters that were frozen and require a gradient by now.
 
-        ``own``: a group for ``members`` alone; None for all, in the groups of the configuration.
+        ``group_config``: a group for ``members`` alone; None for all, in the groups of the configuration.
         """
         unfrozen = self.engine.ownership.unfrozen()
         sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
@@ -398,7 +398,7 @@ class MuonZero(Optimizer):
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(sharded_params, self.engine.group if self.engine.compares else None)
         names, partial = [sharded.name for sharded in sharded_params], not self.engine.hooks.peers.alone
-        assignments, groups = plan_unfrozen(self.engine.model, self.config, names, own, partial=partial)
+        assignments, groups = plan_unfrozen(self.engine.model, self.config, names, group_config, partial=partial)
         self.engine.assignments |= assignments
         for group in groups:
             existing = next((existing for existing in self.param_groups if existing["name"] == group.name), None)
@@ -412,8 +412,8 @@ class MuonZero(Optimizer):
                 existing["params"] += [param for _, param in param_group["params"]]
                 existing["param_names"] += [name for name, _ in param_group["params"]]
         warn_of_half_masters(sharded_params)
-        if own is not None:
-            warn_of_shared_rates(replace(self.config, groups=()), groups, own)
+        if group_config is not None:
+            warn_of_shared_rates(replace(self.config, groups=()), groups, group_config)
         self.engine.step.take_up(sharded_params, {group.name: group.method for group in groups})
         self.engine.ownership.take_up(sharded_params)
 

@@ -179,10 +179,10 @@ def summarize(
     decayed: Collection[str],
     outside: str | None = None,
     launched: str | None = None,
-    kept: Sequence[str] = (),
+    choice_lines: Sequence[str] = (),
 ) -> Summary:
     """Collect the rows of a sharded model. ``decayed``: names of parameters whose group has a weight decay;
-    ``outside``, ``launched``, ``kept``: see :class:`Summary`."""
+    ``outside``, ``launched``: see :class:`Summary`; ``choice_lines``: its ``kept``."""
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(a, assignments[a.name], decays=a.name in decayed) for a in sharded_params),
@@ -192,5 +192,5 @@ def summarize(
         axes=tuple((name, mesh.axis(name).size) for name in names if mesh is not None),
         outside=outside if config.compile.cuda_graphs else None,
         launched=launched if config.compile.cuda_graphs else None,
-        kept=tuple(kept),
+        kept=tuple(choice_lines),
     )

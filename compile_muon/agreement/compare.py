@@ -43,13 +43,13 @@ def differing(everyone: Sequence[Mapping[K, Any]], absent: object = None) -> dic
     return {key: column for key, column in columns.items() if any(value != column[0] for value in column[1:])}
 
 
-def worded(found: Mapping[Any, Sequence[object]]) -> str:
+def worded(differences: Mapping[Any, Sequence[object]]) -> str:
     """Return the result of :func:`differing` in words, for an error.
 
     >>> worded({"lr": [1, 3, 1]})
     'lr = 3 on rank 1, 1 on ranks 0, 2'
     """
-    return listed([f"{entry} = {by_rank(column)}" for entry, column in found.items()])
+    return listed([f"{entry} = {by_rank(column)}" for entry, column in differences.items()])
 
 
 def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> str:

@@ -131,15 +131,15 @@ class Ranks:
 
 
 def host_mesh(
-    trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: dist.ProcessGroup | None = None
+    trained_on: DeviceMesh, cache: dict[DeviceMesh, DeviceMesh], group: dist.ProcessGroup | None = None
 ) -> DeviceMesh:
-    """Return a mesh of the same ranks on the CPU: it describes placements, and nothing is sent over it. ``known``
-    caches meshes. ``group``: of a one-dimensional mesh; None for the mesh's own."""
-    if trained_on not in known:
+    """Return a mesh of the same ranks on the CPU: it describes placements, and nothing is sent over it. ``cache``:
+    meshes so far. ``group``: of a one-dimensional mesh; None for the mesh's own."""
+    if trained_on not in cache:
         groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
         names = trained_on.mesh_dim_names
-        known[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
-    return known[trained_on]
+        cache[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
+    return cache[trained_on]
 
 
 def _text(error: Exception) -> str:

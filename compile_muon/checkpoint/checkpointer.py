@@ -331,8 +331,8 @@ class Checkpointer:
     def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
         """Find the newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
         if different := ranks.compare({"step": step}):
-            said = by_rank(different["step"])
-            raise CheckpointError(f"step = {said}: nothing was loaded; load the same step on every rank")
+            steps_by_rank = by_rank(different["step"])
+            raise CheckpointError(f"step = {steps_by_rank}: nothing was loaded; load the same step on every rank")
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
         with ranks.together("nothing was loaded"):
             mine = self.steps()
@@ -352,10 +352,10 @@ class Checkpointer:
                     place = self._folder.at(candidate)
                     manifest = Manifest.read(place)
                 if different := ranks.compare({"manifest": manifest.digest}):
-                    said = by_rank(different["manifest"])
+                    digests_by_rank = by_rank(different["manifest"])
                     raise CheckpointError(
-                        f"{place}: ranks see different checkpoints of step {candidate} ({said}): nothing was loaded; "
-                        f"{_SHARE}, and wait until all of them see what was saved last"
+                        f"{place}: ranks see different checkpoints of step {candidate} ({digests_by_rank}): nothing "
+                        f"was loaded; {_SHARE}, and wait until all of them see what was saved last"
                     )
                 with ranks.together("damaged checkpoint"):
                     if manifest.step != candidate:

@@ -24,11 +24,11 @@ def run(chosen: argparse.Namespace) -> int:
     """Carry out a parsed command; the exit code is 1 where something is damaged or not there."""
     try:
         folder = Folder(chosen.folder)
-        wanted = getattr(chosen, "step", None)
+        step = getattr(chosen, "step", None)
         present = folder.steps()
-        steps = present if wanted is None else [wanted]
+        steps = present if step is None else [step]
         if not steps or not set(steps) <= set(present):
-            _say(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
+            _say(f"{folder.path}: no checkpoint" + ("" if step is None else f" of step {step}; steps: {present}"))
             return 1
         if chosen.action == "inspect":
             _inspect(Manifest.read(folder.at(steps[-1])))

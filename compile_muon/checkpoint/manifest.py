@@ -175,13 +175,13 @@ class Manifest:
         for name in sorted(self.files)[part::parts]:
             try:
                 with open_within(folder, name) as file:
-                    facts, wanted = _facts_of(file), self.files[name]
+                    facts, manifest_facts = _facts_of(file), self.files[name]
             except (DamagedError, OSError) as error:
                 problems.append(str(error))
                 continue
-            if facts.size != wanted.size:
-                problems.append(f"{folder / name}: {facts.size:,} bytes instead of {wanted.size:,}")
-            elif facts != wanted:
+            if facts.size != manifest_facts.size:
+                problems.append(f"{folder / name}: {facts.size:,} bytes instead of {manifest_facts.size:,}")
+            elif facts != manifest_facts:
                 problems.append(f"{folder / name}: {_CHANGED}")
         try:
             if part == 0 and (strangers := self._strangers(folder)):

@@ -204,11 +204,11 @@ def known(
     raise config_error(field, value, f"is not {kind}", remedy)
 
 
-def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that `name` may be a slip of; None if there is none, or `name` is longer than any."""
+def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the one of `names` that `name` may be a slip of; None if there is none, or `name` is longer than any."""
     if not isinstance(name, str) or len(name) > _NAME_WIDTH:
         return None
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
 @takes(_choices)

@@ -60,12 +60,12 @@ def run(path: Path) -> int:
     return 1 if errors else 0
 
 
-def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
-    """Copy the value at the path `field` from `source` to `written`; of a schedule, copy the whole section."""
+def _keep(target: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
+    """Copy the value at the path `field` from `source` to `target`; of a schedule, copy the whole section."""
     *path, key = ["scheduler"] if field.startswith("scheduler.") else field.split(".")
     for section in path:
-        written, source = written.setdefault(section, {}), source[section]
-    written[key] = source[key]
+        target, source = target.setdefault(section, {}), source[section]
+    target[key] = source[key]
 
 
 def _written(config: Config) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def _patterns(field: str, params: object) -> list[str]:
     return list(accept.strings(field, params, "name patterns", 'write ["pattern", ...]'))
 
 
-def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
-    """Return the key that each setting is written at, and adapt the decays in `given` to these keys.
+def _paths(config: Config, settings: dict[str, Any]) -> dict[str, str]:
+    """Return the key that each setting is written at, and adapt the decays in `settings` to these keys.
 
     The keys ``lr`` and ``weight_decay`` set both halves; rates are written as ``muon_lr`` and ``adam_lr``, which name
     their half.
@@ -133,21 +133,21 @@ def _paths(config: Config, given: dict[str, Any]) -> dict[str, str]:
     if config.algorithm == "adamw":
         return paths | {f"adamw_{key}": f"optimizer.params.{key}" for key in ("lr", "weight_decay")}
     if config.muon.weight_decay == config.adamw.weight_decay:
-        given.pop("adamw_weight_decay", None)  # the key ``weight_decay`` says both
-    elif "weight_decay" in given:  # no key sets Muon's decay alone
-        given["adamw_weight_decay"] = config.adamw.weight_decay
+        settings.pop("adamw_weight_decay", None)  # the key ``weight_decay`` says both
+    elif "weight_decay" in settings:  # no key sets Muon's decay alone
+        settings["adamw_weight_decay"] = config.adamw.weight_decay
     return paths
 
 
-def _schedule(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the schedule's keys; rates that its default would overwrite move from `given` into it."""
+def _schedule(config: Config, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the schedule's keys; rates that its default would overwrite move from `settings` into it."""
     schedule = config.scheduler
     if schedule is None:
         return {}
     params = _plain(schedule.changed())
     if schedule.rate_default is not None:
-        given.pop("lr", None)
-        given.pop("adamw_lr", None)
+        settings.pop("lr", None)
+        settings.pop("adamw_lr", None)
         muon, adamw = config.muon.lr, config.adamw.lr
         one_rate = config.algorithm == "adamw" or muon == adamw
         params = {schedule.rate_key: adamw if one_rate else [muon, adamw], **params}

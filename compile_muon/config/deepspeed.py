@@ -257,19 +257,19 @@ def _read_scheduler(user_settings: UserSettings, keys: Mapping[str, Any], algori
                     raise config_error(prefix + key, value, problem, "write one number")
                 value = value[0]
             params[key] = value
-    written = kind.rate_key in source_params
-    if kind.rate_key in params or not written:
+    has_rate_key = kind.rate_key in source_params
+    if kind.rate_key in params or not has_rate_key:
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with user_settings.mistakes.collected():
-                _put_rates(user_settings, rates, prefix + kind.rate_key, algorithm, written=written)
+                _put_rates(user_settings, rates, prefix + kind.rate_key, algorithm, has_rate_key=has_rate_key)
     return kind.read(params, user_settings.mistakes, "scheduler.params")
 
 
-def _put_rates(user_settings: UserSettings, value: object, path: str, algorithm: str, *, written: bool) -> None:
+def _put_rates(user_settings: UserSettings, value: object, path: str, algorithm: str, *, has_rate_key: bool) -> None:
     """Overwrite the rates of the halves by that of a schedule, as in DeepSpeed.
 
-    One number for halves with two different rates is an error. `written`: the config has the key, else `value` is
+    One number for halves with two different rates is an error. `has_rate_key`: the config has the key, else `value` is
     DeepSpeed's default.
     """
     rates = check_rates(path, value)
@@ -283,6 +283,6 @@ def _put_rates(user_settings: UserSettings, value: object, path: str, algorithm:
         if rates_set and halves[0] != halves[1]:
             problem = f"would be the rate of both halves, which are {halves[0]} for Muon and {halves[1]} for AdamW"
             raise config_error(path, value, problem, f"write {halves}, or remove the scheduler")
-        if written and not rates_set:
+        if has_rate_key and not rates_set:
             user_settings.remarks.append(_one_rate(path, rates))
     user_settings.values |= {"lr": muon, "adamw_lr": adamw}

@@ -64,10 +64,10 @@ class ScheduleConfig(Checked):
     low_key: ClassVar[str] = ""  #: field with both halves' lowest rates; "" if there is none
     rate_default: ClassVar[float | None] = None  #: DeepSpeed's default of rate_key; None keeps the optimizer's rates
 
-    def rate(self, step: int, own: float, low: float) -> float:
+    def rate(self, step: int, base_lr: float, low: float) -> float:
         """Return the rate of a half in optimizer step `step` (from 0).
 
-        `own` is the half's rate without a schedule, `low` its value of :attr:`low_key`.
+        `base_lr` is the half's rate without a schedule, `low` its value of :attr:`low_key`.
         """
         raise NotImplementedError
 
@@ -88,8 +88,8 @@ class ScheduleConfig(Checked):
             shares.append(partial(self._share, own_rate, low))
         return LambdaLR(optimizer, shares)
 
-    def _share(self, own: float, low: float, step: int) -> float:
-        return self.rate(step, own, low) / own if own else 0.0
+    def _share(self, base_lr: float, low: float, step: int) -> float:
+        return self.rate(step, base_lr, low) / base_lr if base_lr else 0.0
 
 
 def _warmup(iteration: int, steps: int, kind: str) -> float:
@@ -116,8 +116,8 @@ class WarmupLR(ScheduleConfig):
     warmup_num_steps: int = setting(1000, _check_count, low=1)
     warmup_type: str = setting("log", accept.choice, allowed=("log", "linear"))
 
-    def rate(self, step: int, own: float, low: float) -> float:
-        return low + (own - low) * self._height(step - 1, max(2, self.warmup_num_steps))
+    def rate(self, step: int, base_lr: float, low: float) -> float:
+        return low + (base_lr - low) * self._height(step - 1, max(2, self.warmup_num_steps))
 
     def _height(self, iteration: int, steps: int) -> float:
         return _warmup(iteration, steps, self.warmup_type)
@@ -159,7 +159,7 @@ class WarmupCosineLR(ScheduleConfig):
     cos_min_ratio: float = setting(0.0001, accept.real)
     warmup_type: str = setting("log", accept.choice, allowed=("log", "linear"))
 
-    def rate(self, step: int, own: float, low: float) -> float:
+    def rate(self, step: int, base_lr: float, low: float) -> float:
         iteration, steps = step - 1, max(2, self.warmup_num_steps)
         if iteration < 0:
             return 0.0
@@ -168,7 +168,7 @@ class WarmupCosineLR(ScheduleConfig):
         else:
             done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
             floor, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
-        return own * (floor + (1 - floor) * height)
+        return base_lr * (floor + (1 - floor) * height)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class OneCycle(ScheduleConfig):
     decay_step_size: int = setting(0, _check_count, low=0)
     cycle_momentum: bool = setting(True, _check_momentum)
 
-    def rate(self, step: int, own: float, low: float) -> float:
+    def rate(self, step: int, base_lr: float, low: float) -> float:
         first = self.cycle_first_step_size
         second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
         if step - 1 >= first + second:
@@ -209,7 +209,7 @@ class OneCycle(ScheduleConfig):
             done, size = first + second - done, second
             stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         # Multiply first: done / size is rounded, and could fall just under its stair.
-        return low + (own - low) * (math.floor(done * stairs / size) / stairs if stairs else done / size)
+        return low + (base_lr - low) * (math.floor(done * stairs / size) / stairs if stairs else done / size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +229,10 @@ class LRRangeTest(ScheduleConfig):
     lr_range_test_step_rate: float = setting(1.0, accept.real)
     lr_range_test_staircase: bool = setting(False, accept.boolean)
 
-    def rate(self, step: int, own: float, low: float) -> float:
+    def rate(self, step: int, base_lr: float, low: float) -> float:
         intervals = step / self.lr_range_test_step_size
         grown = math.floor(intervals) if self.lr_range_test_staircase else intervals
-        return own * (1 + self.lr_range_test_step_rate * grown)
+        return base_lr * (1 + self.lr_range_test_step_rate * grown)
 
 
 #: Schedules by DeepSpeed's names.

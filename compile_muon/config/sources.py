@@ -68,10 +68,10 @@ def _values_of(source: object) -> object:
     return source
 
 
-def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int = 0) -> Any:
+def _plain(value: Any, path: str, memo: dict[int, tuple[Any, Any]], depth: int = 0) -> Any:
     """Return `value` with mappings and sequences as dicts and lists; other values stay.
 
-    `known` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
+    `memo` maps the ``id`` of each section so far to the section and its result: a shared section is converted once.
     """
     if depth > _DEPTH:
         raise _too_deep(path, "...")
@@ -80,17 +80,17 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
         value = _values_of(value)
     if not isinstance(value, Mapping | Sequence) or isinstance(value, (str, bytes, tuple)):
         return value
-    if id(value) not in known:
+    if id(value) not in memo:
         converted: Any
         if isinstance(value, Mapping):
             converted = {}
             for key in value:
                 name = f"{path}.{accept.key_name(key)}" if path else accept.key_name(key)
-                converted[key] = _plain(_entry(value, key, name), name, known, depth + 1)
+                converted[key] = _plain(_entry(value, key, name), name, memo, depth + 1)
         else:
-            converted = [_plain(entry, path, known, depth + 1) for entry in value]
-        known[id(value)] = value, converted
-    return known[id(value)][1]
+            converted = [_plain(entry, path, memo, depth + 1) for entry in value]
+        memo[id(value)] = value, converted
+    return memo[id(value)][1]
 
 
 def _too_deep(field: str, shown: object) -> ConfigError:

@@ -102,11 +102,11 @@ class ProjectedGrad:
     sums: Sequence[Tensor | None]  # of each part, over whole rows; None without ``project_sums``
 
 
-def over_whole_rows(own: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> None:
+def over_whole_rows(part_sums: Sequence[tuple[ShardedParam, int, Tensor | None]]) -> None:
     """Turn sums over this rank's columns into sums over whole rows, in place: one all-reduce per group where ranks hold
-    columns of the same rows. ``own``: parameter, number of the part, and its sums ``[n, r, k]``."""
+    columns of the same rows. ``part_sums``: parameter, number of the part, and its sums ``[n, r, k]``."""
     by_param: dict[ShardedParam, list[tuple[int, Tensor]]] = {}
-    for sharded, place, sums in own:
+    for sharded, place, sums in part_sums:
         if sums is not None and sharded.spec.cut_in_columns:
             by_param.setdefault(sharded, []).append((place, sums))
     by_group: dict[str, list[Tensor]] = {}  # tensors to sum, by group

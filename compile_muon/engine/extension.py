@@ -137,23 +137,27 @@ class Extension:
 def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     """Return the overridden hooks of these extensions."""
 
-    def own(hook: str) -> list[Any]:
-        return [getattr(each, hook) for each in extensions if getattr(type(each), hook) is not getattr(Extension, hook)]
+    def overrides(hook: str) -> list[Any]:
+        return [
+            getattr(extension, hook)
+            for extension in extensions
+            if getattr(type(extension), hook) is not getattr(Extension, hook)
+        ]
 
     calls: dict[str, Any] = {
-        f.name: tuple(own(f.name)) for f in fields(Hooks) if callable(getattr(Extension, f.name, None))
+        f.name: tuple(overrides(f.name)) for f in fields(Hooks) if callable(getattr(Extension, f.name, None))
     }
-    providers = [each.state_provider for each in extensions]
+    providers = [extension.state_provider for extension in extensions]
     in_steps = [
-        each
-        for each, provider in zip(extensions, providers, strict=True)
-        if provider or each.peers or {*own("facts"), *own("after_commit")}
+        extension
+        for extension, provider in zip(extensions, providers, strict=True)
+        if provider or extension.peers or {*overrides("facts"), *overrides("after_commit")}
     ]
     return Hooks(
-        dynamo_passes=tuple(each for extension in extensions for each in extension.dynamo_passes),
+        dynamo_passes=tuple(dynamo_pass for extension in extensions for dynamo_pass in extension.dynamo_passes),
         state_provider=next((provider for provider in providers if provider is not None), StateProvider()),
-        peers=next((each.peers for each in extensions if each.peers is not None), NormGroup()),
-        unrecorded=next((each.unrecorded for each in in_steps if each.unrecorded is not None), None),
+        peers=next((extension.peers for extension in extensions if extension.peers is not None), NormGroup()),
+        unrecorded=next((extension.unrecorded for extension in in_steps if extension.unrecorded is not None), None),
         **calls,
     )
 

@@ -72,13 +72,13 @@ class Gather:
         # The last gather first: it ends in the resident weights.
         over = [(layout.shard, shard_widths(specs))] if layout.replicated_weight else []
         over += [(layout.replicate, piece_widths(specs))] if layout.cut_twice else []
-        sent = Traffic()
+        traffic = Traffic()
         for axis, widths in over:
             nbytes = sum(widths) * itemsize * (axis.size - 1)
-            sent = sent + Traffic(nbytes, ((collective, 1),), by_axis=((axis.name, nbytes),))
+            traffic = traffic + Traffic(nbytes, ((collective, 1),), by_axis=((axis.name, nbytes),))
         axis, widths = over[0]
         alone = _gathered_alone(sharded_params[0])
-        return cls(tuple(sharded_params), specs, alone, axis.serving(Category.REFRESH), tuple(widths), sent)
+        return cls(tuple(sharded_params), specs, alone, axis.serving(Category.REFRESH), tuple(widths), traffic)
 
 
 def gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:

@@ -180,13 +180,13 @@ class ShardedParam:
         else:
             self.param.grad = like_parameter(self.param, shard)
 
-    def await_refresh(self, read: Tensor | None = None) -> None:
-        """Wait for the running refresh. ``read``: the resident weight or, where Inductor copied it at the start of the
-        graph, this copy, which then gets the refreshed weight."""
+    def await_refresh(self, weight: Tensor | None = None) -> None:
+        """Wait for the running refresh. ``weight``: the resident weight or, where Inductor copied it at the start of
+        the graph, this copy, which then gets the refreshed weight."""
         if self.refresh is not None:
             self.refresh.finish()
-        if read is not None and self.resident is not None and read.data_ptr() != self.resident.data_ptr():
-            read.copy_(self.resident)
+        if weight is not None and self.resident is not None and weight.data_ptr() != self.resident.data_ptr():
+            weight.copy_(self.resident)
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the offloaded momentum to ``out`` for the direction of ``grad``; see :class:`~.holder.Holder`."""

@@ -29,20 +29,25 @@ def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.
     return torch.Size([*shape[: 2 if spec.stacked else 1], width])
 
 
-def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
-    """Return this rank's part ``own`` of a state as the parameter's kind of tensor. ``each``: see
-    :class:`~compile_muon.passes.methods.State`. ``mesh``: of the device of ``own``, by default the parameter's."""
+def as_state(sharded: ShardedParam, local: Tensor, granularity: str, mesh: DeviceMesh | None = None) -> Tensor:
+    """Return this rank's part ``local`` of a state as the parameter's kind of tensor. ``granularity``: see
+    :class:`~compile_muon.passes.methods.State`. ``mesh``: of the device of ``local``, by default the parameter's."""
     param = sharded.param
     if not isinstance(param, DTensor):
-        return own
+        return local
     shared_dims, shape = param.ndim, param.shape
-    if each == "row":
-        shape = row_state_shape(sharded.spec, shape, own.shape[-1])
+    if granularity == "row":
+        shape = row_state_shape(sharded.spec, shape, local.shape[-1])
         shared_dims = len(shape) - 1
     # Ranks that hold other columns of the same rows hold the same row states.
     placements = [Replicate() if isinstance(p, Shard) and p.dim >= shared_dims else p for p in param.placements]
     return DTensor.from_local(
-        own, mesh or param.device_mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(tuple(shape))
+        local,
+        mesh or param.device_mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_stride(tuple(shape)),
     )
 
 

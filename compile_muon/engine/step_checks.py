@@ -410,14 +410,14 @@ class StepChecks:
             del numbers[: len(names)]
         self._copy, self._reduced = None, []
 
-    def read(self, known: Facts) -> Facts:
-        """Wait for the device, once; return ``known`` with the facts of all ranks."""
+    def read(self, facts: Facts) -> Facts:
+        """Wait for the device, once; return ``facts`` with the facts of all ranks."""
         with self.trained.ledger.range("step wait"):
             self.wait()
         # Names of states, rates and numbers of extensions that are not finite, by kind.
         kinds = ("momentum", *state_labels(), "rate", *self._further)
         return replace(
-            known,
+            facts,
             speculated=self.speculated() if self.trained.ledger.speculating else frozenset(),
             gradients=self.numbers("gradient"),
             spoiled={what: sorted(self.names(what)) for what in kinds if what in self._read},

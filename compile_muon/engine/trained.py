@@ -91,12 +91,12 @@ class OptimizerState:
                 if self.ledger.hooks.state:
                     self._states[param] |= self._begin(sharded, {"momentum_buffer", *places, *self._states[param]})
 
-    def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
-        """Create the states of extensions for a parameter; return their names. ConfigError if a name is ``taken``."""
+    def _begin(self, sharded: ShardedParam, existing_names: set[str]) -> set[str]:
+        """Create the states of extensions for a parameter; return their names. ConfigError for ``existing_names``."""
         slots, states, names = self.optimizer.state[sharded.param], self._further.setdefault(sharded, {}), set[str]()
         for state in self.ledger.hooks.state:
             for name, value in state(sharded).items():
-                if name in taken | names:
+                if name in existing_names | names:
                     raise config_error("extensions", name, f"is another state of {sharded.name}", "use another name")
                 names.add(name)
                 if name not in slots:

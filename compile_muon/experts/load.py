@@ -102,21 +102,23 @@ class Origins:
     unused: list[str] = field(default_factory=list)  # names in the folder without a tensor in the model
 
 
-def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Origins:
-    """Map the names `known` in a model to the names `stored` in a folder; read nothing. Names map to themselves if the
-    folder has only the model's names, or the model has no table of Transformers."""
+def origins_of(module: nn.Module, stored: Iterable[str], model_names: set[str]) -> Origins:
+    """Map `model_names` to the names `stored` in a folder; read nothing. Names map to themselves if the folder has
+    only the model's names, or the model has no table of Transformers."""
     stored = list(stored)
     expected = _expected(module)
-    unused = [name for name in stored if name not in known]
-    renamed = _renamed(module, stored, known) if unused else None
+    unused = [name for name in stored if name not in model_names]
+    renamed = _renamed(module, stored, model_names) if unused else None
     if renamed is None:
-        return Origins({name: name for name in stored if name in known}, unused=list(filterfalse(expected, unused)))
+        return Origins(
+            {name: name for name in stored if name in model_names}, unused=list(filterfalse(expected, unused))
+        )
     origins = Origins()
     unreadable: dict[str, tuple[Any, list[str]]] = {}
     for name, target, pattern, converter, source_name in renamed:
-        if target not in known and name in known:  # the choice of Transformers' loader
+        if target not in model_names and name in model_names:  # the choice of Transformers' loader
             target, pattern = name, None
-        if target not in known:
+        if target not in model_names:
             origins.unused += [] if expected(target) else [name]
         elif pattern is None:
             _claim(origins, target, name)
@@ -141,42 +143,42 @@ def _expected(module: nn.Module) -> Callable[[str], bool]:
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
-def _claim(found: Origins, target: str, name: str) -> None:
-    origin = found.of.setdefault(target, name)
+def _claim(origins: Origins, target: str, name: str) -> None:
+    origin = origins.of.setdefault(target, name)
     if origin != name:
         origin_name = origin if isinstance(origin, str) else _an_expert(origin)
-        _twice(found, target, f"{origin_name}, {name}: are both {target}")
+        _twice(origins, target, f"{origin_name}, {name}: are both {target}")
 
 
-def _claim_expert(found: Origins, target: str, name: str, converter: Any, pattern: str, number: int) -> None:
+def _claim_expert(origins: Origins, target: str, name: str, converter: Any, pattern: str, number: int) -> None:
     patterns = tuple(converter.source_patterns)
     dim = converter.operations[1].dim if len(patterns) > 1 else 0
-    experts = found.of.setdefault(target, Experts(patterns, dim))
+    experts = origins.of.setdefault(target, Experts(patterns, dim))
     if isinstance(experts, str):
-        _twice(found, target, f"{experts}, {name}: are both {target}")
+        _twice(origins, target, f"{experts}, {name}: are both {target}")
     elif experts.patterns != patterns:
-        _twice(found, target, f"{_an_expert(experts)}, {name}: are both an expert of {target}")
+        _twice(origins, target, f"{_an_expert(experts)}, {name}: are both an expert of {target}")
     else:
         other = experts.stored[patterns.index(pattern)].setdefault(number, name)
         if other != name:
-            _twice(found, target, f"{other}, {name}: are both expert {number} of {target}")
+            _twice(origins, target, f"{other}, {name}: are both expert {number} of {target}")
 
 
 def _an_expert(experts: Experts) -> str:
     return next(name for stored in experts.stored for name in stored.values())
 
 
-def _twice(found: Origins, target: str, problem: str) -> None:
-    if target not in found.refused:  # report one of many duplicates
-        found.problems.append(problem)
-        found.refused.add(target)
+def _twice(origins: Origins, target: str, problem: str) -> None:
+    if target not in origins.refused:  # report one of many duplicates
+        origins.problems.append(problem)
+        origins.refused.add(target)
 
 
 # ------------------------------------------------------------------------------------------ Transformers
 
 
 def _renamed(
-    module: nn.Module, stored: Iterable[str], known: set[str]
+    module: nn.Module, stored: Iterable[str], model_names: set[str]
 ) -> list[tuple[str, str, str | None, Any, str]] | None:
     """Rename stored names by Transformers' table, in the natural order that its renamings expect.
 
@@ -196,7 +198,7 @@ def _renamed(
     renamings = [rule for rule in table if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in table if isinstance(rule, WeightConverter)]
     prefix = module.base_model_prefix or None
-    names = dict.fromkeys(known, True)  # Transformers reads only the keys
+    names = dict.fromkeys(model_names, True)  # Transformers reads only the keys
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     rows = []
     for name in sorted(stored, key=dot_natural_key):

@@ -81,7 +81,7 @@ class PipelineStages(NormGroup, Extension):
     def of(
         cls,
         norm_group: dist.ProcessGroup | DeviceMesh,
-        own: dist.ProcessGroup | None,
+        stage_group: dist.ProcessGroup | None,
         device: torch.device,
         settings: ZeroConfig,
         *,
@@ -89,9 +89,9 @@ class PipelineStages(NormGroup, Extension):
     ) -> PipelineStages | None:
         """Meet the other stages; None where there are none. Collective over ``norm_group``, one rank of each stage.
 
-        ``own``: the ranks of this stage, None for this rank alone. ``settings`` must agree on all stages in `_SHARED`.
-        ``muon``: this stage has a matrix for Muon; at least one must. A ConfigError is raised on every member, and
-        nothing is changed.
+        ``stage_group``: the ranks of this stage, None for this rank alone. ``settings`` must agree on all stages in
+        `_SHARED`. ``muon``: this stage has a matrix for Muon; at least one must. A ConfigError is raised on every
+        member, and nothing is changed.
         """
         group = _resolved(norm_group)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
@@ -99,12 +99,12 @@ class PipelineStages(NormGroup, Extension):
             return None
         self = cls(group, device)
         with self._status.at("the meeting of the pipeline stages"):
-            self._meet(own, settings, muon=muon)
+            self._meet(stage_group, settings, muon=muon)
         return self
 
-    def _meet(self, own: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
+    def _meet(self, stage_group: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
         heartbeat = self._status.heartbeat
-        ranks = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+        ranks = [dist.get_rank()] if stage_group is None else dist.get_process_group_ranks(stage_group)
         shared = {name: getattr(settings, name) for name in _SHARED}
         gathered = gather_objects((ranks, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
         ranks_by_stage, settings_by_stage, optimizer_numbers, has_matrices = zip(*gathered, strict=True)
@@ -165,8 +165,8 @@ class PipelineStages(NormGroup, Extension):
         ranks = [f"{stage} (rank {dist.get_global_rank(self._group, stage)})" for stage in stages]
         return f"pipeline stage{'s' * (len(stages) > 1)} {', '.join(ranks)}" if stages else ""
 
-    def _checked(self, told: _Told) -> list[_Told]:
-        rows = self._gather(told)
+    def _checked(self, local_row: _Told) -> list[_Told]:
+        rows = self._gather(local_row)
         step = self._status.step
         refused = [stage for stage, row in enumerate(rows) if row.refused]
         if refused:
@@ -183,11 +183,11 @@ class PipelineStages(NormGroup, Extension):
             )
         return rows
 
-    def _gather(self, told: _Told) -> list[_Told]:
+    def _gather(self, local_row: _Told) -> list[_Told]:
         """Return the numbers of every stage."""
         self._owes = False
         with self._status.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
-            local = torch.tensor(told, dtype=torch.float32, device=self._device)
+            local = torch.tensor(local_row, dtype=torch.float32, device=self._device)
             gathered = [torch.empty_like(local) for _ in range(self._group.size())]
             dist.all_gather(gathered, local, group=self._group)
             return [_Told(*row) for row in torch.stack(gathered).tolist()]

@@ -187,25 +187,25 @@ class Reader:
     def check(self, expected: Mapping[str, TensorFacts]) -> None:
         """Compare the headers with what somebody else says of these tensors; one error lists what differs."""
         problems = []
-        for name, wanted in expected.items():
+        for name, expected_facts in expected.items():
             stored = self.facts.get(name)
             if stored is None:
                 problems.append(f"{name}: is in no file")
-            elif stored != wanted:
-                there, said = (f"{facts.dtype} {list(facts.shape)}" for facts in (stored, wanted))
+            elif stored != expected_facts:
+                there, said = (f"{facts.dtype} {list(facts.shape)}" for facts in (stored, expected_facts))
                 problems.append(f"{name}: is {there} in the files, {said} is expected")
         if problems:
             raise CheckpointError(f"{self._folder}: {listed(problems)}")
 
     def read(self, boxes: Iterable[Box]) -> None:
         """Read ``boxes``, file by file, :func:`converted` to the dtypes of their targets."""
-        wanted = defaultdict[str, list[tuple[Box, _Piece, Indices]]](list)
+        requests_by_file = defaultdict[str, list[tuple[Box, _Piece, Indices]]](list)
         for box in boxes:
             indices = indices_of(box.offsets, box.target.shape)
             for piece in self._pieces[box.stored]:
                 if volume(both := common(indices, piece.box)):
-                    wanted[piece.file].append((box, piece, both))
-        for name, requests in wanted.items():
+                    requests_by_file[piece.file].append((box, piece, both))
+        for name, requests in requests_by_file.items():
             with self._opened(name) as stored:
                 for box, piece, both in requests:
                     target = box.target[within(both, indices_of(box.offsets, box.target.shape))]
@@ -255,14 +255,14 @@ class Reader:
         if len({(len(piece.box), piece.dtype) for piece in pieces}) > 1:
             raise CheckpointError(f"{self._folder}: {name} has several dtypes, or numbers of dims: {_files(pieces)}")
         shape = tuple(max(part.stop for part in parts) for parts in zip(*(p.box for p in pieces), strict=True))
-        missing, kept = [tuple(map(range, shape))], list[_Piece]()
+        missing, cover = [tuple(map(range, shape))], list[_Piece]()
         for piece in sorted(pieces, key=lambda piece: -volume(piece.box)):
             rest = [part for box in missing for part in _without(box, piece.box)]
             new = sum(map(volume, missing)) - sum(map(volume, rest))
             if new < volume(piece.box):
-                self._compare(name, piece, kept)
-            if new or not kept:
-                kept.append(piece)
+                self._compare(name, piece, cover)
+            if new or not cover:
+                cover.append(piece)
             missing = rest
         if any(map(volume, missing)):
             where = ", ".join(f"{part.start}:{part.stop}" for part in missing[0])
@@ -270,8 +270,8 @@ class Reader:
                 f"{self._folder}: {name}[{where}] is in none of the files, which hold other rows of {list(shape)}; "
                 "take a copy that is whole"
             )
-        self._pieces[name] = kept
-        self.facts[name] = TensorFacts(shape, encode_dtype(kept[0].dtype))
+        self._pieces[name] = cover
+        self.facts[name] = TensorFacts(shape, encode_dtype(cover[0].dtype))
 
     def _compare(self, name: str, piece: _Piece, others: Iterable[_Piece]) -> None:
         """Compare the bits that ``piece`` and others have in the same places."""

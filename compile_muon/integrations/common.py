@@ -52,13 +52,13 @@ WHY = {
 Refusal = tuple[Any, str, Any, str, str]
 
 
-def contradicting(field: str, value: object, setting: str, said: object, same: bool | None = None) -> Refusal:
-    """Return a refusal of `value` at `field` of the config where the trainer's own `setting`, `said`, contradicts it.
+def contradicting(field: str, value: object, setting: str, trainer_value: object, same: bool | None = None) -> Refusal:
+    """Return a refusal of `value` at `field` where `trainer_value`, the trainer's `setting`, contradicts it.
 
     `same`: whether they agree, where the two need not be equal.
     """
-    so = None not in (value, said) and value != said if same is None else not same
-    return so, field, value, f"contradicts {setting} = {said!r}", 'leave it out of the config, or write "auto"'
+    so = None not in (value, trainer_value) and value != trainer_value if same is None else not same
+    return so, field, value, f"contradicts {setting} = {trainer_value!r}", 'leave it out of the config, or write "auto"'
 
 
 def refuse(rows: Iterable[Refusal]) -> None:

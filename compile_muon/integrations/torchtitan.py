@@ -292,12 +292,12 @@ def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[st
     return groups or None
 
 
-def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) -> MuonZero:
+def _shard(model: nn.Module, optimizer_config: MuonOptimizers.Config, pending: _Pending) -> MuonZero:
     """Shard and initialize a model on the meta device, and wrap its blocks for activation checkpointing."""
     training = pending.training
     sharing = 1 if pending.context is None else pending.context.size()
     at_once = training.local_batch_size * dist.get_world_size() // sharing
-    config = _read(given.muon_config, training, max(training.global_batch_size, at_once) // at_once)
+    config = _read(optimizer_config.muon_config, training, max(training.global_batch_size, at_once) // at_once)
     clip = config.muon.qk_clip
     refuse([
         (pending.context is not None and clip is not None, "qk_clip", clip,
@@ -310,7 +310,7 @@ def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) ->
             module._init_self_parameters()
             module._init_self_buffers(buffer_device=pending.buffer_device)
 
-    _, optimizer = initialize(model, config, groups=_groups(model, given.param_groups), init=init)
+    _, optimizer = initialize(model, config, groups=_groups(model, optimizer_config.param_groups), init=init)
     for name in (_PENDING, "to_empty", "init_weights"):
         del model.__dict__[name]
     pending.guard.remove()

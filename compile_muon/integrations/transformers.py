@@ -100,11 +100,13 @@ _SETTINGS = {
 }
 
 
-def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> list[Refusal]:
-    """Return refusals of `args`, and of `given`, the Trainer's keyword arguments."""
+def _refusals(args: TrainingArguments, trainer_kwargs: Mapping[str, Any]) -> list[Refusal]:
+    """Return refusals of `args`, and of `trainer_kwargs`, the Trainer's keyword arguments."""
     optim, several = getattr(args.optim, "value", args.optim), args.world_size > 1
     uneven = not args.accelerator_config.even_batches
-    given = {name: given.get(name) or (None, None) for name in ("optimizers", "optimizer_cls_and_kwargs")}
+    trainer_kwargs = {
+        name: trainer_kwargs.get(name) or (None, None) for name in ("optimizers", "optimizer_cls_and_kwargs")
+    }
     rows: list[Refusal] = [
         *((getattr(args, name), name, getattr(args, name), *why) for name, why in _REFUSED.items()),
         (optim not in ("adamw_torch", "adamw_torch_fused"), "optim", optim, *WHY["other"]),  # the defaults
@@ -115,7 +117,7 @@ def _refusals(args: TrainingArguments, given: Mapping[str, Any]) -> list[Refusal
          "gives ranks different numbers of batches, and weights take all", "leave it out"),
     ]  # fmt: skip
     return [(so, f"TrainingArguments.{name}", *row) for so, name, *row in rows] + [
-        (other != (None, None), name, type(other[0]).__name__, *WHY["other"]) for name, other in given.items()
+        (other != (None, None), name, type(other[0]).__name__, *WHY["other"]) for name, other in trainer_kwargs.items()
     ]
 
 

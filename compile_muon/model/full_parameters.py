@@ -168,12 +168,12 @@ class ModuleSnapshot:
         return None
 
 
-def _came(held: Sequence[ModuleSnapshot]) -> list[str]:
+def _came(snapshots: Sequence[ModuleSnapshot]) -> list[str]:
     """List modules that came in with parameters, which are not sharded."""
-    known_ids = {id(snapshot.module) for snapshot in held}
+    known_ids = {id(snapshot.module) for snapshot in snapshots}
     return [
         f"{snapshot.prefix}{name}: a module with parameters was added; add it before MuonZero"
-        for snapshot in held
+        for snapshot in snapshots
         for name, child in snapshot.module._modules.items()
         if child is not None and id(child) not in known_ids and next(child.parameters(), None) is not None
     ]

@@ -123,12 +123,12 @@ def _reached(
     return None
 
 
-def _sources(made: Tensor, found: Tensor) -> set[int]:
-    """Return the rows of the stand-in's output ``made`` that ``found`` depends on."""
-    if not found.requires_grad:
+def _sources(output: Tensor, value: Tensor) -> set[int]:
+    """Return the rows of the stand-in's ``output`` that ``value`` depends on."""
+    if not value.requires_grad:
         return set()
-    weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5
-    (grad,) = torch.autograd.grad((found * weights).sum(), made, retain_graph=True, allow_unused=True)
+    weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5
+    (grad,) = torch.autograd.grad((value * weights).sum(), output, retain_graph=True, allow_unused=True)
     return set() if grad is None else set(grad.abs().sum((0, 1)).nonzero().flatten().tolist())
 
 

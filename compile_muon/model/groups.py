@@ -145,13 +145,13 @@ def _rate_of(methods: Collection[str]) -> str:
     return f"a rate of {listed(sorted(methods))}"
 
 
-def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConfig | None = None) -> None:
+def warn_of_shared_rates(config: Config, groups: Sequence[Group], group_config: GroupConfig | None = None) -> None:
     """Warn of each lr that was set for matrices and also applies to embeddings, heads or vectors.
 
     A group that names its method means its rate. A group without matrices is warned of only from ten times the default
-    rate on. ``own``: a group that ``add_param_group`` adds to the configuration's.
+    rate on. ``group_config``: a group that ``add_param_group`` adds to the configuration's.
     """
-    for entry in (*config.groups, *([] if own is None else [own])):
+    for entry in (*config.groups, *([] if group_config is None else [group_config])):
         rate, derived = dict(entry.rates).get("lr"), [group for group in groups if group.configured == entry.name]
         others = [group for group in derived if isinstance(group.method, ElementMethod)]
         if rate is None or entry.method is not None or not others or matches_adamw(config.muon.adjust_lr):

@@ -54,12 +54,12 @@ def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | 
 
 
 def plan_unfrozen(
-    model: nn.Module, config: Config, names: Sequence[str], own: GroupConfig | None, *, partial: bool
+    model: nn.Module, config: Config, names: Sequence[str], group_config: GroupConfig | None, *, partial: bool
 ) -> tuple[dict[str, Assignment], list[Group]]:
-    """Return the assignments of these parameters, and their groups with no other members. ``own``: a group for them in
-    place of the configuration's; ``partial``: the model is one stage of a pipeline."""
-    if own is not None:
-        config = replace(config, groups=(own,))
+    """Return the assignments of these parameters, and their groups with no other members. ``group_config``: a group
+    for them in place of the configuration's; ``partial``: the model is one stage of a pipeline."""
+    if group_config is not None:
+        config = replace(config, groups=(group_config,))
     assignments, groups = plan(config, model, partial=partial)
     groups = [replace(group, members=[name for name in group.members if name in names]) for group in groups]
     return {name: assignments[name] for name in names}, [group for group in groups if group.members]

@@ -56,18 +56,18 @@ def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.
     return result
 
 
-def _checked(name: str, given: _Said, shape: tuple[int, ...]) -> View:
-    value = given.value
+def _checked(name: str, request: _Said, shape: tuple[int, ...]) -> View:
+    value = request.value
     if not isinstance(value, Mapping) or not set(value) <= set(_KEYS) or not value:
-        raise config_error(given.field, value, "is no view", OF_A_VIEW)
+        raise config_error(request.field, value, "is no view", OF_A_VIEW)
     if len(shape) != 2:
         problem = f"is for parameters of two dimensions, and {name} is {list(shape)}"
-        raise config_error(given.field, dict(value), problem, "leave it out: a stack is one of matrices already")
+        raise config_error(request.field, dict(value), problem, "leave it out: a stack is one of matrices already")
     try:
         return View.of(shape[1 if value.get("dim") == 1 else 0], **value)
     except (TypeError, ValueError) as error:
         problem = f"does not fit {name}, {list(shape)}: {error}"
-        raise config_error(given.field, dict(value), problem, OF_A_VIEW) from None
+        raise config_error(request.field, dict(value), problem, OF_A_VIEW) from None
 
 
 def _of_patterns(

@@ -45,12 +45,12 @@ class Codec:
             problem = f"scales rows of {name}, of which ranks have parts"
             raise config_error("momentum_dtype", self.name, problem, 'use "bfloat16"')
 
-    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def decode(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the momentum in ``dtype``; it may be the stored tensor itself."""
-        return kept[MOMENTUM]
+        return tensors[MOMENTUM]
 
-    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
-        """Store ``momentum``, the result of :meth:`decode` after a step has moved it, in the tensors of ``kept``.
+    def encode(self, momentum: Tensor, tensors: Mapping[str, Tensor], name: str, step: int) -> None:
+        """Store ``momentum``, the result of :meth:`decode` after a step has moved it, in ``tensors``.
         ``name`` and ``step`` seed random bits, so ranks that hold the same rows store the same."""
 
 
@@ -60,15 +60,15 @@ class BFloat16(Codec):
 
     name, dtype = "bfloat16", torch.bfloat16
 
-    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kept[MOMENTUM].to(dtype)
+    def decode(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return tensors[MOMENTUM].to(dtype)
 
-    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
+    def encode(self, momentum: Tensor, tensors: Mapping[str, Tensor], name: str, step: int) -> None:
         generator = torch.Generator(momentum.device).manual_seed(zlib.crc32(name.encode()) + step)
         chance = torch.empty(momentum.shape, dtype=torch.int32, device=momentum.device)
         chance.random_(1 << 16, generator=generator)
         bits = momentum.float().view(torch.int32) + chance  # a carry out of the low 16 bits rounds up
-        kept[MOMENTUM].copy_((bits & -(1 << 16)).view(torch.float32))
+        tensors[MOMENTUM].copy_((bits & -(1 << 16)).view(torch.float32))
 
 
 class EightBits(Codec):
@@ -84,15 +84,15 @@ class EightBits(Codec):
         super().__init__(device)
         self._table = dynamic_map().to(device)
 
-    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes, scale = kept[MOMENTUM], kept[SCALE]
+    def decode(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        codes, scale = tensors[MOMENTUM], tensors[SCALE]
         columns = _columns(codes, scale)
         values = self._table[codes.int()].to(dtype)
         blocks = _blocks(values, scale, columns) * scale.to(dtype).view(-1, scale.shape[-1], 1)
         return blocks.flatten(1)[:, :columns].reshape(codes.shape)
 
-    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
-        codes, scale = kept[MOMENTUM], kept[SCALE]
+    def encode(self, momentum: Tensor, tensors: Mapping[str, Tensor], name: str, step: int) -> None:
+        codes, scale = tensors[MOMENTUM], tensors[SCALE]
         columns = _columns(codes, scale)
         blocks = _blocks(momentum.float(), scale, columns)
         largest = blocks.abs().amax(-1, keepdim=True)

@@ -45,13 +45,13 @@ def offloaded_names(
             at_owners = batch * sum(math.prod(state.shape(*shape)) for state in group.method.states if state.at_owner)
             if size := slots * sizes[name] + at_owners:
                 candidates.append((matrices, -size, name))
-    left = offload.ratio * sum(-size for _, size, _ in candidates)
+    remaining_elements = offload.ratio * sum(-size for _, size, _ in candidates)
     chosen = []
     for _, size, name in sorted(candidates):
-        if left <= 0:
+        if remaining_elements <= 0:
             break
         chosen.append(name)
-        left += size
+        remaining_elements += size
     elements = {name: g.method.on_host for g in groups if isinstance(g.method, ElementMethod) for name in g.members}
     if offload.adamw_on == "cpu" and elements and not any(elements.get(name) for name in chosen):
         problem = "finds no moments of AdamW that are offloaded"
@@ -143,14 +143,14 @@ class OffloadLayout:
         # Slots by names of parameter and state; parameters that have none are left out.
         self.kept = {
             name: slots
-            for each in groups
-            for name in each.members
-            if (slots := self._slots(name, specs[name], each.method, name in offloaded))
+            for group in groups
+            for name in group.members
+            if (slots := self._slots(name, specs[name], group.method, name in offloaded))
         }
         self.chunks = [
             chunk
-            for each in groups
-            for chunk in self._in_chunks([name for name in each.members if name in self.kept], each.method)
+            for group in groups
+            for chunk in self._in_chunks([name for name in group.members if name in self.kept], group.method)
         ]
         self.chunks_of: dict[str, list[Chunk]] = {}
         for chunk in self.chunks:
@@ -158,7 +158,7 @@ class OffloadLayout:
             for name in chunk.names:
                 self.chunks_of.setdefault(name, []).append(chunk)
         self.on_host = {bucket for chunk in self.chunks if chunk.on_host for bucket in chunk.buckets.values()}
-        uses = [each for chunk in self.chunks for each in chunk.buckets.items()]
+        uses = [item for chunk in self.chunks for item in chunk.buckets.items()]
         momenta = [bucket for use, bucket in uses if use == "momentum"]
         others = [bucket for use, bucket in uses if use != "momentum"]
         # Buckets that stay on the device (compressed, not offloaded), and the others.
@@ -178,8 +178,8 @@ class OffloadLayout:
     def _slots(self, name: str, spec: ParamSpec, method: Method, offloaded: bool) -> dict[str, Slot]:
         slots, shape, dtype = dict[str, Slot](), spec.layout.local_shape, decode_dtype(spec.state_dtype)
 
-        def keep(state: str, own: Sequence[int], kind: torch.dtype, use: str, label: str = "") -> None:
-            slots[state] = Slot(f"{state} of {name}", tuple(own), kind, use, label)
+        def keep(state: str, slot_shape: Sequence[int], kind: torch.dtype, use: str, label: str = "") -> None:
+            slots[state] = Slot(f"{state} of {name}", tuple(slot_shape), kind, use, label)
 
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
@@ -192,8 +192,8 @@ class OffloadLayout:
             if state.each == "element":  # a state of one number a row is too small to offload
                 keep(state.name, shape, dtype, "states", state.label)
             elif state.at_owner:
-                own = state_shape(spec, state, owned(spec, self._owners[name]))
-                keep(state.name, own, torch.promote_types(dtype, torch.float32), "states", state.label)
+                owner_shape = state_shape(spec, state, owned(spec, self._owners[name]))
+                keep(state.name, owner_shape, torch.promote_types(dtype, torch.float32), "states", state.label)
         if spec.master:
             keep(MASTER, shape, dtype, "masters")
         return slots

@@ -94,11 +94,11 @@ class OffloadedStates(StateProvider, Extension):
                     placed.append((Store(used, _HOST, pin=pin), used, user))
             self._buffers = DeviceBuffers(placed, count=layout.together, real=self._real)
         self.layout, self._ahead = layout, ReadAhead(self._buffers, layout.together)
-        labels = {n: {state: s.label for state, s in kept.items() if s.label} for n, kept in layout.kept.items()}
+        labels = {n: {state: s.label for state, s in slots.items() if s.label} for n, slots in layout.kept.items()}
         self._flags = NotFinite(labels, device)
         self._host = HostStep(device, real=self._real and bool(layout.on_host))
         folders = {slot.whole: store.folder for store, used, _ in placed for bucket in used for slot in bucket.slots}
-        self.places = {n: {state: folders[slot] for state, slot in kept.items()} for n, kept in layout.kept.items()}
+        self.places = {n: {state: folders[slot] for state, slot in slots.items()} for n, slots in layout.kept.items()}
         sizes = [bucket.nbytes for bucket in layout.there if bucket not in layout.on_host]
         self.bytes_off_device = sum(bucket.nbytes for bucket in layout.there)
         self.bytes_in_buffers = min(layout.together, len(sizes)) * max(sizes, default=0)
@@ -145,10 +145,12 @@ class OffloadedStates(StateProvider, Extension):
             self._flags.moved(sharded, functools.reduce(torch.maximum, wrong))
         return out
 
-    def _parts(self, sharded: ShardedParam, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that store a parameter's momentum, as far as they are in ``held``."""
+    def _parts(self, sharded: ShardedParam, slot_tensors: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that store a parameter's momentum, as far as they are in ``slot_tensors``."""
         slots = self.layout.kept[sharded.name]
-        return {name: held[slot] for name, slot in slots.items() if slot.use == "momentum" and slot in held}
+        return {
+            name: slot_tensors[slot] for name, slot in slots.items() if slot.use == "momentum" and slot in slot_tensors
+        }
 
     # ------------------------------------------------------------------ steps
 
@@ -216,7 +218,7 @@ class OffloadedStates(StateProvider, Extension):
                 written.append(sharded.local.detach())
             self._step.note(written)
 
-    def _views(self, sharded: ShardedParam, held: Mapping[Slot, Tensor], chunk: Chunk) -> dict[str, Tensor]:
+    def _views(self, sharded: ShardedParam, slot_tensors: Mapping[Slot, Tensor], chunk: Chunk) -> dict[str, Tensor]:
         """Return the states of a parameter by name; resident ones move to the device that computes the step."""
         offloaded_slots, slots = self.layout.kept[sharded.name], self._optimizer.state[sharded.param]
         device = _HOST if chunk.on_host else self._device
@@ -227,9 +229,11 @@ class OffloadedStates(StateProvider, Extension):
         if not chunk.last:  # a scalar, such as `step`, advances once, with the last rows
             states = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in states.items()}
         states |= {
-            name: held[slot] for name, slot in offloaded_slots.items() if slot.use != "momentum" and slot in held
+            name: slot_tensors[slot]
+            for name, slot in offloaded_slots.items()
+            if slot.use != "momentum" and slot in slot_tensors
         }
-        if parts := self._parts(sharded, held):
+        if parts := self._parts(sharded, slot_tensors):
             states[MOMENTUM] = self._codec.decode(parts, decode_dtype(sharded.spec.state_dtype))
         return states if chunk.rows is None else states | {ROWS: chunk.part(sharded.local.detach())}
 

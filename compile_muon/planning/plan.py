@@ -355,32 +355,32 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _world(ranks: int, found: Sequence[Figures]) -> World:
+def _world(ranks: int, all_figures: Sequence[Figures]) -> World:
     """Choose among the fitting candidates within 1 % of the fastest: lowest stage, then fewest mesh dimensions."""
-    fitting = [figures for figures in found if figures.fits]
+    fitting = [figures for figures in all_figures if figures.fits]
     if not fitting:
-        least = min(found, key=lambda figures: figures.peak_bytes)
+        least = min(all_figures, key=lambda figures: figures.peak_bytes)
         why = (
             f"nothing fits: {least.name} needs least, {size(least.peak_bytes)} of {size(least.limit_bytes)}; "
             "use fewer tokens at a time, more ranks, or activation checkpointing"
         )
-        return World(ranks, found, None, why)
+        return World(ranks, all_figures, None, why)
     fastest = max(figures.tokens_per_second for figures in fitting)
     as_fast = [figures for figures in fitting if figures.tokens_per_second * (1 + _AS_FAST) >= fastest]
     best = min(as_fast, key=lambda figures: (figures.stage, len(figures.mesh), figures.step_seconds))
     why = (
         f"{best.name}: {best.step_seconds * 1e3:,.1f} ms, {size(best.peak_bytes)} of {size(best.limit_bytes)}; "
-        f"{_among(best, as_fast, fitting, found)}"
+        f"{_among(best, as_fast, fitting, all_figures)}"
     )
-    return World(ranks, found, found.index(best), why)
+    return World(ranks, all_figures, all_figures.index(best), why)
 
 
-def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], found: Sequence[Figures]) -> str:
-    if len(found) == 1:
+def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], all_figures: Sequence[Figures]) -> str:
+    if len(all_figures) == 1:
         return "it is the only one"
-    fit = "all fit" if len(fitting) == len(found) else f"{len(fitting)} of {len(found)} fit"
+    fit = "all fit" if len(fitting) == len(all_figures) else f"{len(fitting)} of {len(all_figures)} fit"
     if len(fitting) == 1:
-        return f"only it fits of {len(found)}"
+        return f"only it fits of {len(all_figures)}"
     if len(close) > 1:
         return f"{fit}, {len(close)} of them are as fast within {_AS_FAST:.0%}, and it has the lowest stage of these"
     second = max((f for f in fitting if f is not best), key=lambda figures: figures.tokens_per_second)

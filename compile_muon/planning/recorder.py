@@ -138,24 +138,24 @@ class EagerGraph(TorchDispatchMode):
             self._add(func, args, tree_map_only(torch.Generator, lambda _: None, kwargs or {}), results)
         return results
 
-    def _collective(self, func: Any, given: Mapping[str, Any]) -> None:
-        group = dist.ProcessGroup.unbox(given["process_group"])
+    def _collective(self, func: Any, call_args: Mapping[str, Any]) -> None:
+        group = dist.ProcessGroup.unbox(call_args["process_group"])
         size, kwargs = group.size(), dict[str, Tensor]()
         args: tuple[Any, ...]
         if func is _c10d.allreduce_.default:
-            (tensor,) = given["tensors"]
+            (tensor,) = call_args["tensors"]
             target, args = _functional.all_reduce_.default, (tensor, "sum")
         elif func is _c10d._allgather_base_.default:
-            tensor = kwargs["out"] = given["output_tensor"]
-            target, args = _functional.all_gather_into_tensor_out.default, (given["input_tensor"], size)
+            tensor = kwargs["out"] = call_args["output_tensor"]
+            target, args = _functional.all_gather_into_tensor_out.default, (call_args["input_tensor"], size)
         elif func is _c10d.alltoall_base_.default:
-            tensor, sent = given["output"], given["input"]
+            tensor, sent = call_args["output"], call_args["input"]
             splits = [sent.numel() // size] * size
             target, args = _functional.all_to_all_single.default, (sent, splits, splits)
         else:
             raise NotImplementedError(f"{func}: no functional collective is known for it")
         self._add(target, (*args, group.group_name), kwargs, tensor)
-        if not given.get("async_op", True):
+        if not call_args.get("async_op", True):
             self.wait(tensor)
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:

@@ -101,13 +101,13 @@ class Trace:
         states = {inputs[i]: named[name] for i, name in visit.states.items()}
         for state, sharded in states.items():
             _reshape(state, sharded.momentum)
-        for read in Unshard.all(gm):
-            sharded = states[read.state]
-            _reshape(read.shard, sharded.local)
-            if sharded.resident is not None and read.resident is not None:
-                _reshape(read.resident, sharded.resident)
-            resident = None if sharded.resident is None else read.resident
-            read.node.args = (read.shard, read.state, read.graph_scalars, resident, sharded.text)
+        for unshard in Unshard.all(gm):
+            sharded = states[unshard.state]
+            _reshape(unshard.shard, sharded.local)
+            if sharded.resident is not None and unshard.resident is not None:
+                _reshape(unshard.resident, sharded.resident)
+            resident = None if sharded.resident is None else unshard.resident
+            unshard.node.args = (unshard.shard, unshard.state, unshard.graph_scalars, resident, sharded.text)
         for reduction in ReduceGrad.all(gm):
             sharded = states[reduction.state]
             _reshape(reduction.node, sharded.local)

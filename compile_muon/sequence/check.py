@@ -117,12 +117,12 @@ def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor
     return largest
 
 
-def _differs(plan: SequencePlan, kind: str, found: float) -> ConfigError:
+def _differs(plan: SequencePlan, kind: str, relative_error: float) -> ConfigError:
     if differing := plan.differing_batches():
         return config_error(FIELD, kind, differing, "give the ranks of a group the same batch (optimizer.data_place)")
     problem = (
-        f"changes what {kind} computes, by {found:.1e} of it: its blocks count positions from their own first one, or "
-        "mix them otherwise than by attention"
+        f"changes what {kind} computes, by {relative_error:.1e} of it: its blocks count positions from their own first "
+        "one, or mix them otherwise than by attention"
     )
     remedy = f"hand positions to the blocks (position_embeddings), or leave {FIELD} out"
     return config_error(f"{FIELD}.size", plan.size, problem, remedy)

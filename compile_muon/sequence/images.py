@@ -143,17 +143,19 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
     tower.register_forward_hook(behind)
 
 
-def _all_images(place: Place, patches: list[int], shares: list[list[int]], own: Tensor) -> Tensor:
-    """Gather the features of all images, in order, from `own`, which has a row for a fixed number of own patches. Ranks
-    pad to the longest share, so that one gather joins them."""
+def _all_images(place: Place, patches: list[int], shares: list[list[int]], shard: Tensor) -> Tensor:
+    """Gather the features of all images, in order, from `shard`, which has a row for a fixed number of own patches.
+    Ranks pad to the longest share, so that one gather joins them."""
     own_patches = sum(patches[image] for image in shares[place.index] or [0])
-    if own.ndim == 0 or own.shape[0] == 0 or own_patches % own.shape[0]:
+    if shard.ndim == 0 or shard.shape[0] == 0 or own_patches % shard.shape[0]:
         problem = f"of what a vision tower returns for {own_patches} patches does not go by them"
-        raise config_error(FIELD, list(own.shape), problem, f"leave {FIELD} out")
-    rows = [number * own.shape[0] // own_patches for number in patches]
+        raise config_error(FIELD, list(shard.shape), problem, f"leave {FIELD} out")
+    rows = [number * shard.shape[0] // own_patches for number in patches]
     lengths = [[rows[image] for image in share] for share in shares]
     longest = max(map(sum, lengths))
-    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, longest - own.shape[0])), place, longest * place.size, 0)
+    whole = join(
+        F.pad(shard, (0, 0) * (shard.ndim - 1) + (0, longest - shard.shape[0])), place, longest * place.size, 0
+    )
     features: dict[int, Tensor] = {}
     for share, own_rows, part in zip(shares, lengths, whole.split(longest), strict=True):
         features |= dict(zip(share, part[: sum(own_rows)].split(own_rows), strict=True) if share else ())

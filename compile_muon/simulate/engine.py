@@ -142,11 +142,11 @@ class _Wires:
     now: float = 0.0
     queues: dict[str, deque[_Sent]] = field(default_factory=dict)
 
-    def issue(self, sent: _Sent) -> None:
-        queue = self.queues.setdefault(sent.stream, deque())
-        queue.append(sent)
+    def issue(self, collective: _Sent) -> None:
+        queue = self.queues.setdefault(collective.stream, deque())
+        queue.append(collective)
         if len(queue) == 1:
-            self._begin(sent, sent.issued)
+            self._begin(collective, collective.issued)
 
     def _under_way(self) -> tuple[dict[_Sent, float], Counter[int]]:
         """Return the seconds until the head of each stream ends its hops or its transfer, and how many heads share each
@@ -181,10 +181,10 @@ class _Wires:
         """Return the seconds until a collective ends its hops or its transfer; infinite if none is under way."""
         return min(filter(None, self._under_way()[0].values()), default=math.inf)
 
-    def _begin(self, sent: _Sent, now: float) -> None:
+    def _begin(self, collective: _Sent, now: float) -> None:
         """Start a collective whose stream is free; its hops last until the other ranks have issued it."""
-        sent.start = now
-        sent.hops += max(0.0, sent.others - now)
+        collective.start = now
+        collective.hops += max(0.0, collective.others - now)
 
 
 @dataclass
@@ -213,7 +213,7 @@ class _Player:
         self._runs_behind = self.machine.device != "cpu"
         self._ways = self.transfers or OffloadTransfers((), buffers=1, host=self.machine.host_bandwidth, disk=0.0)
 
-    def run(self, played: SimulatedGraph, found: Mapping[Node, Kernel]) -> None:
+    def run(self, played: SimulatedGraph, kernel_of: Mapping[Node, Kernel]) -> None:
         self._graphs += 1
         self._starts = self._runs_behind and not played.replayed
         # Eager step code runs on GPUs as multi-tensor launches, which the nodes of the trace do not show.
@@ -231,9 +231,9 @@ class _Player:
             if node in played.awaits:
                 self._finish_refresh(played.awaits[node])
                 continue
-            if node in found:
+            if node in kernel_of:
                 kind = kernel_kind(node)
-                kernel = found[node]
+                kernel = kernel_of[node]
                 seconds = kernel_seconds(kernel.nodes, self.machine, kernel.moved)
                 launched = Call(node, self.machine).launched() if kind == "newton_schulz" else 1
                 act = partial(self._compute, node.name, kind, seconds, launched, self._slower(node, kind))
@@ -348,19 +348,19 @@ class _Player:
         # Names that all ranks agree on: frames are numbered by process, and nodes may have other names elsewhere.
         shared_name = f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else "")
         issued[shared_name, next(number for number in count() if (shared_name, number) not in issued)] = self.now
-        sent = _Sent(node, name, axis.group, self._link(ranks), hops, transfer, self.now, others)
+        collective = _Sent(node, name, axis.group, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
-        self._wires.issue(sent)
-        self._sent.append(sent)
+        self._wires.issue(collective)
+        self._sent.append(collective)
         if not self._runs_behind:
             self._on_host(name, collective=1, byte=nbytes)
-        sent.everyone = self.now + self.machine.late_seconds
-        return sent
+        collective.everyone = self.now + self.machine.late_seconds
+        return collective
 
-    def _wait(self, node: Node, sent: _Sent) -> None:
+    def _wait(self, node: Node, collective: _Sent) -> None:
         self._wires.advance(self.now)
-        self._wires.advance(math.inf, sent)
-        self._expose(_cause(work_of(node)), max(sent.end, sent.everyone))
+        self._wires.advance(math.inf, collective)
+        self._expose(_cause(work_of(node)), max(collective.end, collective.everyone))
 
     def _move(self, move: Move, bucket: Bucket | OnHost | None, kind: GraphKind) -> None:
         if self.transfers is None:

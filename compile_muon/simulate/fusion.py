@@ -197,11 +197,11 @@ def _moved_in_step(nodes: list[Node]) -> int:
     """Return the bytes of inputs and mutated tensors, each read and written once."""
     results, moved = set[Node](), dict[tuple[str, Node], int]()
     for node in nodes:
-        written = mutated(node)
-        for way, memory in [*(("read", x) for x in node.all_input_nodes), *(("written", x) for x in written)]:
+        mutated_nodes = mutated(node)
+        for way, memory in [*(("read", x) for x in node.all_input_nodes), *(("written", x) for x in mutated_nodes)]:
             if base(memory) not in results:
                 moved[way, base(memory)] = max(moved.get((way, base(memory)), 0), nbytes(memory))
-        if not written:
+        if not mutated_nodes:
             results |= {node, *(user for user in node.users if is_free(user))}
     return sum(moved.values())
 
@@ -265,12 +265,12 @@ def _joins(space: _Space, reads: set[Node], given: int, group: _Group) -> bool:
     """Return whether a node can join `group`; `given` is the place of the last kernel that makes an input of it."""
     if group.space is None or given > group.place:
         return False
-    written = {base(node) for node in group.written} | set(group.written)
+    write_set = {base(node) for node in group.written} | set(group.written)
     if space == group.space:
-        return not reads.isdisjoint(group.reads | written)
+        return not reads.isdisjoint(group.reads | write_set)
     rows = space.entries // space.columns if space.columns else 0
     large = space.entries >= _MIXED_ENTRIES and rows >= max(_MIXED_ROWS, 2 * space.columns)
-    mixed = group.rows and large and group.space == _Space(space.entries) and reads.isdisjoint(written)
+    mixed = group.rows and large and group.space == _Space(space.entries) and reads.isdisjoint(write_set)
     return mixed and not reads.isdisjoint(group.reads)
 
 

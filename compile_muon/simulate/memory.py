@@ -106,7 +106,7 @@ class Memory:
         # Replayed forward and backward graphs share a private pool; those of the step have another.
         pool = "" if not played.replayed else "step" if kind is GraphKind.STEP else "model"
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
-        written = {node for kernel in kernels.values() for node in kernel.results}
+        kernel_results = {node for kernel in kernels.values() for node in kernel.results}
         computed: dict[Node, list[int]] = {}  # places of the kernels that compute a node: an inlined one in each reader
         for first, kernel in kernels.items():
             for node in kernel.nodes:
@@ -122,7 +122,7 @@ class Memory:
             if (
                 memory.op != "call_function"
                 or memory.target is MOVE_OUT
-                or (memory in computed and memory not in written)
+                or (memory in computed and memory not in kernel_results)
             ):
                 continue
             if memory not in storages and _is_tensor(memory):
@@ -161,12 +161,12 @@ class Memory:
         self,
         node: Node,
         pool: str,
-        made: Sequence[_Storage],
+        new_storages: Sequence[_Storage],
         freed: Sequence[_Storage],
         replaced: Sequence[_Storage],
     ) -> None:
         self._free(replaced)
-        for storage in made:
+        for storage in new_storages:
             self._live[storage.pool][storage.category] += storage.nbytes
             if storage.category == "intermediates":
                 self._intermediates[storage] = None
@@ -198,12 +198,12 @@ class Memory:
 def _replaced(kernel: Kernel, storages: Mapping[Node, _Storage], freed: Sequence[_Storage]) -> list[_Storage]:
     """Return the storages whose memory pointwise results of a kernel take: its last reader frees them."""
     inputs = {base(source) for node in kernel.nodes for source in node.all_input_nodes}
-    left = [x for x in inputs if x in storages and storages[x] in freed and storages[x].readers <= 1]
+    reusable_inputs = [x for x in inputs if x in storages and storages[x] in freed and storages[x].readers <= 1]
     replaced = []
     for result in filter(is_pointwise, kernel.results):
-        for memory in left:
+        for memory in reusable_inputs:
             if nbytes(memory) == nbytes(result) and memory.meta["val"].dtype == result.meta["val"].dtype:
-                left.remove(memory)
+                reusable_inputs.remove(memory)
                 replaced.append(storages[memory])
                 break
     return replaced

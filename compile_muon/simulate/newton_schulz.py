@@ -63,14 +63,14 @@ class KernelLaunch:
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         return launch_seconds(tile, table.device, self.results, processors, **how)
 
-    def seconds_when_held(self, table: Table, processors: int, held: int) -> float:
-        """Return the time of the launch while collectives with other ranks hold `held` multiprocessors."""
+    def seconds_when_held(self, table: Table, processors: int, held_processors: int) -> float:
+        """Return the time of the launch while collectives with other ranks hold `held_processors`."""
         tile, how = self.tile(table, processors), {"triangle": self.triangle, "summand": self.summand}
         tiles = sum(b * programs(tile, rows, cols, triangle=self.triangle) for b, rows, cols, _ in self.results)
         width = processors * tile.resident
         # Kernels for one shape start a program for each tile, as the last waves of a list do.
         starts = waves(tiles, width, shared=True) if self.listed else [*range(0, tiles, width), tiles]
-        return seconds_beside(tile, table.device, self.results, processors - held, starts, width, **how)[0]
+        return seconds_beside(tile, table.device, self.results, processors - held_processors, starts, width, **how)[0]
 
 
 @dataclass(frozen=True)

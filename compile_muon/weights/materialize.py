@@ -158,28 +158,32 @@ def _run(
     """
     snapshots = [ModuleSnapshot(paths[id(inner)], inner) for inner in module.modules()]
     sharded_params = dict.fromkeys(a for snapshot in snapshots for a in snapshot.sharded_params.values())
-    own = set(snapshots[0].sharded_params.values())
-    wanted = set(own)
+    direct_params = set(snapshots[0].sharded_params.values())
+    whole_params = set(direct_params)
     begun = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     while True:
         # In the same order on every rank, which a set has not.
-        others = [sharded for sharded in sharded_params if sharded in wanted - own]
+        others = [sharded for sharded in sharded_params if sharded in whole_params - direct_params]
         gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.model_parallel])
         gathered |= {a: cast(Any, a.param).full_tensor().detach() for a in others if a.spec.layout.model_parallel}
         unsharded: dict[ShardedParam, Any] = {}
         for sharded in sharded_params:
             shape, dtype = sharded.spec.layout.unsharded_shape, dtypes.get(sharded.name, sharded.param.dtype)
-            empty = torch.empty(shape, dtype=dtype, device=device if sharded in wanted - gathered.keys() else "meta")
+            empty = torch.empty(
+                shape, dtype=dtype, device=device if sharded in whole_params - gathered.keys() else "meta"
+            )
             values = gathered[sharded].to(dtype) if sharded in gathered else empty
             unsharded[sharded] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
-        edits = _Edits({key: value.detach() for key, value in unsharded.items() if key not in wanted})
+        edits = _Edits({key: value.detach() for key, value in unsharded.items() if key not in whole_params})
         for snapshot in snapshots:
             snapshot.open(unsharded)
         try:
             with edits:
                 init(module)
             problems = [
-                problem for snapshot in snapshots for problem in (*snapshot.rearranged(), *snapshot.problems(wanted))
+                problem
+                for snapshot in snapshots
+                for problem in (*snapshot.rearranged(), *snapshot.problems(whole_params))
             ]
             now = {
                 a: snapshot.module._parameters.get(name)
@@ -189,13 +193,13 @@ def _run(
         finally:
             for snapshot in snapshots:
                 snapshot.close()
-        edits.edited |= {key for key, value in now.items() if key not in wanted and value is not unsharded[key]}
+        edits.edited |= {key for key, value in now.items() if key not in whole_params and value is not unsharded[key]}
         if not edits.edited:
             break
-        wanted |= edits.edited
+        whole_params |= edits.edited
         torch.set_rng_state(begun[0])
         if begun[1] is not None:
             torch.cuda.set_rng_state(begun[1], device)
     if problems:
         raise UnsupportedModelError("init: " + listed(problems))
-    return [(a, value.detach()) for a, value in now.items() if a in wanted and value is not None]
+    return [(a, value.detach()) for a, value in now.items() if a in whole_params and value is not None]

@@ -182,12 +182,12 @@ def measure(quick: bool, note: Callable[[str], object], disk: Path | None = None
     return Measured(device, kernel_seconds, cores(), world, memory, tuple(samples))
 
 
-def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+def _turns(clock: _Clock, make_operands: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
     """Cycle through sets of operands: on CPUs more of them than the cache of a core holds."""
-    first = made()
+    first = make_operands()
     operand_bytes = sum(x.nbytes for x in first)
     count = min(64, max(1, _COLD // max(1, operand_bytes))) if clock.device == "cpu" else 1
-    return itertools.cycle([first, *(made() for _ in range(count - 1))])
+    return itertools.cycle([first, *(make_operands() for _ in range(count - 1))])
 
 
 def _multiply(clock: _Clock, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Callable[[], object]:
