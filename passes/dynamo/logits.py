@@ -24,7 +24,7 @@ from ..markers import UNSHARD
 from ..torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
 
 #: ``Holder.notify`` of the queries' weight: the state of the keys' weight, the largest logit of each head, the size of
-#: a head, then ``dims``, ``own`` and ``(query_bias, key_bias)`` of :func:`note_logits`
+#: a head, then ``dims``, ``unshared_size`` and ``(query_bias, key_bias)`` of :func:`note_logits`
 LOGITS = "logits"
 
 #: rows of queries at a time
@@ -84,7 +84,7 @@ def _logits_in(maxima: Tensor) -> Tensor:
 
 _SCHEMA = (
     "(Tensor x, Tensor largest, Tensor query_state, Tensor key_state, Tensor? query_bias, Tensor? key_bias, "
-    "SymInt size, SymInt[] dims, SymInt own, SymInt part, SymInt parts) -> Tensor"
+    "SymInt size, SymInt[] dims, SymInt unshared_size, SymInt part, SymInt parts) -> Tensor"
 )
 
 
@@ -95,14 +95,14 @@ def note_logits(grad: Tensor, largest: Tensor, query_state: Tensor, key_state: T
 
     ``largest`` has this rank's ``[heads]``; these are part ``part`` of ``parts`` equal parts of all heads.
     ``query_bias`` and ``key_bias`` are the states of the biases added to queries and keys, ``size`` the size of a head,
-    ``dims`` the dims of the two weights along which heads lie. The first ``own`` entries of a key belong to its head
-    alone, the others are shared by all heads (MLA).
+    ``dims`` the dims of the two weights along which heads lie. The first ``unshared_size`` entries of a key belong
+    to its head alone, the others are shared by all heads (MLA).
     """
-    *biases, size, dims, own, part, parts = facts
+    *biases, size, dims, unshared_size, part, parts = facts
     if (holder := holder_of(query_state)) is not None:
         of_all = largest.new_full((parts, len(largest)), -math.inf)
         of_all[part] = largest
-        holder.notify(LOGITS, key_state, of_all.flatten(), size, dims, own, tuple(biases))
+        holder.notify(LOGITS, key_state, of_all.flatten(), size, dims, unshared_size, tuple(biases))
     return grad.clone()
 
 
@@ -226,7 +226,7 @@ def _pieces(node: Node) -> list[Node]:
     if node.target in _CATS and len(node.args[0]) > 1:
         arguments = {"dim": 0, **dict(zip(("tensors", "dim"), node.args, strict=False)), **node.kwargs}
         return list(arguments["tensors"]) if arguments["dim"] in (-1, node.meta["example_value"].ndim - 1) else [node]
-    written: dict[int, Node] = {}
+    values_by_start: dict[int, Node] = {}
     for user in node.users:
         if user.target is operator.setitem and user.args[0] is node:
             writes = [(user.args[1], user.args[2])]
@@ -237,8 +237,8 @@ def _pieces(node: Node) -> list[Node]:
         for index, value in writes:
             last = index[-1] if isinstance(index, tuple) else index
             if isinstance(last, slice):
-                written[last.start or 0] = value
-    return [written[start] for start in sorted(written)] or [node]
+                values_by_start[last.start or 0] = value
+    return [values_by_start[start] for start in sorted(values_by_start)] or [node]
 
 
 def _is_part_of_split(node: Node) -> bool:
@@ -268,13 +268,13 @@ def _way(start: Node) -> Iterator[Node]:
             continue
         if _is_part_of_split(node):
             outputs = node.args[0].meta["example_value"]
-            index, widths = node.args[1], tuple(each.shape[-1] for each in outputs)
+            index, widths = node.args[1], tuple(output.shape[-1] for output in outputs)
         sources = node.all_input_nodes
         # Queries, keys and values travel concatenated where positions are exchanged for heads: only the part that
         # ``start`` was split off is followed.
-        if node.target in _CATS and widths == tuple(each.meta["example_value"].shape[-1] for each in node.args[0]):
+        if node.target in _CATS and widths == tuple(tensor.meta["example_value"].shape[-1] for tensor in node.args[0]):
             sources, index, widths = [node.args[0][index]], 0, ()
-        pending += [(each, index, widths) for each in sources]
+        pending += [(source, index, widths) for source in sources]
 
 
 def _exchanged(start: Node) -> bool:

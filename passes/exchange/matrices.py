@@ -98,7 +98,7 @@ def orthogonalized(
     all_parts = [part for of_matrix in parts for part in of_matrix]
     row_norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, all_parts[0].device):
-        columns = [each.row_norms(x) for each, x in zip(inputs, matrices, strict=True)]
+        columns = [method_inputs.row_norms(x) for method_inputs, x in zip(inputs, matrices, strict=True)]
         row_norms = [part.squeeze(-1) for of_matrix in _parts(columns, views) for part in of_matrix]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
@@ -107,10 +107,12 @@ def orthogonalized(
     if whole is None:
         directions = iter(run(all_parts))
     else:
-        part_inputs = [each for each, of_matrix in zip(inputs, parts, strict=True) for _ in of_matrix]
-        whole_inputs = [each.whole_inputs(part) for each, part in zip(part_inputs, all_parts, strict=True)]
+        part_inputs = [method_inputs for method_inputs, of_matrix in zip(inputs, parts, strict=True) for _ in of_matrix]
+        whole_inputs = [
+            method_inputs.whole_inputs(part) for method_inputs, part in zip(part_inputs, all_parts, strict=True)
+        ]
         results = zip(part_inputs, whole(all_parts, run, whole_inputs), whole_inputs, strict=True)
-        directions = iter([each.direction(output, entry) for each, output, entry in results])
+        directions = iter([method_inputs.direction(output, entry) for method_inputs, output, entry in results])
     output = [[next(directions) for _ in of_matrix] for of_matrix in parts]
     return [entry[0] if view is None else view.join(entry) for entry, view in zip(output, views, strict=True)]
 

@@ -164,13 +164,15 @@ def _among(
     owned = owned_by[axis.index]
     numels = {(i, r): dealt[i].numel(r) for i in owned for r in ranks}
     piece_numels = [piece.numel() for piece in pieces]
-    sent = [sum(piece_numels[i] for i in owned_by[r]) for r in ranks]
-    received = [sum(numels[i, r] for i in owned) for r in ranks]
+    send_counts = [sum(piece_numels[i] for i in owned_by[r]) for r in ranks]
+    recv_counts = [sum(numels[i, r] for i in owned) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned_by[r]]
     sent_numels = [piece_numels[i] for i in by_owner]
     wire_dtype = pieces[0].dtype
-    arrived = all_to_all(pack([pieces[i] for i in by_owner], sent_numels, dtype=wire_dtype), received, sent, axis.group)
+    arrived = all_to_all(
+        pack([pieces[i] for i in by_owner], sent_numels, dtype=wire_dtype), recv_counts, send_counts, axis.group
+    )
     whole = []
     if owned:
         sizes = [numels[i, r] for r in ranks for i in owned]
@@ -183,6 +185,6 @@ def _among(
         outgoing = pack(cut_directions, [piece.numel() for piece in cut_directions], dtype=dtype)
     else:  # a rank that owns nothing takes part in both all-to-alls all the same
         outgoing = pieces[0].new_empty(0, dtype=dtype)
-    returned = all_to_all(outgoing, sent, received, axis.group)
+    returned = all_to_all(outgoing, send_counts, recv_counts, axis.group)
     received_directions = dict(zip(by_owner, unpack(returned, sent_numels, sent_numels), strict=True))
     return [received_directions[i] for i in range(len(pieces))]

@@ -129,12 +129,12 @@ def _movable(forward: GraphModule, user_outputs: int) -> tuple[dict[Node, list[N
         if node is not None and isinstance(node.meta.get("val"), Tensor):
             shown[base(node)].append(node)
     returned = {base(node) for node in outputs(forward)[:user_outputs] if node is not None}
-    made = {node: shown[node] for node in forward.graph.nodes if node in shown and node not in returned}
-    made = {memory: values for memory, values in made.items() if memory.op == "call_function"}
-    total = sum(map(nbytes, made))
+    saved_values = {node: shown[node] for node in forward.graph.nodes if node in shown and node not in returned}
+    saved_values = {memory: values for memory, values in saved_values.items() if memory.op == "call_function"}
+    total = sum(map(nbytes, saved_values))
     movable = {
         memory: values
-        for memory, values in made.items()
+        for memory, values in saved_values.items()
         if memory not in weights
         and not is_collective(memory)
         and nbytes(memory) > _SMALL * total
@@ -173,11 +173,11 @@ def move_activations(forward: GraphModule, backward: GraphModule, user_outputs: 
         return
     movable, total = _movable(forward, user_outputs)
     inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    moved, left = dict[Node, list[Node]](), part * total
+    moved, remaining_bytes = dict[Node, list[Node]](), part * total
     for activation, values in movable.items():
-        if nbytes(activation) <= left and all(inputs[value.name].users for value in values):
+        if nbytes(activation) <= remaining_bytes and all(inputs[value.name].users for value in values):
             moved[activation] = values
-            left -= nbytes(activation)
+            remaining_bytes -= nbytes(activation)
     if not moved:
         return
     pool = 2 * max(map(nbytes, moved))

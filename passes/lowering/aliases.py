@@ -32,17 +32,17 @@ def nbytes(node: Node) -> int:
 
 
 @cache
-def _aliased_arguments(op: torch._ops.OpOverload, *, written: bool) -> tuple[tuple[int, str], ...]:
+def _aliased_arguments(op: torch._ops.OpOverload, *, writes: bool) -> tuple[tuple[int, str], ...]:
     """Return position and name of the arguments that ``op`` writes, or of those that its result may be a view of."""
-    if not written and not any(result.alias_info for result in op._schema.returns):
+    if not writes and not any(result.alias_info for result in op._schema.returns):
         return ()
     places = enumerate(op._schema.arguments)
-    return tuple((i, x.name) for i, x in places if x.alias_info and (x.alias_info.is_write or not written))
+    return tuple((i, x.name) for i, x in places if x.alias_info and (x.alias_info.is_write or not writes))
 
 
-def _aliased(node: Node, *, written: bool) -> list[Any]:
+def _aliased(node: Node, *, writes: bool) -> list[Any]:
     """Return the values of :func:`_aliased_arguments` in a call."""
-    places = _aliased_arguments(node.target, written=written)
+    places = _aliased_arguments(node.target, writes=writes)
     return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
 
 
@@ -50,8 +50,8 @@ def mutated(node: Node) -> list[Node]:
     """Return the nodes whose memory ``node`` writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = _aliased(node, written=True)
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Node)] if written else []
+    arguments = _aliased(node, writes=True)
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Node)] if arguments else []
 
 
 def _source(node: Node) -> Node | None:
@@ -63,7 +63,7 @@ def _source(node: Node) -> Node | None:
         return source if isinstance(source, Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    return next((value for value in _aliased(node, written=False) if isinstance(value, Node)), None)
+    return next((value for value in _aliased(node, writes=False) if isinstance(value, Node)), None)
 
 
 def base(node: Node) -> Node:

@@ -67,17 +67,17 @@ def _newton_schulz(gm: GraphModule, title: str) -> Iterator[_Range]:
         yield _Range(node, last, results, f"{title} {NEWTON_SCHULZ} {number}", NEWTON_SCHULZ, matrices(node))
 
 
-def _surround(gm: GraphModule, found: _Range, token: Node) -> None:
-    first, touched = found.first, [token]
+def _surround(gm: GraphModule, span: _Range, token: Node) -> None:
+    first, touched = span.first, [token]
     if _packs(first):
         xs, widths, *rest = first.args
         first.args = ([*xs, token], [*widths, 0], *rest)
     else:
         touched += [node for node in first.all_input_nodes if node.op != "placeholder"]
     with gm.graph.inserting_before(first):
-        gm.graph.call_function(RANGE_PUSH, (touched, found.name, found.category, found.payload))
-    with gm.graph.inserting_after(found.last):
-        gm.graph.call_function(RANGE_POP, ([token, *found.results],))
+        gm.graph.call_function(RANGE_PUSH, (touched, span.name, span.category, span.payload))
+    with gm.graph.inserting_after(span.last):
+        gm.graph.call_function(RANGE_POP, ([token, *span.results],))
 
 
 def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:

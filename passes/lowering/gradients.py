@@ -76,19 +76,19 @@ def _reduce(
             results[reduction.node] = inline(
                 gm, reduction.node, lambda g, spec=spec: [transfers.reduce_grad(g, spec)], [reduction.grad]
             )[0]
-    sent = [reduction for reduction in reductions if not reduction.spec.layout.everyone.alone]
-    if not sent:
+    cross_rank = [reduction for reduction in reductions if not reduction.spec.layout.everyone.alone]
+    if not cross_rank:
         return results
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     # A gradient that is read before the last one exists (by a penalty on gradients) may be an input of a later one: one
     # bucket of both would make the graph cyclic.
-    early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
+    early = [any(order[user] < order[cross_rank[-1].node] for user in reduction.node.users) for reduction in cross_rank]
     late = [i for i, read in enumerate(early) if not read]
-    specs = [sent[i].spec for i in late]
+    specs = [cross_rank[i].spec for i in late]
     groups = group_neighbours(specs, lambda spec: spec.reduce_dtype, ctx.costs, ctx.options.bucket_bytes, reduces=True)
     groups = [[late[k] for k in group] for group in groups] + [[i] for i, read in enumerate(early) if read]
     for number, group in enumerate(sorted(groups, key=lambda group: group[-1])):
-        members = [sent[i] for i in group]
+        members = [cross_rank[i] for i in group]
         averages = _reduce_group(gm, members, earlier, Work(Category.REDUCE, number))
         results.update(zip((reduction.node for reduction in members), averages, strict=True))
     return results
