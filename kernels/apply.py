@@ -69,9 +69,9 @@ def muon_apply(
     params, updates = [params[i] for i in on_aten], [updates[i] for i in on_aten]
     scales = [scales[i] for i in on_aten]
     averages = None if averages is None else averages.of(on_aten)
-    written = [*params, *(() if averages is None else averages.momenta)]
+    targets = [*params, *(() if averages is None else averages.momenta)]
     # The host may not read found_inf: write in any case, then restore the copies where it is 1.
-    copies = None if found_inf is None else [x.clone() for x in written]
+    copies = None if found_inf is None else [x.clone() for x in targets]
     if averages is not None:
         average(averages)
     if isinstance(lr, Tensor):
@@ -79,7 +79,7 @@ def muon_apply(
     else:
         _apply_number_lr(params, updates, lr, float(weight_decay), scales)
     if found_inf is not None and copies is not None:
-        for x, old in zip(written, copies, strict=True):
+        for x, old in zip(targets, copies, strict=True):
             x.copy_(torch.where(found_inf == 1, old, x))
 
 

@@ -88,11 +88,11 @@ def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]
     return chunks
 
 
-def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:
-    """Count the work bytes of one m × n matrix on aten: ``given`` bytes an input entry, ``itemsize`` an entry after."""
+def batch_bytes(m: int, n: int, input_itemsize: int, itemsize: int) -> int:
+    """Count the work bytes of one m × n matrix on aten: ``input_itemsize`` an input entry, ``itemsize`` after."""
     # The batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
     k = min(m, n)
-    return m * n * (given + 3 * itemsize + 4) + 4 * k * k * itemsize
+    return m * n * (input_itemsize + 3 * itemsize + 4) + 4 * k * k * itemsize
 
 
 def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tensor:

@@ -197,12 +197,12 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
     constants = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "SQUARES": parts > 0, "BRAIN": brain}
     kinds = [(element_type(x), columns % 16 == 0 and is_wide(x)) for x, columns in xs]
     for kind in dict.fromkeys(kinds):
-        group = [(*x, result) for x, result, each in zip(xs, sums, kinds, strict=True) if each == kind]
+        group = [(*x, result) for x, result, x_kind in zip(xs, sums, kinds, strict=True) if x_kind == kind]
         group_constants = constants | dict(zip(("INTEGER", "WIDE"), kind, strict=True))
         for start in range(0, len(group), MOST):
             integers, columns, results = zip(*group[start : start + MOST], strict=True)
             counts = [x.numel() for x in integers]
-            programs = [min(MOST_PROGRAMS.value, _pieces_of(*each)) for each in zip(counts, columns, strict=True)]
+            programs = [min(MOST_PROGRAMS.value, _pieces_of(*size)) for size in zip(counts, columns, strict=True)]
             first, *others = (encoded(values, MOST) for values in (integers, counts, columns, results))
             arguments = (first, first_programs(programs, MOST), *others)
             Launch(sums_kernel, sum(programs), out, arguments, group_constants).run()

@@ -130,12 +130,12 @@ def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz
             torch._foreach_copy_([out for _, out, _ in group], list(result.split([len(x) for x, *_ in group])))
 
 
-def _together(given: list[Given]) -> Given:
+def _together(items: list[Given]) -> Given:
     """Make one item of several of one shape: a copy of their matrices, and a new tensor for their results."""
-    turned = _turned(given[0][1])
-    x = torch.cat([x.mT if turned else x for x, *_ in given])
-    out = torch.empty(x.shape, dtype=given[0][1].dtype, device=x.device)
-    known_norms = [norms for *_, norms in given if norms is not None]
+    turned = _turned(items[0][1])
+    x = torch.cat([x.mT if turned else x for x, *_ in items])
+    out = torch.empty(x.shape, dtype=items[0][1].dtype, device=x.device)
+    known_norms = [norms for *_, norms in items if norms is not None]
     norms = torch.cat(known_norms) if known_norms else None
     return (x.mT, out.mT, norms) if turned else (x, out, norms)
 
@@ -145,20 +145,20 @@ def _turned(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
-def _orthogonalize_several(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
+def _orthogonalize_several(items: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
     # Tiles with the longest sums first: when only short ones are left, programs end at nearly the same time.
-    given = sorted(given, key=lambda each: (-each[0].shape[2], -each[0].shape[1]))
+    items = sorted(items, key=lambda item: (-item[0].shape[2], -item[0].shape[1]))
     counts: dict[tuple[int, int], int] = {}
-    for x, *_ in given:
+    for x, *_ in items:
         b, *shape = x.shape
         counts[shape[0], shape[1]] = counts.get((shape[0], shape[1]), 0) + b
     layout = Layout(tuple((b, *shape) for shape, b in counts.items()))
-    out = Matrices(layout, None, square=False, results=tuple(out for _, out, _ in given))
+    out = Matrices(layout, None, square=False, results=tuple(out for _, out, _ in items))
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(counts.values())} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
         folded = newton_schulz.folds(plan)
-        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
+        FORMS[plan.method](_normalized(items, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
 
 
 def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:
