@@ -27,14 +27,14 @@ def _before(
 
 
 def _after(piece: Piece) -> After:
-    moment, beta = piece.states["second_moment"], piece.rates["beta2"]
-    new_moment = moment.lerp(piece.direction.square().to(moment.dtype), 1 - beta)
-    normalized = piece.direction / (new_moment.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
-    return After(normalized, {"second_moment": new_moment}, summed(normalized.square())[:, None])
+    moment_NRC, beta = piece.states["second_moment"], piece.rates["beta2"]
+    new_moment_NRC = moment_NRC.lerp(piece.direction.square().to(moment_NRC.dtype), 1 - beta)
+    normalized_NRC = piece.direction / (new_moment_NRC.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    return After(normalized_NRC, {"second_moment": new_moment_NRC}, summed(normalized_NRC.square())[:, None])
 
 
-def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
-    return keep, move * (math.sqrt(min(piece.rows, piece.cols)) / (facts[:, 0].sqrt() + piece.rates["eps"]))
+def _finish(facts_NF: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
+    return keep, move * (math.sqrt(min(piece.rows, piece.cols)) / (facts_NF[:, 0].sqrt() + piece.rates["eps"]))
 
 
 ADAMUON = MatrixMethod(

@@ -3,6 +3,8 @@
 The engine knows no method by name. It makes the states that a record names, has graphs run ``before`` on shards and
 ``whole`` on whole matrices, and in a step calls ``after`` on pieces, sums their facts, and calls ``finish``;
 docs/how-to/methods.md writes one from the beginning.
+
+Suffixes of names in methods are shapes: N matrices, the R rows and C columns of a piece, F facts, and 1.
 """
 
 import functools
@@ -169,10 +171,10 @@ Before = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], bool, torch.dtype], Te
 NewtonSchulz = Callable[[list[Tensor]], list[Tensor]]
 
 
-def summed(numbers: Tensor) -> Tensor:
-    """Return the sums of [n, r, c] over each matrix, [n] fp64. Rows are summed first, and their sums in fp64, so that
-    the last bit does not depend on which ranks have which rows."""
-    return numbers.sum(-1).sum(-1, dtype=torch.float64)
+def summed(numbers_NRC: Tensor) -> Tensor:
+    """Return the sum over each matrix, N numbers in fp64. Rows are summed first, and their sums in fp64, so that the
+    last bit does not depend on which ranks have which rows."""
+    return numbers_NRC.sum(-1).sum(-1, dtype=torch.float64)
 
 
 def averaged(

@@ -4,7 +4,7 @@
 
 No weight decay; the scale by shape cancels. A weight of zeros never moves. Each matrix of a stack has its own norm.
 ``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``, so three facts are enough: <W, W>, <D, D>,
-<W, D>, in code ``ww``, ``dd``, ``wd``.
+<W, D>, in code ``ww_N``, ``dd_N``, ``wd_N``.
 """
 
 from typing import Any
@@ -16,20 +16,20 @@ from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate, summed
 
 
 def _after(piece: Piece) -> After:
-    w, d = piece.weight, piece.direction
-    facts = [summed(x) for x in (w.square(), d.square(), w * d)]
-    return After(d, facts=torch.stack(facts, dim=-1))
+    w_NRC, d_NRC = piece.weight, piece.direction
+    facts_NF = torch.stack([summed(x_NRC) for x_NRC in (w_NRC.square(), d_NRC.square(), w_NRC * d_NRC)], dim=-1)
+    return After(d_NRC, facts=facts_NF)
 
 
-def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, Tensor]:
+def _finish(facts_NF: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, Tensor]:
     eps = piece.rates["eps"]
-    ww, dd, wd = facts.unbind(-1)
-    radius = ww.sqrt()
-    a = piece.rates["lr"] * radius / dd.sqrt().clamp(min=eps)
+    ww_N, dd_N, wd_N = facts_NF.unbind(-1)
+    radius_N = ww_N.sqrt()
+    a_N = piece.rates["lr"] * radius_N / dd_N.sqrt().clamp(min=eps)
     # Clamped, because rounding may make a square that is nearly zero negative.
-    moved = (ww - 2 * a * wd + a.square() * dd).clamp(min=0).sqrt()
-    factor = radius / moved.clamp(min=eps)
-    return factor, -a * factor
+    moved_N = (ww_N - 2 * a_N * wd_N + a_N.square() * dd_N).clamp(min=0).sqrt()
+    factor_N = radius_N / moved_N.clamp(min=eps)
+    return factor_N, -a_N * factor_N
 
 
 MUONH = MatrixMethod(

@@ -6,7 +6,7 @@
 
 As in NVIDIA's Emerging-Optimizers, without Nesterov's look ahead. V is not stored: it is ``u`` times the stored norm.
 The size of a gain is always the norm of its row of W, so it follows other writes to weights (MuonClip, a load); of the
-stored gain only the sign is read, which is positive at first. In code ``gw`` is <G, W> by rows, and so on.
+stored gain only the sign is read, which is positive at first. In code ``gw_NR1`` is <G, W> by rows, and so on.
 """
 
 import torch
@@ -18,49 +18,58 @@ from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate,
 _LEAST = 1e-12
 
 
-def _gain(squares: Tensor, piece: Piece) -> Tensor:
+def _gain(squares_NR1: Tensor, piece: Piece) -> Tensor:
     """Return the gains of rows of W that have these sums of squares."""
-    magnitude = squares.sqrt().clamp(min=_LEAST)
-    return torch.where(piece.states["gain"] < 0, -magnitude, magnitude)
+    magnitude_NR1 = squares_NR1.sqrt().clamp(min=_LEAST)
+    return torch.where(piece.states["gain"] < 0, -magnitude_NR1, magnitude_NR1)
 
 
-def _norm(gain: Tensor, piece: Piece) -> Tensor:
+def _norm(gain_NR1: Tensor, piece: Piece) -> Tensor:
     """Return the norms of the rows of V, which begin as the rows of W."""
-    stored = piece.states["direction_norm"].to(gain.dtype)
-    return torch.where(stored == 0, gain, stored)
+    stored_NR1 = piece.states["direction_norm"].to(gain_NR1.dtype)
+    return torch.where(stored_NR1 == 0, gain_NR1, stored_NR1)
 
 
-def _project_sums(grad: Tensor, weight: Tensor) -> Tensor:
-    return torch.stack([(grad * weight).sum(-1), weight.square().sum(-1)], dim=-1)
+def _project_sums(grad_NRC: Tensor, weight_NRC: Tensor) -> Tensor:
+    return torch.stack([(grad_NRC * weight_NRC).sum(-1), weight_NRC.square().sum(-1)], dim=-1)
 
 
 def _project(piece: Piece) -> Tensor:
     assert piece.sums is not None
-    gw, ww = piece.sums.split(1, dim=-1)
-    gain = _gain(ww, piece)
-    return gain / _norm(gain, piece) * (piece.grad - piece.weight * (gw / gain.square()))
+    gw_NR1, ww_NR1 = piece.sums.split(1, dim=-1)
+    gain_NR1 = _gain(ww_NR1, piece)
+    return gain_NR1 / _norm(gain_NR1, piece) * (piece.grad - piece.weight * (gw_NR1 / gain_NR1.square()))
 
 
-def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
-    return torch.stack([weight.square().sum(-1), (weight * direction).sum(-1), direction.square().sum(-1)], dim=-1)
+def _row_sums(direction_NRC: Tensor, weight_NRC: Tensor) -> Tensor:
+    products = (weight_NRC.square(), weight_NRC * direction_NRC, direction_NRC.square())
+    return torch.stack([product_NRC.sum(-1) for product_NRC in products], dim=-1)
 
 
 def _after(piece: Piece) -> After:
     assert piece.sums is not None and piece.projected is not None
-    ww, wd, dd = piece.sums.split(1, dim=-1)
-    gw, ww_projected = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
-    rates, states, gain = piece.rates, piece.states, _gain(ww, piece)
+    ww_NR1, wd_NR1, dd_NR1 = piece.sums.split(1, dim=-1)
+    gw_NR1, ww_projected_NR1 = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
+    rates, states, gain_NR1 = piece.rates, piece.states, _gain(ww_NR1, piece)
     lr, beta1, beta2 = rates["lr"], rates["beta1"], rates["beta2"]
-    gain_grad = gw / _gain(ww_projected, piece)
-    mean = states["gain_first_moment"].to(gain_grad.dtype).lerp(gain_grad, 1 - beta1)
-    square = states["gain_second_moment"].to(gain_grad.dtype).lerp(gain_grad.square(), 1 - beta2)
-    unbiased = mean / (1 - beta1 ** rates["step"])
-    step = unbiased / ((square / (1 - beta2 ** rates["step"])).sqrt() + rates["eps"])
-    new_gain = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
-    ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V = ratio W, and V moves by ``move`` D
-    new_norm = (ww * ratio.square() + 2 * ratio * move * wd + dd * (move * move)).clamp(min=_LEAST**2).sqrt()
-    new_states = {"gain": new_gain, "direction_norm": new_norm, "gain_first_moment": mean, "gain_second_moment": square}
-    return After(piece.direction * (new_gain / new_norm), new_states, keep=ratio * new_gain / new_norm)
+    grad_NR1 = gw_NR1 / _gain(ww_projected_NR1, piece)
+    mean_NR1 = states["gain_first_moment"].to(grad_NR1.dtype).lerp(grad_NR1, 1 - beta1)
+    square_NR1 = states["gain_second_moment"].to(grad_NR1.dtype).lerp(grad_NR1.square(), 1 - beta2)
+    unbiased_NR1 = mean_NR1 / (1 - beta1 ** rates["step"])
+    step_NR1 = unbiased_NR1 / ((square_NR1 / (1 - beta2 ** rates["step"])).sqrt() + rates["eps"])
+    new_gain_NR1 = (1 - lr * rates["weight_decay"]) * (gain_NR1 - lr * step_NR1)
+    # V = ratio W, and V moves by ``move`` D.
+    ratio_NR1, move = _norm(gain_NR1, piece) / gain_NR1, -(lr * piece.scale)
+    new_square_NR1 = ww_NR1 * ratio_NR1.square() + 2 * ratio_NR1 * move * wd_NR1 + dd_NR1 * (move * move)
+    new_norm_NR1 = new_square_NR1.clamp(min=_LEAST**2).sqrt()
+    new_states = {
+        "gain": new_gain_NR1,
+        "direction_norm": new_norm_NR1,
+        "gain_first_moment": mean_NR1,
+        "gain_second_moment": square_NR1,
+    }
+    new_direction_NRC = piece.direction * (new_gain_NR1 / new_norm_NR1)
+    return After(new_direction_NRC, new_states, keep=ratio_NR1 * new_gain_NR1 / new_norm_NR1)
 
 
 MUOWN = MatrixMethod(

