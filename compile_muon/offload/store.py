@@ -243,9 +243,10 @@ class FileStore(Store):
     def _take(self, buffer: _SwapBuffer, bucket: Bucket, *, read: bool) -> None:
         self._finish(buffer)
         buffer.drop_reads()
-        buffer.bucket, buffer.ahead = bucket, True
+        buffer.bucket = None  # until its reads are under way: who raises amid them leaves an empty buffer
         if read:
             buffer.reading = self._requests(buffer, bucket, buffer.left, write=False)
+        buffer.bucket, buffer.ahead = bucket, True
 
     def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         with self._lock:

@@ -42,8 +42,8 @@ def _project(piece: Piece) -> Tensor:
 
 
 def _row_sums(direction_NRC: Tensor, weight_NRC: Tensor) -> Tensor:
-    products = (weight_NRC.square(), weight_NRC * direction_NRC, direction_NRC.square())
-    return torch.stack([product_NRC.sum(-1) for product_NRC in products], dim=-1)
+    ww_NR, wd_NR = weight_NRC.square().sum(-1), (weight_NRC * direction_NRC).sum(-1)
+    return torch.stack([ww_NR, wd_NR, direction_NRC.square().sum(-1)], dim=-1)
 
 
 def _after(piece: Piece) -> After:
