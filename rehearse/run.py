@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -211,6 +212,7 @@ def gradients_of_dtensors(count: int) -> float:
 def measure(case: Case, device: Device, alone: Alone) -> Figures:
     """Train some steps, and return the figures of one."""
     planned, planned_ms = planned_step(case)
+    gc.collect()  # the planned model, which may fill half of the GPU
     with group_of(case.world, case.rank), inductor(case):
         training = Training(case, alone)
         for _ in range(WARM):
