@@ -202,10 +202,10 @@ class FrameMemory:
             # Saved bytes are known ahead of the simulation, and are a part of the peak.
             choices = [choice for choice in all_choices if outside + frame_choices.saved_bytes(choice) / part <= limit]
             # Choices that save most recompute least: if they fit, the others need no simulation.
-            most = [choice for choice in choices if replace(all_choices[-1], buckets=choice.buckets) == choice]
-            if not most or any(peak(simulated(choice)) > limit for choice in most):
-                most = list(choices)
-            fitting = [frame for frame in map(simulated, most) if peak(frame) <= limit]
+            candidates = [choice for choice in choices if replace(all_choices[-1], buckets=choice.buckets) == choice]
+            if not candidates or any(peak(simulated(choice)) > limit for choice in candidates):
+                candidates = choices
+            fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
             return min(fitting, key=lambda frame: (frame.seconds, peak(frame)), default=None)
 
         choices = self._choices(gm, options, machine)
@@ -290,26 +290,24 @@ class _Choices:
     def __init__(
         self, gm: GraphModule, halves: Halves, ctx: PassContext, options: FrameOptions, machine: Machine, engine: Engine
     ) -> None:
-        def partition(weights: float, activations: float) -> tuple[GraphModule, GraphModule]:
-            return halves(deepcopy(gm), self._context(Kept(weights, activations)))
+        def ahead_of_lowering(weights: float, activations: float, moved: float) -> tuple[GraphModule, GraphModule]:
+            if not moved:
+                return halves(deepcopy(gm), self._context(Kept(weights, activations)))
+            forward, backward = map(deepcopy, self._halves(weights, activations, 0.0))
+            move_activations(forward, backward, ctx.user_outputs, moved)
+            return forward, backward
 
         self._ctx, self._options, self._machine, self._engine = ctx, options, machine, engine
-        self._partition = cache(partition)
+        self._halves = cache(ahead_of_lowering)
         self.saved_bytes = cache(self._saved_bytes)
         self.simulated = cache(self._simulated)
 
     def _context(self, choice: Kept) -> PassContext:
         return replace(self._ctx, chosen=choice, options=replace(self._ctx.options, dump=None))
 
-    def _halves(self, choice: Kept) -> tuple[GraphModule, GraphModule]:
-        """Return forward and backward ahead of their lowering."""
-        forward, backward = map(deepcopy, self._partition(choice.weights, choice.activations))
-        move_activations(forward, backward, self._ctx.user_outputs, choice.moved)
-        return forward, backward
-
     def _saved_bytes(self, choice: Kept) -> int:
         """Return the bytes that forward saves for backward on the device."""
-        forward, _ = self._halves(choice) if choice.moved else self._partition(choice.weights, choice.activations)
+        forward, _ = self._halves(choice.weights, choice.activations, choice.moved)
         (outputs,) = forward.graph.output_node().args
         # Several saved values may be views of one storage; saved placeholders exist before forward.
         storages = {base(node) for node in outputs[self._ctx.user_outputs :] if isinstance(node, Node)}
@@ -318,7 +316,7 @@ class _Choices:
 
     def _simulated(self, choice: Kept) -> _Simulated:
         """Lower the halves under ``choice``, and simulate them."""
-        forward, backward = self._halves(choice)
+        forward, backward = map(deepcopy, self._halves(choice.weights, choice.activations, choice.moved))
         ctx = self._context(choice)
         ctx.saved = saved_by(forward, ctx.user_outputs)
         purpose = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE

@@ -195,11 +195,16 @@ def collectives_of(ops: Iterable[Op]) -> dict[str, int]:
     return dict(sorted(Counter(op.name for op in ops if op.kind == "nccl").items()))
 
 
+def _wrong(figures: Figures) -> list[str]:
+    """List, in words, races and bytes that ``optimizer.traffic`` counts otherwise."""
+    if figures.sent == figures.counted or figures.replayed:
+        return [*figures.unordered]
+    return [*figures.unordered, f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}"]
+
+
 def beyond(figures: Figures, memory: float) -> list[str]:
     """List, in words, where a case of :data:`LARGE` leaves its ``memory`` in GiB or its plan."""
-    problems = list(figures.unordered)
-    if figures.sent != figures.counted:
-        problems.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
+    problems = _wrong(figures)
     if figures.peak > memory * 2**30 or abs(figures.of_plan - 1) > 0.02:
         problems.append(f"peak {figures.peak / 2**30:.2f} GiB of {memory}, {figures.of_plan:.3f} of the plan")
     return problems
@@ -212,12 +217,10 @@ def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any],
     far ``of_plan`` may be off (``peak``), and ``slack`` of the ratio, which other work on the machine moves. ``waits``:
     allowed waits of the host.
     """
-    problems = list(figures.unordered)
+    problems = _wrong(figures)
     waited = sum(figures.waits.values())
     if waited > waits:
         problems.append(f"{waited} waits for the device, not {waits}: {dict(figures.waits)}")
-    if figures.sent != figures.counted and not figures.replayed:
-        problems.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
     if abs(figures.of_plan - budget["of_plan"]) > limits["peak"]:
         problems.append(
             f"peak {figures.peak:,} bytes, {figures.of_plan:.3f} of what is planned, not {budget['of_plan']}"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -172,14 +172,14 @@ def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
 def held_back(number: signal.Signals, ahead: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold back a signal until the end of this block; call ``ahead`` first if it came. A second Ctrl-C comes through.
     Elsewhere than on the main thread, and where other than Python handles the signal, nothing is held back."""
-    came = list[FrameType | None]()
+    came = list[int]()
     handler = signal.getsignal(number)
     if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return
 
-    def later(_: int, frame: FrameType | None) -> None:
-        came.append(frame)
+    def later(*_: object) -> None:
+        came.append(number)
         if number == signal.SIGINT:
             signal.signal(number, handler)
 

@@ -21,7 +21,6 @@ from compile_muon.engine.frame import Lowered, lower
 from compile_muon.engine.sharded_param import sharded_param_of
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.language.work import Work, note_work
-from compile_muon.passes.torch_private import expected_size
 from compile_muon.simulate import SimulatedGraph
 from compile_muon.simulate.offload_transfers import Moves
 
@@ -49,9 +48,9 @@ class Recorder:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], ctx: PassContext) -> Lowered:
         source = copy.deepcopy(gm)
         gm, traffic = lower(gm, ctx)
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        (outputs,) = gm.graph.output_node().args
         graph = SimulatedGraph.of(gm, ctx)
+        placeholders = graph.gm.graph.find_nodes(op="placeholder")
+        (outputs,) = graph.gm.graph.output_node().args
 
         def run(args: list[Any]) -> list[Any]:
             states = {
@@ -72,10 +71,8 @@ def _zeros(output: Any) -> Any:
         return output
     value = output.meta["val"]
     if isinstance(value, Tensor):
-        sizes, strides = map(expected_size, value.shape), map(expected_size, value.stride())
-        zeros = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
-        return zeros.zero_()
-    return expected_size(value)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+    return value
 
 
 class EagerGraph(TorchDispatchMode):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from compile_muon.kernels.gpu.model import seconds as launch_seconds
 from compile_muon.passes.language.spec import encode_dtype
+from compile_muon.passes.lowering.aliases import argument
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.torch_private import flop_formula
 from compile_muon.simulate.fusion import function_entries, moved_bytes
@@ -80,7 +81,7 @@ def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | No
     dtype = encode_dtype(tensor_value(root.args[0]).dtype)
     if "attention" in str(root.target):
         sequence = max(int(value.shape[-2]) for value in _attended(root))
-        rate = machine.attention_rate(_smallest(root), sequence, dtype, causal=_causal(root))
+        rate = machine.attention_rate(_smallest(root), sequence, dtype, causal=bool(argument(root, "is_causal", False)))
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
@@ -113,9 +114,3 @@ def _attended(node: Node) -> list[torch.Tensor]:
     """Return the values that attention reads, [batch, heads, sequence, width]; not the log-sum-exp without width."""
     values = [source.meta.get("val") for source in node.all_input_nodes]
     return [value for value in values if isinstance(value, torch.Tensor) and value.ndim >= 4]
-
-
-def _causal(node: Node) -> bool:
-    names = [argument.name for argument in node.target._schema.arguments]
-    place = names.index("is_causal") if "is_causal" in names else len(node.args)
-    return bool(node.kwargs.get("is_causal", node.args[place] if place < len(node.args) else False))

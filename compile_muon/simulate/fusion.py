@@ -1,14 +1,14 @@
 """Group the nodes of a graph into kernels.
 
-:func:`kernels` models CPUs and memory: a pointwise node whose result has one reader, itself pointwise or a reduction,
+:func:`kernels` models CPUs: a pointwise node whose result has one reader, itself pointwise or a reduction,
 runs in the kernel of that reader, and its result is never written. So a kernel is a tree that ends in its *root*: the
 last pointwise node, a reduction, or any op that runs by itself. A result with several readers is written once and read
 by each. Not modelled: Inductor also joins kernels side by side, recomputes cheap results for each reader, and fuses
 behind a reduction. In eager code every node is its own kernel.
 
-:func:`gpu_kernels` models the time of kernels on GPUs by the rules of Inductor's Triton code. A pointwise result is
-*inlined* in all its readers, each of which computes it again, unless a reader cannot (a product, a collective, the
-output), or it reads more than :data:`_READS` tensors, or takes more than :data:`_OPERATIONS` operations
+:func:`gpu_kernels` models kernels on GPUs, their time and memory, by the rules of Inductor's Triton code. A pointwise
+result is *inlined* in all its readers, each of which computes it again, unless a reader cannot (a product, a
+collective, the output), or it reads more than :data:`_READS` tensors, or takes more than :data:`_OPERATIONS` operations
 (``torch._inductor.ir.StorageBox``). Other results are written. Kernels of one iteration space that share memory run as
 one: a reduction along rows with the pointwise work before and behind it, and sums along columns with each other, or
 beside a large reduction along rows (``mix_order_reduction``). A kernel joins an earlier one only if all its inputs

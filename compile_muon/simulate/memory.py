@@ -94,7 +94,7 @@ class Memory:
         idle = {"pools": self._most.total() - (live - outside)} if self._most else {}
         return LiveBytes({**self._peak, **idle}, self._largest)
 
-    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel], *, generated: bool = False) -> None:
+    def run(self, played: SimulatedGraph, kernels: Mapping[Node, Kernel], *, generated: bool) -> None:
         """Count the bytes of one run of a graph; `kernels`: each by the node in whose place it runs.
 
         `generated`: by Inductor, whose results may take the place of inputs.
@@ -145,8 +145,10 @@ class Memory:
         for first, kernel in kernels.items() if generated else ():
             at = place[first]
             replaced[at] = _replaced(kernel, storages, freed.get(at, []))
+            freed[at] = [storage for storage in freed.get(at, []) if storage not in replaced[at]]
         for node, i in place.items():
-            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()), replaced.get(i, ()))
+            self._free(replaced.get(i, ()))
+            self._step(node, pool, allocated.get(i, ()), freed.get(i, ()))
         if saved:
             self._saved[frame] = [storages.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
@@ -157,15 +159,7 @@ class Memory:
         returned = [memory for memory in output_memory - saved_memory if memory.op == "call_function"]
         self._returned[frame, kind] = [storages[memory] for memory in returned if memory in storages]
 
-    def _step(
-        self,
-        node: Node,
-        pool: str,
-        new_storages: Sequence[_Storage],
-        freed: Sequence[_Storage],
-        replaced: Sequence[_Storage],
-    ) -> None:
-        self._free(replaced)
+    def _step(self, node: Node, pool: str, new_storages: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in new_storages:
             self._live[storage.pool][storage.category] += storage.nbytes
             if storage.category == "intermediates":
@@ -185,7 +179,7 @@ class Memory:
             self._largest = str(max(self._intermediates, key=lambda storage: storage.nbytes, default=""))
         if extra:
             live["exchange"] -= extra
-        self._free(storage for storage in freed if storage not in replaced)
+        self._free(freed)
 
     def _free(self, storages: Iterable[_Storage]) -> None:
         for storage in storages:

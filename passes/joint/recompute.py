@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
-from ..lowering.aliases import nbytes
+from ..lowering.aliases import argument, nbytes
 from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
@@ -97,9 +97,7 @@ def _draws(node: Node) -> bool:
     """Whether ``node`` draws random numbers, outside of a checkpoint, which replays them."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or "recompute" in node.meta:
         return False
-    by_name = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
-    # Attention without dropout counts as random, and draws nothing.
-    return bool((by_name | node.kwargs).get("dropout_p", True))
+    return bool(argument(node, "dropout_p", True))  # attention without dropout counts as random, and draws nothing
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:

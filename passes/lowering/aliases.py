@@ -31,6 +31,12 @@ def nbytes(node: Node) -> int:
     return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
+def argument(node: Node, name: str, default: Any) -> Any:
+    """Return the argument ``name`` of a torch op, or ``default`` where the call leaves it out or the op has none."""
+    names = [x.name for x in node.target._schema.arguments]
+    return (dict(zip(names, node.args, strict=False)) | node.kwargs).get(name, default)
+
+
 @cache
 def _aliased_arguments(op: torch._ops.OpOverload, *, writes: bool) -> tuple[tuple[int, str], ...]:
     """Return position and name of the arguments that ``op`` writes, or of those that its result may be a view of."""
