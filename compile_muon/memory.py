@@ -23,9 +23,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
 
 from compile_muon.config import FrameOptions
 from compile_muon.engine.dtensors import local_tensor
@@ -37,18 +40,20 @@ from compile_muon.passes import (
     GraphKind,
     PassContext,
     Purpose,
+    carried_weights,
     reduced_grads,
     run_passes,
     saved_by,
+    take_weights,
 )
 from compile_muon.passes.joint.move import move_activations
 from compile_muon.passes.joint.recompute import gathers
 from compile_muon.passes.language.layout import Axis
-from compile_muon.passes.language.spec import decode_dtype
+from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.lowering.aliases import base, nbytes
 from compile_muon.passes.pipeline import Kept
 from compile_muon.passes.torch_private import ShortenTraceback
-from compile_muon.simulate import SimulatedGraph, simulate
+from compile_muon.simulate import SimulatedGraph, Timeline, simulate
 from compile_muon.simulate.machine import Machine, load_machine
 from compile_muon.simulate.played import groups_of
 
@@ -61,13 +66,16 @@ if TYPE_CHECKING:
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 
 _GIB = 2**30
-#: ``Kept(weights, activations, moved, buckets)`` from the least memory to the most
+#: ``Kept(weights, activations, moved, buckets, carried)`` from the least memory to the most
 _CHOICES = (
     *(Kept(0.0, part) for part in (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)),
     *(Kept(1.0, part) for part in (0.05, 0.2, 0.5)),
     *(Kept(0.0, 0.5, moved) for moved in (1.0, 0.5)),
     *(Kept(part, 1.0, moved) for part in (0.0, 1.0) for moved in (1.0, 0.75, 0.5, 0.25)),
-    *(Kept(part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)),
+    *(Kept(1.0, part, carried=True) for part in (0.2, 0.5)),
+    *(Kept(0.5, carried=carried) for carried in (True, False)),
+    Kept(1.0, carried=True),
+    *(Kept(part) for part in (0.0, 0.25, 0.75, 1.0)),
     Kept(1.0, buckets=8),
 )
 #: memory of a GPU that "auto" leaves free: a fraction for fragmentation, bytes for CUDA's context and communicators
@@ -137,7 +145,8 @@ class Choice:
 
     def __str__(self) -> str:
         choice = self.kept
-        weights = f"{choice.weights:.0%} of gathered weights stay, with {choice.buckets} buckets at a time, and "
+        until = " for the whole step" if choice.carried else ""
+        weights = f"{choice.weights:.0%} of gathered weights stay{until}, with {choice.buckets} buckets at a time, and "
         moved = f", {choice.moved:.0%} of them in host memory" if choice.moved else ""
         return (
             f"{weights if self.gathers else ''}{choice.activations:.0%} of activations are saved{moved}; "
@@ -150,7 +159,7 @@ class _Simulated:
     """The simulated forward and backward of a frame: time, and bytes beside parameters and optimizer state."""
 
     kept: Kept
-    seconds: float
+    seconds: float  # of a micro-batch; the mean over a step
     saved: int  # bytes saved for backward
     peak: int  # contains ``saved``
 
@@ -161,6 +170,8 @@ class FrameMemory:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)  # whose ledger holds this object
         self.chosen: dict[str, Choice] = {}
+        #: gathered weights that stay for later micro-batches, with the edits of the shard and the spec
+        self.carried: WeakKeyDictionary[ShardedParam, tuple[tuple[int, ParamSpec], Tensor]] = WeakKeyDictionary()
 
     @property
     def engine(self) -> Engine:
@@ -202,7 +213,8 @@ class FrameMemory:
             # Saved bytes are known ahead of the simulation, and are a part of the peak.
             choices = [choice for choice in all_choices if outside + frame_choices.saved_bytes(choice) / part <= limit]
             # Choices that save most recompute least: if they fit, the others need no simulation.
-            candidates = [choice for choice in choices if replace(all_choices[-1], buckets=choice.buckets) == choice]
+            most = all_choices[-1]
+            candidates = [c for c in choices if replace(most, buckets=c.buckets, carried=c.carried) == c]
             if not candidates or any(peak(simulated(choice)) > limit for choice in candidates):
                 candidates = choices
             fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
@@ -212,8 +224,8 @@ class FrameMemory:
         frame = fastest(choices)
         if frame is not None and (agreed := self._agreed(frame_params, frame.kept)) != frame.kept:
             # Another rank chose other gathers: take them, and choose activations anew.
-            weights, buckets = agreed.weights, agreed.buckets
-            choices = list(dict.fromkeys(replace(choice, weights=weights, buckets=buckets) for choice in choices))
+            parts = dict.fromkeys((choice.activations, choice.moved) for choice in choices)
+            choices = [replace(agreed, activations=activations, moved=moved) for activations, moved in parts]
             frame = fastest(choices)
         if frame is None:
             table = _table(resident, gradients, part, peak, [simulated(choice) for choice in choices])
@@ -228,7 +240,9 @@ class FrameMemory:
         """Return the choices open to the frame, from the least memory to the most."""
         # A CUDA graph would record copies to one host buffer, which the next micro-batch overwrites.
         moves = machine.host_bandwidth and not options.cuda_graphs
-        choices = [choice for choice in _CHOICES if moves or not choice.moved]
+        # Nor do CUDA graphs keep results for another graph; and only a declared number says which one is the last.
+        carries = (self.engine.ledger.accumulation_steps or 1) > 1 and not options.cuda_graphs
+        choices = [c for c in _CHOICES if (moves or not c.moved) and (carries or not c.carried)]
         if not options.reshard_after_forward:
             return [choice for choice in choices if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
@@ -238,11 +252,11 @@ class FrameMemory:
         return [choice for choice in choices if choice == Kept(0.0, choice.activations, choice.moved)]
 
     def _agreed(self, frame_params: Sequence[ShardedParam], choice: Kept) -> Kept:
-        """Return ``choice`` with weights and buckets of the first rank that compiled a frame of ``frame_params``."""
+        """Return ``choice`` with the gathers of the first rank that compiled a frame of ``frame_params``."""
         names = hashlib.sha1("\n".join(sharded.name for sharded in frame_params).encode()).hexdigest()
-        agreed = self.engine.status.agreed(f"kept/{names}", f"{choice.weights} {choice.buckets}")
-        weights, buckets = agreed.split()
-        return replace(choice, weights=float(weights), buckets=int(buckets))
+        agreed = self.engine.status.agreed(f"kept/{names}", f"{choice.weights} {choice.buckets} {choice.carried:d}")
+        weights, buckets, carried = agreed.split()
+        return replace(choice, weights=float(weights), buckets=int(buckets), carried=bool(int(carried)))
 
     def _limit(self, memory: float | str | None, machine: Machine) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
@@ -297,6 +311,7 @@ class _Choices:
             move_activations(forward, backward, ctx.user_outputs, moved)
             return forward, backward
 
+        gm.graph.set_codegen(CodeGen())  # that of nested arguments warns where it is copied
         self._ctx, self._options, self._machine, self._engine = ctx, options, machine, engine
         self._halves = cache(ahead_of_lowering)
         self.saved_bytes = cache(self._saved_bytes)
@@ -316,17 +331,33 @@ class _Choices:
 
     def _simulated(self, choice: Kept) -> _Simulated:
         """Lower the halves under ``choice``, and simulate them."""
-        forward, backward = map(deepcopy, self._halves(choice.weights, choice.activations, choice.moved))
+        forward, backward = self._halves(choice.weights, choice.activations, choice.moved)
         ctx = self._context(choice)
-        ctx.saved = saved_by(forward, ctx.user_outputs)
-        purpose = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE
-        request = BackwardRequest.of(reduced_grads(backward), purpose)
-        graphs = []
-        for half, kind, half_request in ((forward, GraphKind.FORWARD, None), (backward, GraphKind.BACKWARD, request)):
-            half_ctx = replace(ctx, kind=kind, request=half_request, timings={})
-            graph = SimulatedGraph.of(run_passes(half, LOWERING_PASSES, half_ctx), half_ctx)
-            graphs.append(replace(graph, replayed=self._options.cuda_graphs))
+        carried = tuple(carried_weights(forward, ctx))
+        ctx.saved = saved_by(forward, ctx.user_outputs, carried)
+        last = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE
+
+        def lowered(half: GraphModule, kind: GraphKind, purpose: Purpose | None = None, **parts: Any) -> SimulatedGraph:
+            request = BackwardRequest.of(reduced_grads(half), purpose) if purpose else None
+            half_ctx = replace(ctx, kind=kind, request=request, timings={}, **parts)
+            graph = SimulatedGraph.of(run_passes(deepcopy(half), LOWERING_PASSES, half_ctx), half_ctx)
+            return replace(graph, replayed=self._options.cuda_graphs)
+
+        first = lowered(forward, GraphKind.FORWARD, carried=carried)
+        update = lowered(backward, GraphKind.BACKWARD, last)
+        step = self._played([first, update])
+        seconds, peak = step.seconds, step.peak.total
+        if carried:
+            again = deepcopy(forward)
+            take_weights(again, ctx)
+            later = lowered(again, GraphKind.FORWARD, carried=carried, again=True)
+            reduction = lowered(backward, GraphKind.BACKWARD, Purpose.REDUCE)
+            number = self._engine.ledger.accumulation_steps or 1
+            peak = self._played([first, reduction, later, update]).peak.total
+            seconds = (seconds + (number - 1) * self._played([later, update]).seconds) / number
+        return _Simulated(choice, seconds, self.saved_bytes(choice), peak)
+
+    def _played(self, graphs: Sequence[SimulatedGraph]) -> Timeline:
         ranks = 1 if self._engine.mesh is None else self._engine.mesh.size
         groups = groups_of(mesh_axes(self._engine.params), graphs)
-        step = simulate(graphs, self._machine, groups=groups, ranks=ranks, codegen=self._options.codegen)
-        return _Simulated(choice, step.seconds, self.saved_bytes(choice), step.peak.total)
+        return simulate(graphs, self._machine, groups=groups, ranks=ranks, codegen=self._options.codegen)

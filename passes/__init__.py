@@ -12,6 +12,7 @@ if __name__ != "compile_muon.passes":
 from .dynamo.local_inputs import TAKE_SHARDS
 from .dynamo.regions import INLINE_REGIONS
 from .errors import MuonZeroError
+from .joint.carry import carried_weights, keep_weights, take_weights
 from .joint.deduplicate import DEDUPLICATE
 from .joint.move import MOVE_OUT, move_activations
 from .joint.recompute import RECOMPUTE
@@ -39,10 +40,13 @@ __all__ = [
     "PassOptions",
     "Purpose",
     "ReducedGrad",
+    "carried_weights",
+    "keep_weights",
     "move_activations",
     "reduced_grads",
     "run_passes",
     "saved_by",
+    "take_weights",
 ]
 
 DYNAMO_PASSES: tuple[GraphPass, ...] = (INLINE_REGIONS, TAKE_SHARDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from inspect import currentframe
@@ -304,6 +304,14 @@ def mark_for_backward(node: torch.fx.Node, *, save: bool) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
     # With a checkpoint region's id, the partitioner would also save it for later regions that read it.
     node.meta.pop("ac_graph_id", None)
+
+
+def keep_undonated(places: Collection[int]) -> None:
+    """Forbid Inductor to reuse the memory of these inputs of the backward graph that is being compiled."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        donated = context.fw_metadata.bw_donated_idxs or ()
+        context.fw_metadata.bw_donated_idxs = [place for place in donated if place not in places]
 
 
 def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs: int) -> None:

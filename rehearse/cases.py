@@ -111,6 +111,8 @@ CASES = (
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     # GiB that only moved activations fit.
     Case(3, 4, more={"compile": {"memory": 0.085}}),
+    # Gathered weights stay for the whole step.
+    Case(3, 4, more={"compile": {"memory": 1.0}, "gradient_accumulation_steps": 3}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(
         Case(2, 4, dtype, params={"checks": "next_step"}, more={"sequence_parallel": {**SHARED, "attention": "ring"}})

@@ -81,7 +81,7 @@ def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
     return make_boxed_func(gm.forward)
 
 
-def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
+def params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
     """Return the sharded parameters of the state inputs at ``positions``; MuonZeroError for one without."""
     sharded_params = []
     for position in positions:
@@ -134,8 +134,6 @@ class ForwardGraph:
         self._title = ctx.title
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         unshards = Unshard.all(gm)
-        # Positions of the state inputs of weights, in the order of their gathers, which must be the same on all ranks.
-        self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
         self._meets = any(marker.spec.layout.gathered for marker in unshards)  # other ranks, in gathers of weights
         self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
         # Positions of (shard, state, resident weight) among the inputs, for weights that are whole on this rank.
@@ -147,16 +145,17 @@ class ForwardGraph:
         values = {i: node.meta.get("val") for node, i in placeholders.items()}
         self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
-        self._states = list(dict.fromkeys([*self._read, *self._trained]))
+        # Positions of all state inputs, first in the order of the gathers, which must be the same on all ranks.
+        self._states = list(dict.fromkeys([*(placeholders[marker.state] for marker in unshards), *self._trained]))
         self._run, self._traffic = lowering(gm, inputs, ctx)
         self._inference = ctx.kind is GraphKind.INFERENCE
         self._visited = False
 
     def __call__(self, args: list[Any]) -> Any:
-        if not self._read:
+        if not self._states:
             return self._run(args)
-        sharded_at = dict(zip(self._states, _params_at(args, self._states), strict=True))
-        sharded_params = [sharded_at[place] for place in self._read]
+        sharded_params = params_at(args, self._states)
+        sharded_at = dict(zip(self._states, sharded_params, strict=True))
         trained = [sharded_at[place] for place in self._trained]
         if trained and torch_private.compiled_autograd_active():
             raise MuonZeroError(
@@ -211,7 +210,7 @@ class BackwardGraph:
         self._outputs = len(self.gm.graph.output_node().args[0])
 
     def __call__(self, args: list[Any]) -> Any:
-        sharded_params = _params_at(args, self._states)
+        sharded_params = params_at(args, self._states)
         if not sharded_params:
             return self._visit(args, sharded_params)
         status, names = sharded_params[0].ledger.status, [sharded.name for sharded in sharded_params]

@@ -99,11 +99,13 @@ def simulate(
     player = _Player(machine, groups, others or {}, transfers)
     memory, traffic = Memory(resident or {}, machine), Traffic()
     # The refresh, which forward finishes, comes first: the previous step has started it.
-    for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
+    ordered = sorted(graphs, key=lambda played: not played.finished_by_forward)
+    last_run = {played.title: played for played in ordered}
+    for played in ordered:
         generated = codegen == "inductor" and not played.eager
         on_gpu = machine.device == "cuda"
         launched = gpu_kernels(played.gm) if generated and on_gpu else kernels(played.gm, fuses=generated)
-        memory.run(played, launched, generated=generated)
+        memory.run(played, launched, generated=generated, last=last_run[played.title] is played)
         if on_gpu and played.fused:
             launched = fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
         player.run(played, launched)

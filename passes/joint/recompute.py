@@ -23,7 +23,7 @@ from ..markers import Unshard
 from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
 
-__all__ = ["RECOMPUTE", "gathers", "is_view_or_cast"]
+__all__ = ["RECOMPUTE", "gathers", "is_made", "is_view_or_cast"]
 
 _aten = torch.ops.aten
 _VIEWS_AND_CASTS = {
@@ -70,7 +70,7 @@ def _of_forward(gm: GraphModule) -> set[Node]:
     return needed
 
 
-def _is_made(read: Unshard) -> bool:
+def is_made(read: Unshard) -> bool:
     """Whether reading this weight takes a gather, or a cast of the master weight."""
     spec, layout = read.spec, read.spec.layout
     return layout.gathered or not (layout.resident or spec.on_host or spec.dtype == spec.compute_dtype)
@@ -78,7 +78,7 @@ def _is_made(read: Unshard) -> bool:
 
 def gathers(gm: GraphModule) -> bool:
     """Whether the graph gathers or casts weights."""
-    return any(map(_is_made, Unshard.all(gm)))
+    return any(map(is_made, Unshard.all(gm)))
 
 
 def _saved(reads: Sequence[Unshard], part: float) -> set[Node]:
@@ -87,7 +87,7 @@ def _saved(reads: Sequence[Unshard], part: float) -> set[Node]:
     The last reads of forward come first: backward reads these soonest, so they are held for the shortest time, and
     backward has computed nothing yet that would hide a second gather.
     """
-    weights = [read.node for read in reversed(reads) if _is_made(read)]
+    weights = [read.node for read in reversed(reads) if is_made(read)]
     running_bytes = accumulate(map(nbytes, weights))
     limit = part * sum(map(nbytes, weights))
     return {node for node, total in zip(weights, running_bytes, strict=True) if total <= limit}

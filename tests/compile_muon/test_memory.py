@@ -6,14 +6,17 @@ import functools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import compile_muon
+from compile_muon import memory as memory_module
 from compile_muon.config import load_config, read_options
 from compile_muon.memory import BudgetError
+from compile_muon.passes.pipeline import Kept
 from compile_muon.passes.torch_private import without_numbers
 from compile_muon.planning import Captured, capture_step
 from compile_muon.simulate.machine import load_machine
@@ -44,10 +47,11 @@ class Tower(nn.Module):
 
 @functools.cache
 def planned(
-    memory: float | None, stage: int = 3, rows: int = 8192, machine: str = "h100", **options: object
+    memory: float | None, stage: int = 3, rows: int = 8192, machine: str = "h100", batches: int = 1, **options: object
 ) -> Captured:
     chosen = {"codegen": "inductor", **options, **({} if memory is None else {"memory": memory})}
-    config = load_config({"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": machine})
+    accumulation = {"gradient_accumulation_steps": batches}
+    config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "machine": machine, **accumulation}
     with without_numbers():
         batch = (torch.zeros(rows, 1024),)
 
@@ -55,7 +59,7 @@ def planned(
         with without_numbers():
             return Tower()
 
-    return capture_step(tower, batch, world=4, config=config, options=read_options(chosen), backend="nccl")
+    return capture_step(tower, batch, world=4, config=load_config(config), options=read_options(chosen), backend="nccl")
 
 
 def peak(captured: Captured) -> float:
@@ -122,6 +126,19 @@ def test_what_is_kept_follows_the_budget() -> None:
     assert peak(planned(budget)) <= budget * 1.02
 
 
+@pytest.mark.full
+def test_weights_stay_for_the_whole_step_where_they_fit() -> None:
+    step = planned(100.0, rows=4096, batches=3)
+    (words,) = step.kept.values()
+    assert "100% of gathered weights stay for the whole step" in words
+    budget = peak(planned(100.0, rows=4096))
+    less = planned(budget, rows=4096, batches=3)
+    assert peak(less) <= budget * 1.02
+    assert seconds(step) < seconds(less)
+    h100 = load_machine("h100")
+    assert step.simulated(h100).traffic.bytes_sent < less.simulated(h100).traffic.bytes_sent
+
+
 def graphs_of(memory: float | None) -> int:
     """Compiled graphs of steps whose micro-batches differ in size."""
     torch.compiler.reset()
@@ -138,3 +155,24 @@ def graphs_of(memory: float | None) -> int:
 def test_a_choice_guards_no_size() -> None:
     """Simulated sizes are numbers: one frame serves micro-batches of all sizes, with a budget as without."""
     assert graphs_of(1.0) == graphs_of(None)
+
+
+def test_passed_weights_are_read_beside_those_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank casts stay, of the module's own weights."""
+    monkeypatch.setattr(memory_module, "_CHOICES", (Kept(1.0, carried=True),))
+    torch.compiler.reset()
+    model = Tower(layers=1, width=32)
+    settings = {"param_dtype": "bfloat16", "gradient_accumulation_steps": 9, "stage": 0}
+    optimizer = compile_muon.MuonZero(model, **settings)
+    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager", "memory": 1.0})
+    inputs = torch.randn(64, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        own = run(inputs)
+        own.backward()
+    for factor in (1.0, 2.0, 3.0):
+        others = {name: nn.Parameter(factor * value.detach()) for name, value in model.named_parameters()}
+        passed = torch.func.functional_call(model, others, (inputs,))
+        prefixed = {f"_orig_mod.{name}": value for name, value in others.items()}
+        torch.testing.assert_close(torch.func.functional_call(run, prefixed, (inputs,)), passed)
+    assert torch.equal(run(inputs), own)
+    assert all(choice.kept.carried for choice in optimizer.engine.ledger.memory.chosen.values())

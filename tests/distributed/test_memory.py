@@ -145,6 +145,53 @@ def test_moved_activations_change_no_bit(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(moved)
 
 
+def carried(codegen: str, regional: bool = False) -> None:
+    """Weights that stay for the whole step: the bits, fewer bytes, edits between micro-batches."""
+
+    def three_steps(kept: Kept | None, number: int = 3) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        model = Tower()
+        optimizer = compile_muon.MuonZero(model, ns_dtype="float32", stage=3, gradient_accumulation_steps=number)
+        torch.compiler.reset()
+        choices, memory_module._CHOICES = memory_module._CHOICES, (kept,) if kept else memory_module._CHOICES
+        options = {"codegen": codegen} | ({"memory": 1.0} if kept else {})
+        run: Any = model if regional else torch.compile(model, backend="muon_zero", options=options)
+        for half in (*model.up, *model.down) if regional else ():
+            half.compile(backend="muon_zero", options=options)
+        for step in range(3):
+            for micro in range(number if step else number - 1):  # the first step ends early
+                torch.manual_seed(10 * step + micro + dist.get_rank())
+                run(torch.randn(64, 48)).backward()
+                if micro == 0 and step == 1:
+                    with torch.no_grad():
+                        model.up[1].weight.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        memory_module._CHOICES = choices
+        if kept is not None:
+            assert all(choice.kept == kept for choice in optimizer.engine.ledger.memory.chosen.values())
+        sent = optimizer.totals()["bytes_sent"]
+        return {name: full(p).detach().clone() for name, p in model.named_parameters()}, sent
+
+    usual, _ = three_steps(None)
+    _, sent = three_steps(Kept(1.0))
+    weights, sent_carried = three_steps(Kept(1.0, carried=True))
+    for name, value in usual.items():
+        assert torch.equal(value, weights[name]), name
+    assert sent_carried < sent
+
+
+@pytest.mark.parametrize("settings", [{"codegen": "eager"}])
+def test_weights_that_stay_for_a_step_change_no_bit(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    ranks(2).run(carried, **settings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{"codegen": "inductor"}, {"codegen": "inductor", "regional": True}])
+def test_generated_code_leaves_weights_that_stay(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    ranks(2).run(carried, **settings)
+
+
 def live_peaks(stage: int) -> list[tuple[int, int]]:
     """Bytes that a step allocates at most, measured and planned, within less and less memory."""
     peaks, memory = [], 1.0

@@ -79,4 +79,5 @@ def test_saved_are_values_that_forward_made_for_backward_alone():
     result = node(graph, torch.ops.aten.exp.default, hidden, shape=(4, 4))
     graph.output((result, result, hidden, turned, flat, weight))
     forward = torch.fx.GraphModule(nn.Module(), graph)
-    assert room.saved_by(forward, 1) == {hidden.name: hidden.name, turned.name: hidden.name}
+    assert room.saved_by(forward, 1, ()) == {hidden.name: hidden.name, turned.name: hidden.name}
+    assert room.saved_by(forward, 1, (2,)) == {turned.name: hidden.name}
