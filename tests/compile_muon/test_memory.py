@@ -128,15 +128,12 @@ def test_what_is_kept_follows_the_budget() -> None:
 
 @pytest.mark.full
 def test_weights_stay_for_the_whole_step_where_they_fit() -> None:
-    step = planned(100.0, rows=4096, batches=3)
+    step, without = planned(100.0, rows=4096, batches=3), planned(None, rows=4096, batches=3)
     (words,) = step.kept.values()
     assert "100% of gathered weights stay for the whole step" in words
-    budget = peak(planned(100.0, rows=4096))
-    less = planned(budget, rows=4096, batches=3)
-    assert peak(less) <= budget * 1.02
-    assert seconds(step) < seconds(less)
+    assert seconds(step) < seconds(without)
     h100 = load_machine("h100")
-    assert step.simulated(h100).traffic.bytes_sent < less.simulated(h100).traffic.bytes_sent
+    assert step.simulated(h100).traffic.bytes_sent < 0.6 * without.simulated(h100).traffic.bytes_sent
 
 
 def graphs_of(memory: float | None) -> int:
