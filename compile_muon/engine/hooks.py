@@ -99,10 +99,8 @@ class StateProvider:
 
 
 class NormGroup:
-    """The peers of an optimizer, such as those of other pipeline stages; here none. A subclass overrides the methods,
-    whose results are equal on all peers."""
-
-    alone = True  # no peers: ``confer`` need not be called
+    """The peers of an optimizer, such as those of other pipeline stages. A subclass overrides the methods, whose
+    results are equal on all peers."""
 
     def step(self, number: int) -> AbstractContextManager[None]:
         """Return the context of step ``number`` (from 1). If the step raises, waiting peers learn of it."""
@@ -148,5 +146,5 @@ class Hooks:
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
     state_provider: StateProvider = field(default_factory=StateProvider)  # by default all states are resident
-    peers: NormGroup = field(default_factory=NormGroup)  # none by default
+    peers: NormGroup | None = None
     unrecorded: str | None = None  # why no step is in a CUDA graph; None if steps may be

@@ -201,14 +201,13 @@ class Ledger:
     def note_directions(self, candidates: Collection[ShardedParam], used: frozenset[str], *, clipped: bool) -> None:
         """Record which directions of backward (``candidates``) a step has used, by name, and which it has discarded.
         ``clipped``: the norm is known to be over the limit."""
-        for sharded in candidates:
-            if sharded.name in used:
-                sharded.speculations.used()
         self.count(used=len(used))
         reason = "clipped" if clipped else "edited"
         self.discarded([sharded for sharded in candidates if sharded.name not in used], reason)
         for sharded in self.sharded_params:
             if sharded.spec.muon is not None:
+                if sharded.name in used:
+                    sharded.speculations.used()
                 sharded.speculations.note_norm(under_limit=not clipped)
 
     def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
