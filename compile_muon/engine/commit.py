@@ -420,12 +420,13 @@ def commit_elements(
         assert method.on_host is not None
         step, found_inf = method.on_host, None
         rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
+    for sharded, row in zip(sharded_params, slots, strict=True):
+        local = local_tensor(sharded.param)
+        for state in method.states:  # kernels count steps on the GPU; a loaded count may be on the host
+            count = row[state.name]
+            if state.each == "parameter" and local.is_cuda and not (on_host or count.is_cuda):
+                row[state.name] = count.to(local.device, non_blocking=True)
     params = [weight_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
-    if params[0].is_cuda:
-        for row in slots:  # kernels count steps on the GPU; a loaded count may be on the host
-            for state in method.states:
-                if state.each == "parameter" and not row[state.name].is_cuda:
-                    row[state.name] = row[state.name].to(params[0].device, non_blocking=True)
     states: list[MutableMapping[str, Tensor]] = [
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
