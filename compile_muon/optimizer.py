@@ -356,7 +356,8 @@ class MuonZero(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and the directions made from them."""
         super().zero_grad(set_to_none)
-        self.engine.ledger.drop_gradients()
+        for sharded in self.engine.params:
+            sharded.drop_gradient()
 
     # ------------------------------------------------------------------ state
 

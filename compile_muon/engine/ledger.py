@@ -254,11 +254,6 @@ class Ledger:
         self.frame_log.close()
         self.status.step += 1
 
-    def drop_gradients(self) -> None:
-        """Drop everything that belongs to the old gradients (``zero_grad()``)."""
-        for sharded in self.sharded_params:
-            sharded.drop_gradient()
-
     def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
         """Return a profiler range as :func:`ranged`, or a null context where frames make no ranges."""
         return ranged(name, category, payload) if self.options.nvtx else contextlib.nullcontext()
