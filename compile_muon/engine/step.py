@@ -81,18 +81,14 @@ class Step(OptimizerState):
         for sharded in ledger.sharded_params:
             sharded.complete_gradient()
         muon = [sharded for sharded in self.muon if sharded.grad is not None]
+        wanted = frozenset(sharded.name for sharded in muon)
+        # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for those.
+        anywhere = wanted if self.group is None else frozenset(sharded.name for sharded in self.muon)
         candidates = {sharded: now for sharded in muon if (now := sharded.candidate()) is not None}
         # Without a wait for fingerprints, the host goes by the edit count that autograd's hook noted.
         ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
         facts = planned(
-            Facts(
-                frozenset(sharded.name for sharded in muon),
-                self.config.zero.gradient_clipping,
-                frozenset(ready),
-                # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for
-                # those.
-                frozenset(sharded.name for sharded in (muon if self.group is None else self.muon)),
-            ),
+            Facts(wanted, self.config.zero.gradient_clipping, frozenset(ready), anywhere),
             speculating=ledger.speculating, later=ledger.checks_later, together=ledger.hooks.peers is not None,
         )  # fmt: skip
         checks = StepChecks(self, {} if facts.remake else ready, refusal, later=not facts.wait)
