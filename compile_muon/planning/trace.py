@@ -119,6 +119,10 @@ class Trace:
 
     def owner_work(self, target: Target) -> list[float]:
         """Return the nanoseconds of Newton-Schulz that each rank computes in a step, by formula."""
+        return [sum(of_rank) for of_rank in zip(*self.bucket_work(target), strict=True)] or [0.0] * target.world
+
+    def bucket_work(self, target: Target) -> list[list[float]]:
+        """Return these nanoseconds for each exchange, by rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
             ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend).engine.ledger
             late = {a.name: a for a in ledger.sharded_params if a.name in self.trained and a.spec.muon is not None}
@@ -128,8 +132,7 @@ class Trace:
                 graphs.append([named[name].spec for name in speculated])
                 late = {name: sharded for name, sharded in late.items() if name not in speculated}
             graphs.append([sharded.spec for sharded in late.values()])
-            bucket_work = [work for specs in graphs for work in self._work(specs, target.world, ledger.costs)]
-        return [sum(of_rank) for of_rank in zip(*bucket_work, strict=True)] or [0.0] * target.world
+            return [work for specs in graphs for work in self._work(specs, target.world, ledger.costs)]
 
     def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> Iterator[list[float]]:
         """Yield each rank's work of each bucket of the directions that one graph makes."""
