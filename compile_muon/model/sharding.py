@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from compile_muon.experts.plan import ExpertPlan
 
 
-@torch.no_grad()
-def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.ProcessGroup) -> None:
-    """Broadcast parameters and buffers, as DDP does, from the first rank that has the same part of the model."""
-    for name, param in model.named_parameters():
-        broadcast(local_tensor(param), specs[name].layout)
-    for buffer in model.buffers():
-        _spread(buffer, [everyone])
-
-
 def broadcast(local: Tensor, layout: Layout) -> None:
     """Broadcast a parameter, or this rank's part under tensor or expert parallelism, in place, from the first rank that
     has the same part; collective."""
@@ -58,6 +49,7 @@ def broadcast(local: Tensor, layout: Layout) -> None:
     _spread(local, [group_named(axis.group) for axis in axes if not axis.alone])
 
 
+@torch.no_grad()
 def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
     if not has_memory(tensor):
         return
@@ -170,7 +162,10 @@ def shard_model(
             if spread is not None:
                 spread.apply(mesh.world_mesh["expert"])
                 named = dict(model.named_parameters())
-            _broadcast(model, specs, mesh.everyone)
+            for name, param in named.items():  # as DDP does
+                broadcast(local_tensor(param), specs[name].layout)
+            for buffer in model.buffers():
+                _spread(buffer, [mesh.everyone])
     else:
         provider.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}
