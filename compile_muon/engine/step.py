@@ -31,8 +31,8 @@ from compile_muon.errors import LedgerError, UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
-    """A begun step, before the device has answered."""
+class _StepContext:
+    """The facts and parameters of a step that has begun, before the device has answered."""
 
     facts: Facts  # of this rank's host
     checks: StepChecks  # of the device
@@ -62,14 +62,14 @@ class Step(OptimizerState):
     def run(self) -> bool:
         """Run one step on ``.grad``; return False if it was skipped. NonFiniteError, LedgerError and
         UnsupportedModelError leave everything unwritten."""
-        begun = self.begin()
+        context = self.begin()
         with ExitStack() as writes:
-            written = (self._wait_and_write if begun.facts.wait else self._launch)(begun, writes)
-            self.ledger.close(begun.graded)
+            written = (self._wait_and_write if context.facts.wait else self._launch)(context, writes)
+            self.ledger.close(context.graded)
             self.torn = False
         return written
 
-    def begin(self) -> _Begun:
+    def begin(self) -> _StepContext:
         """Gather the facts of the host, after making gradients whole and taking up users' edits of states and rates.
 
         UnsupportedModelError (see :class:`~compile_muon.MuonZero`) is raised on all ranks once they have met;
@@ -96,12 +96,12 @@ class Step(OptimizerState):
         # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
         trained = {*self.muon, *self.rest} if ledger.checks_later else {*graded}
         refreshed = [sharded for sharded in ledger.sharded_params if sharded in trained]
-        return _Begun(facts, checks, graded, refreshed, candidates)
+        return _StepContext(facts, checks, graded, refreshed, candidates)
 
-    def _wait_and_write(self, begun: _Begun, writes: ExitStack) -> bool:
+    def _wait_and_write(self, context: _StepContext, writes: ExitStack) -> bool:
         """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
         directions come from backward and others are made here."""
-        checks, facts, peers = begun.checks, begun.facts, self.ledger.hooks.peers
+        checks, facts, peers = context.checks, context.facts, self.ledger.hooks.peers
         self.grad_norm = norm = checks.measure()
         if not facts.remake:
             facts = checks.read(facts)
@@ -125,35 +125,35 @@ class Step(OptimizerState):
             return False
         writes.enter_context(held_back(signal.SIGINT))
         self.ledger.written()
-        self.ledger.note_directions(begun.candidates, decision.use, clipped=facts.clipped)
+        self.ledger.note_directions(context.candidates, decision.use, clipped=facts.clipped)
         commit(self, directions)
         self.count_step()
-        self.ledger.count(start_refresh(begun.refreshed))
+        self.ledger.count(start_refresh(context.refreshed))
         return True
 
-    def _launch(self, begun: _Begun, writes: ExitStack) -> bool:
+    def _launch(self, context: _StepContext, writes: ExitStack) -> bool:
         """Launch a step, by its CUDA graph if :attr:`recorded` has one; the host reads its checks in the next step."""
         writes.enter_context(held_back(signal.SIGINT))
-        decision = decide(begun.facts)
+        decision = decide(context.facts)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
-            alike = begun.checks.used(decision) if begun.checks.copies is None else None
-            result = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
+            alike = context.checks.used(decision) if context.checks.copies is None else None
+            result = self.recorded.run(self, partial(self.launch, context, decision), context.checks, alike)
         else:
-            result = self.launch(begun, decision, None)
+            result = self.launch(context, decision, None)
         self.grad_norm = result.norm
         self.pending = result.checks, decision.use | decision.make
         self.count_step()
-        self.ledger.count(result.traffic, in_step=len(decision.make & begun.facts.wanted))
-        self.ledger.note_directions(begun.candidates, decision.use, clipped=False)
+        self.ledger.count(result.traffic, in_step=len(decision.make & context.facts.wanted))
+        self.ledger.note_directions(context.candidates, decision.use, clipped=False)
         return True
 
-    def launch(self, begun: _Begun, decision: Decision, inputs: StepInputs | None) -> StepResult:
+    def launch(self, context: _StepContext, decision: Decision, inputs: StepInputs | None) -> StepResult:
         """Launch all device work of such a step: the same launches in every step with the same parameters and tensors.
 
         ``inputs``: the numbers that differ between steps, on the device. With None they are copied there, the checks
         are sent to the host here, and resident weights may still be arriving on return.
         """
-        checks = begun.checks
+        checks = context.checks
         norm = checks.measure(None if inputs is None else inputs.facts)
         directions = make(self, checks, checks.used(decision), decision, norm)
         checks.reduce() if inputs is not None else checks.send()
@@ -161,9 +161,9 @@ class Step(OptimizerState):
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if inputs is None else inputs.rates
             commit(self, directions, found_inf if found_inf.is_cuda else None, rates)
-        traffic = directions.traffic + start_refresh(begun.refreshed)
+        traffic = directions.traffic + start_refresh(context.refreshed)
         if inputs is not None:
-            for sharded in begun.refreshed:
+            for sharded in context.refreshed:
                 sharded.await_refresh()
         return StepResult(checks, norm, traffic)
 
