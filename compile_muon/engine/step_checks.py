@@ -401,12 +401,13 @@ class StepChecks:
     def wait(self) -> None:
         """Read the sums on the host: waits for the device, unless they were sent long ago."""
         earlier = self._copy is not None
-        if not earlier:
-            self.send()
-        if self._copy is None:
-            return
-        vector, copied = self._copy
+        if not (earlier or self._facts or self._values or self._reduced):
+            return  # all are read
         with self.trained.ledger.range("step wait"):
+            if not earlier:
+                self.send()
+            assert self._copy is not None
+            vector, copied = self._copy
             if copied is not None and not (earlier and copied.query()):
                 copied.synchronize()
             numbers = vector.tolist()
