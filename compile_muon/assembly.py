@@ -100,7 +100,7 @@ def assemble(
         features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
     features += extensions
     ledger.sharded_params, ledger.hooks = sharded_params, hooks_of(features)
-    ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
+    ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers is None
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, sharded_params)

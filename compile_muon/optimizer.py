@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -316,7 +316,8 @@ class MuonZero(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         status = self.engine.status
-        peers_step = self.engine.hooks.peers.step(status.step)
+        peers = self.engine.hooks.peers
+        peers_step = nullcontext() if peers is None else peers.step(status.step)
         range_ = self.engine.ledger.range("step", payload=status.step)
         # Inside torch.inference_mode(), too, state must be tensors that train.
         with ordinary_tensors(), status.at("the optimizer's step"), peers_step, range_:
@@ -355,7 +356,8 @@ class MuonZero(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and the directions made from them."""
         super().zero_grad(set_to_none)
-        self.engine.ledger.drop_gradients()
+        for sharded in self.engine.params:
+            sharded.drop_gradient()
 
     # ------------------------------------------------------------------ state
 
@@ -397,7 +399,7 @@ class MuonZero(Optimizer):
         # Not by a collective: a rank that comes alone gets a PeerError in place of a hang.
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(sharded_params, self.engine.group if self.engine.compares else None)
-        names, partial = [sharded.name for sharded in sharded_params], not self.engine.hooks.peers.alone
+        names, partial = [sharded.name for sharded in sharded_params], self.engine.hooks.peers is not None
         assignments, groups = plan_unfrozen(self.engine.model, self.config, names, group_config, partial=partial)
         self.engine.assignments |= assignments
         for group in groups:

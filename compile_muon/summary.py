@@ -119,14 +119,11 @@ class Summary:
         plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
         if plain:
             table.box = box.ASCII
-        Console(file=buffer, width=_width(), no_color=True).print(table)
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = max(60, shutil.get_terminal_size().columns) if on_terminal else 160
+        Console(file=buffer, width=width, no_color=True).print(table)
         text = buffer.getvalue()
         return text.replace("…", "-").replace("×", "x") if plain else text
-
-
-def _width() -> int:
-    """Return the terminal's columns, or 160 for a file."""
-    return max(60, shutil.get_terminal_size().columns) if sys.stdout is not None and sys.stdout.isatty() else 160
 
 
 def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:

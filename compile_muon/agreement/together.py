@@ -41,7 +41,7 @@ class Ranks:
         self.busy: Future[None] | None = None  # work behind training that uses the group
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
-        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self.meshes: dict[DeviceMesh, DeviceMesh] = {}  # see :func:`host_mesh`
         if group is None:
             return
         self.rank, self.world = group.rank(), group.size()
@@ -56,10 +56,6 @@ class Ranks:
             self.group = dist.new_group(members, timeout, "gloo", use_local_synchronization=not everyone)
         except RuntimeError as error:
             raise self._alone("a rank did not come to save or load a checkpoint", error) from error
-
-    def mesh_like(self, trained_on: DeviceMesh) -> DeviceMesh:
-        """Return a mesh of the same ranks on the CPU, see :func:`host_mesh`."""
-        return host_mesh(trained_on, self._meshes, self.group)
 
     def settle(self) -> None:
         """Wait for work behind training: two threads must not use one group. Its errors are raised where it began."""

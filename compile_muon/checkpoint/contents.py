@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from compile_muon.agreement.together import Ranks
+from compile_muon.agreement.together import Ranks, host_mesh
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.engine.dtensors import like_parameter, local_tensor
 from compile_muon.engine.hooks import MASTER
@@ -191,7 +191,9 @@ def _new(like: Tensor, folder: Path | None, *, pin: bool = False) -> Tensor:
 
 def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:
     """Return ``local`` as the part of a tensor like ``tensor`` in host memory."""
-    return like_parameter(tensor, local, ranks.mesh_like(tensor.device_mesh)) if isinstance(tensor, DTensor) else local
+    if not isinstance(tensor, DTensor):
+        return local
+    return like_parameter(tensor, local, host_mesh(tensor.device_mesh, ranks.meshes, ranks.group))
 
 
 def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[str]]:

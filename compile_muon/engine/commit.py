@@ -119,15 +119,14 @@ class Prepared:
 def commit(
     trained: OptimizerState,
     directions: Directions,
-    fetches: Mapping[ShardedParam, int],
     found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> None:
     """Write momenta, states and parameters, then call the ``after_commit`` hooks.
 
-    ``directions`` is emptied, to free each of them once it is written. ``fetches``: the fetch of the momentum that each
-    direction was made of. ``found_inf``: 1.0 on the device for nothing to be written, None if the host has decided to
-    write. ``rates``: returns the rates of a group as tensors (CUDA graphs); None for the numbers it holds.
+    ``directions`` is emptied, to free each of them once it is written. ``found_inf``: 1.0 on the device for nothing to
+    be written, None if the host has decided to write. ``rates``: returns the rates of a group as tensors (CUDA graphs);
+    None for the numbers it holds.
     """
     matrices, rest = [], []
     for group in trained.optimizer.param_groups:
@@ -152,7 +151,7 @@ def commit(
     # Master weights on a disk are written with the states. Without any, weights move only after the states are safe,
     # so that a failing disk leaves them as they were.
     masters = any(sharded.spec.master for sharded in trained.muon)
-    with provider.writing(fetches, found_inf) as confirm:
+    with provider.writing(directions.fetches, found_inf) as confirm:
         trained.torn = True
         with ledger.range("step commit muon"):
             prepared = commit_states(matrices, trained.provide, found_inf, all_resident=provider.all_resident)
@@ -422,10 +421,11 @@ def commit_elements(
         step, found_inf = method.on_host, None
         rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
     for sharded, row in zip(sharded_params, slots, strict=True):
+        local = local_tensor(sharded.param)
         for state in method.states:  # kernels count steps on the GPU; a loaded count may be on the host
             count = row[state.name]
-            if state.each == "parameter" and sharded.local.is_cuda and not (on_host or count.is_cuda):
-                row[state.name] = count.to(sharded.local.device, non_blocking=True)
+            if state.each == "parameter" and local.is_cuda and not (on_host or count.is_cuda):
+                row[state.name] = count.to(local.device, non_blocking=True)
     params = [weight_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
     states: list[MutableMapping[str, Tensor]] = [
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
@@ -460,7 +460,7 @@ def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
 
 def _provided_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
     """Return the rows of the shard that the states belong to."""
-    return states[ROWS] if ROWS in states else sharded.local.detach()
+    return states[ROWS] if ROWS in states else local_tensor(sharded.param).detach()
 
 
 def _gradient_of(sharded: ShardedParam, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:

@@ -34,6 +34,8 @@ class Directions:
     states: dict[str, Sequence[Tensor]] = field(default_factory=dict)  # new states at owners, by name
     projected: dict[str, ProjectedGrad] = field(default_factory=dict)  # of matrices whose methods project gradients
     traffic: Traffic = field(default_factory=Traffic)  # sent for the directions made here
+    # The fetch of the offloaded momentum that each direction was made of.
+    fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
 
 
 def make(
@@ -50,7 +52,7 @@ def make(
     directions = {name: speculation.direction for name, speculation in used.items()}
     sharded_params = [sharded for sharded in trained.muon if sharded.name in decision.make]
     if not sharded_params:
-        return Directions(directions)
+        return Directions(directions, fetches=_fetches(trained, used))
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in sharded_params]
     with trained.ledger.range("step directions", payload=len(sharded_params)):
         # Copies of offloaded states live on the device only while directions are made.
@@ -77,7 +79,15 @@ def make(
     new_states: dict[str, Sequence[Tensor]] = {
         sharded_params[place].name: states[place] for place in with_gradient if place in states
     }
-    return Directions(directions, new_states, projected, traffic)
+    return Directions(directions, new_states, projected, traffic, _fetches(trained, used))
+
+
+def _fetches(trained: OptimizerState, used: Mapping[str, Speculation]) -> Mapping[ShardedParam, int]:
+    """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
+    if trained.state_provider.all_resident:
+        return {}
+    muon = [sharded for sharded in trained.muon if sharded.grad is not None]
+    return {a: used[a.name].fetches if a.name in used else a.fetches for a in muon}
 
 
 def _clip(trained: OptimizerState, norm: Tensor) -> None:

@@ -53,7 +53,7 @@ def edits_of(tensor: Tensor) -> int:
         return tensor._version
     # In-place operators of the DTensor count on it alone, writes to the shard on the shard alone. A ShardedParameter
     # counts the rest; read by name, since its module imports this one.
-    return tensor._version + tensor._local_tensor._version + getattr(tensor, "uncounted_edits", 0)
+    return tensor._version + local_tensor(tensor)._version + getattr(tensor, "uncounted_edits", 0)
 
 
 def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:

@@ -35,8 +35,8 @@ class Extension:
         dynamo_passes: passes over Dynamo's graph of each frame that reads a parameter of the optimizer, ahead of
             :data:`~compile_muon.passes.DYNAMO_PASSES`.
         state_provider: keeps states that are not resident, see
-            :class:`~compile_muon.engine.state_provider.StateProvider`. At most one extension has one.
-        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.peers.NormGroup`. At most
+            :class:`~compile_muon.engine.hooks.StateProvider`. At most one extension has one.
+        peers: other optimizers that decide with this one, see :class:`~compile_muon.engine.hooks.NormGroup`. At most
             one extension has them.
         unrecorded: why a step is in no CUDA graph. Set it to None if :meth:`facts` and :meth:`after_commit` only launch
             kernels, on tensors that keep their addresses: a replayed graph calls no Python.
@@ -156,7 +156,7 @@ def hooks_of(extensions: Sequence[Extension]) -> Hooks:
     return Hooks(
         dynamo_passes=tuple(dynamo_pass for extension in extensions for dynamo_pass in extension.dynamo_passes),
         state_provider=next((provider for provider in providers if provider is not None), StateProvider()),
-        peers=next((extension.peers for extension in extensions if extension.peers is not None), NormGroup()),
+        peers=next((extension.peers for extension in extensions if extension.peers is not None), None),
         unrecorded=next((extension.unrecorded for extension in in_steps if extension.unrecorded is not None), None),
         **calls,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -98,15 +98,12 @@ class StateProvider:
         """Copy states that users put into ``optimizer.state`` to the kept ones."""
 
 
-class NormGroup:
-    """The peers of an optimizer, such as those of other pipeline stages; here none. A subclass overrides the methods,
-    whose results are equal on all peers."""
-
-    alone = True  # no peers: ``confer`` need not be called
+class NormGroup(Protocol):
+    """The peers of an optimizer, such as those of other pipeline stages. Results of the methods are equal on all
+    peers."""
 
     def step(self, number: int) -> AbstractContextManager[None]:
         """Return the context of step ``number`` (from 1). If the step raises, waiting peers learn of it."""
-        return nullcontext()
 
     def confer(self, facts: Facts) -> Facts:
         """Meet ahead of a decision; return ``facts`` with the gradient norm over all peers.
@@ -115,7 +112,6 @@ class NormGroup:
             LedgerError: a peer refuses the step, or is in another one.
             PeerError: a peer does not come.
         """
-        return facts
 
     def confirm(self, *, wrong: bool) -> None:
         """Meet ahead of the first write, after directions were made; ``wrong``: some of this optimizer's are not
@@ -123,11 +119,9 @@ class NormGroup:
 
     def here(self) -> str:
         """Return this optimizer's place among the peers, for an error; with a leading space."""
-        return ""
 
     def elsewhere(self) -> str:
         """Return the peers that found a non-finite number, for an error; empty if there are none."""
-        return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,5 +142,5 @@ class Hooks:
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
     state_provider: StateProvider = field(default_factory=StateProvider)  # by default all states are resident
-    peers: NormGroup = field(default_factory=NormGroup)  # none by default
+    peers: NormGroup | None = None
     unrecorded: str | None = None  # why no step is in a CUDA graph; None if steps may be

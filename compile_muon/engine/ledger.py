@@ -201,14 +201,13 @@ class Ledger:
     def note_directions(self, candidates: Collection[ShardedParam], used: frozenset[str], *, clipped: bool) -> None:
         """Record which directions of backward (``candidates``) a step has used, by name, and which it has discarded.
         ``clipped``: the norm is known to be over the limit."""
-        for sharded in candidates:
-            if sharded.name in used:
-                sharded.speculations.used()
         self.count(used=len(used))
         reason = "clipped" if clipped else "edited"
         self.discarded([sharded for sharded in candidates if sharded.name not in used], reason)
         for sharded in self.sharded_params:
             if sharded.spec.muon is not None:
+                if sharded.name in used:
+                    sharded.speculations.used()
                 sharded.speculations.note_norm(under_limit=not clipped)
 
     def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
@@ -254,11 +253,6 @@ class Ledger:
             sharded.close()
         self.frame_log.close()
         self.status.step += 1
-
-    def drop_gradients(self) -> None:
-        """Drop everything that belongs to the old gradients (``zero_grad()``)."""
-        for sharded in self.sharded_params:
-            sharded.drop_gradient()
 
     def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
         """Return a profiler range as :func:`ranged`, or a null context where frames make no ranges."""

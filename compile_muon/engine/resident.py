@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.agreement.compare import by_rank, compare
-from compile_muon.engine.dtensors import edits_of, has_memory
+from compile_muon.engine.dtensors import edits_of, has_memory, local_tensor
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes import PassOptions
@@ -112,16 +112,6 @@ def _gathered_alone(sharded: ShardedParam) -> bool:
     return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
 
 
-def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the bucket that this rank sends in the last gather. ``pieces``: its rows of each parameter. Of two gathers
-    the first runs here, and is waited for; collective then."""
-    layout, dtype = gather.specs[0].layout, decode_dtype(gather.specs[0].compute_dtype)
-    if layout.cut_twice and layout.replicated_weight:
-        pieces = gather_slices(pieces, gather.specs, dtype, Category.REFRESH)
-    copies = gather.axis.size if layout.pairwise else 1
-    return pack([*pieces] * copies, gather.widths * copies, dtype=dtype)
-
-
 @dataclass(eq=False)
 class Refresh:
     """A running gather into resident weights."""
@@ -134,17 +124,20 @@ class Refresh:
 
     @classmethod
     def start(cls, gather: Gather, name: str) -> Refresh:
-        """Start the gather; collective."""
-        sharded_params = gather.sharded_params
-        pieces = [sharded.local.detach() for sharded in sharded_params]
+        """Start the gather; of two, the first runs here and is waited for. Collective."""
+        sharded_params, layout = gather.sharded_params, gather.specs[0].layout
+        pieces: Sequence[Tensor] = [local_tensor(sharded.param).detach() for sharded in sharded_params]
         if gather.alone:
             resident = sharded_params[0].resident
             assert resident is not None
             sending, received = pieces[0].to(resident.dtype), resident.detach()
         else:
-            sending = _packed(gather, pieces)
+            dtype, copies = decode_dtype(gather.specs[0].compute_dtype), gather.axis.size if layout.pairwise else 1
+            if layout.cut_twice and layout.replicated_weight:
+                pieces = gather_slices(pieces, gather.specs, dtype, Category.REFRESH)
+            sending = pack([*pieces] * copies, gather.widths * copies, dtype=dtype)
             received = sending.new_empty(gather.axis.size * sum(gather.widths))
-        send = dist.all_to_all_single if gather.specs[0].layout.pairwise else dist.all_gather_into_tensor
+        send = dist.all_to_all_single if layout.pairwise else dist.all_gather_into_tensor
         work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
         refresh = cls(gather, name, work, sending, received)
         for sharded in sharded_params:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,25 +31,20 @@ from compile_muon.errors import LedgerError, UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
-    """A begun step, before the device has answered."""
+class _StepContext:
+    """The facts and parameters of a step that has begun, before the device has answered."""
 
     facts: Facts  # of this rank's host
     checks: StepChecks  # of the device
     graded: Sequence[ShardedParam]  # parameters with a gradient, matrices first
+    refreshed: Sequence[ShardedParam]  # in the order of the model, which is about that of their use in forward
     candidates: Mapping[ShardedParam, Speculation]  # directions whose momentum and rates are those they were made with
-
-    def used(self, decision: Decision) -> dict[str, Speculation]:
-        """Return the directions of backward that the decision takes, in the order of the model."""
-        return {name: speculation for name, speculation in self.checks.ready.items() if name in decision.use}
 
 
 @dataclass(eq=False)
 class Step(OptimizerState):
     """The steps of one optimizer, and results of the latest one."""
 
-    # The fetch of the offloaded momentum that each direction was made of.
-    fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
     grad_norm: Tensor | None = None  # of all gradients, 0-dim fp32 on the device
     norm: float = float("nan")  # ``grad_norm`` on the host; NaN until it is read
     # Checks that the host has not read yet, and names of the directions in use.
@@ -67,14 +62,14 @@ class Step(OptimizerState):
     def run(self) -> bool:
         """Run one step on ``.grad``; return False if it was skipped. NonFiniteError, LedgerError and
         UnsupportedModelError leave everything unwritten."""
-        begun = self.begin()
+        context = self.begin()
         with ExitStack() as writes:
-            written = (self._wait_and_write if begun.facts.wait else self._launch)(begun, writes)
-            self.ledger.close(begun.graded)
+            written = (self._wait_and_write if context.facts.wait else self._launch)(context, writes)
+            self.ledger.close(context.graded)
             self.torn = False
         return written
 
-    def begin(self) -> _Begun:
+    def begin(self) -> _StepContext:
         """Gather the facts of the host, after making gradients whole and taking up users' edits of states and rates.
 
         UnsupportedModelError (see :class:`~compile_muon.MuonZero`) is raised on all ranks once they have met;
@@ -86,93 +81,89 @@ class Step(OptimizerState):
         for sharded in ledger.sharded_params:
             sharded.complete_gradient()
         muon = [sharded for sharded in self.muon if sharded.grad is not None]
+        wanted = frozenset(sharded.name for sharded in muon)
+        # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for those.
+        anywhere = wanted if self.group is None else frozenset(sharded.name for sharded in self.muon)
         candidates = {sharded: now for sharded in muon if (now := sharded.candidate()) is not None}
         # Without a wait for fingerprints, the host goes by the edit count that autograd's hook noted.
         ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
         facts = planned(
-            Facts(
-                frozenset(sharded.name for sharded in muon),
-                self.config.zero.gradient_clipping,
-                frozenset(ready),
-                # Other ranks may have gradients that this one lacks; directions are collective, so it sends zeros for
-                # those.
-                frozenset(sharded.name for sharded in (muon if self.group is None else self.muon)),
-            ),
-            speculating=ledger.speculating, later=ledger.checks_later, together=not ledger.hooks.peers.alone,
+            Facts(wanted, self.config.zero.gradient_clipping, frozenset(ready), anywhere),
+            speculating=ledger.speculating, later=ledger.checks_later, together=ledger.hooks.peers is not None,
         )  # fmt: skip
         checks = StepChecks(self, {} if facts.remake else ready, refusal, later=not facts.wait)
         graded = [*muon, *(sharded for sharded in self.rest if sharded.grad is not None)]
-        return _Begun(facts, checks, graded, candidates)
+        # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
+        trained = {*self.muon, *self.rest} if ledger.checks_later else {*graded}
+        refreshed = [sharded for sharded in ledger.sharded_params if sharded in trained]
+        return _StepContext(facts, checks, graded, refreshed, candidates)
 
-    def _wait_and_write(self, begun: _Begun, writes: ExitStack) -> bool:
+    def _wait_and_write(self, context: _StepContext, writes: ExitStack) -> bool:
         """Run a step that writes only what the host has checked. The host waits for the device once, and again if some
         directions come from backward and others are made here."""
-        checks, facts = begun.checks, begun.facts
+        checks, facts, peers = context.checks, context.facts, self.ledger.hooks.peers
         self.grad_norm = norm = checks.measure()
         if not facts.remake:
-            facts = self._read(checks, facts)
-        peers = self.ledger.hooks.peers
-        if not peers.alone:
+            facts = checks.read(facts)
+            self.norm = facts.norm
+        if peers is not None:
             facts = peers.confer(facts)
             self.norm = facts.norm
             self.grad_norm = norm = torch.tensor(facts.norm, dtype=torch.float32, device=self.device)
         decision = decide(facts)
         if checks.skips(decision.wrong):
             return False
-        used = begun.used(decision)
-        directions = make(self, checks, used, decision, norm)
-        self.ledger.count(directions.traffic, in_step=len(decision.make & facts.wanted))
+        directions = make(self, checks, checks.used(decision), decision, norm)
         if decision.wait:
-            facts = self._read(checks, facts)
+            self.ledger.count(directions.traffic, in_step=len(decision.make & facts.wanted))
+            facts = checks.read(facts)
+            self.norm = facts.norm
         wrong = facts.wrong(facts.wanted)
-        peers.confirm(wrong=bool(wrong))
+        if peers is not None:
+            peers.confirm(wrong=bool(wrong))
         if checks.skips(wrong):
             return False
         writes.enter_context(held_back(signal.SIGINT))
         self.ledger.written()
-        self.ledger.note_directions(begun.candidates, decision.use, clipped=facts.clipped)
-        self.fetches = self._fetches(begun, used)
-        commit(self, directions, self.fetches)
+        self.ledger.note_directions(context.candidates, decision.use, clipped=facts.clipped)
+        commit(self, directions)
         self.count_step()
-        self.ledger.count(start_refresh(self._refreshed(begun)))
+        self.ledger.count(start_refresh(context.refreshed))
         return True
 
-    def _launch(self, begun: _Begun, writes: ExitStack) -> bool:
+    def _launch(self, context: _StepContext, writes: ExitStack) -> bool:
         """Launch a step, by its CUDA graph if :attr:`recorded` has one; the host reads its checks in the next step."""
         writes.enter_context(held_back(signal.SIGINT))
-        decision = decide(begun.facts)
-        used = begun.used(decision)
-        self.fetches = self._fetches(begun, used)
+        decision = decide(context.facts)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
-            alike = used if begun.checks.copies is None else None
-            result = self.recorded.run(self, partial(self.launch, begun, decision), begun.checks, alike)
+            alike = context.checks.used(decision) if context.checks.copies is None else None
+            result = self.recorded.run(self, partial(self.launch, context, decision), context.checks, alike)
         else:
-            result = self.launch(begun, decision, None)
+            result = self.launch(context, decision, None)
         self.grad_norm = result.norm
         self.pending = result.checks, decision.use | decision.make
         self.count_step()
-        self.ledger.count(result.traffic, in_step=len(decision.make & begun.facts.wanted))
-        self.ledger.note_directions(begun.candidates, decision.use, clipped=False)
+        self.ledger.count(result.traffic, in_step=len(decision.make & context.facts.wanted))
+        self.ledger.note_directions(context.candidates, decision.use, clipped=False)
         return True
 
-    def launch(self, begun: _Begun, decision: Decision, inputs: StepInputs | None) -> StepResult:
+    def launch(self, context: _StepContext, decision: Decision, inputs: StepInputs | None) -> StepResult:
         """Launch all device work of such a step: the same launches in every step with the same parameters and tensors.
 
         ``inputs``: the numbers that differ between steps, on the device. With None they are copied there, the checks
         are sent to the host here, and resident weights may still be arriving on return.
         """
-        checks = begun.checks
+        checks = context.checks
         norm = checks.measure(None if inputs is None else inputs.facts)
-        directions = make(self, checks, begun.used(decision), decision, norm)
+        directions = make(self, checks, checks.used(decision), decision, norm)
         checks.reduce() if inputs is not None else checks.send()
         found_inf = checks.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if inputs is None else inputs.rates
-            commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
-        refreshed = self._refreshed(begun)
-        traffic = directions.traffic + start_refresh(refreshed)
+            commit(self, directions, found_inf if found_inf.is_cuda else None, rates)
+        traffic = directions.traffic + start_refresh(context.refreshed)
         if inputs is not None:
-            for sharded in refreshed:
+            for sharded in context.refreshed:
                 sharded.await_refresh()
         return StepResult(checks, norm, traffic)
 
@@ -192,11 +183,11 @@ class Step(OptimizerState):
         if self.pending is None:
             return None
         checks, directions = self.pending
-        facts = checks.read(Facts())  # a wait that is interrupted is repeated
+        checks.wait()  # a wait that is interrupted is repeated
         self.pending = None
         self.count_step(-1)  # counted again below, once it is known to be written
+        facts = checks.read(Facts())
         self.norm = facts.norm
-        checks.refuse()
         if checks.skips(facts.wrong(directions)):
             return False
         self.count_step()
@@ -218,26 +209,6 @@ class Step(OptimizerState):
         if self.recorded is not None:
             self.recorded.release()
         self.pending = None
-
-    def _read(self, checks: StepChecks, known: Facts) -> Facts:
-        """Wait for the device; return the facts of all ranks, after checking that ranks agree."""
-        facts = checks.read(known)
-        checks.refuse()
-        self.norm = facts.norm
-        return facts
-
-    def _fetches(self, begun: _Begun, used: Mapping[str, Speculation]) -> Mapping[ShardedParam, int]:
-        """Return for each direction which fetch of the offloaded momentum it was made of: the latest, if made here."""
-        if self.state_provider.all_resident:
-            return {}
-        muon = [sharded for sharded in begun.graded if sharded.spec.muon is not None]
-        return {a: used[a.name].fetches if a.name in used else a.fetches for a in muon}
-
-    def _refreshed(self, begun: _Begun) -> list[ShardedParam]:
-        """Return the parameters to refresh, in the order of the model, which is about that of their use in forward."""
-        # Refreshes are collective, and with unread checks it is unknown whether all ranks have the same gradients.
-        trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.graded}
-        return [sharded for sharded in self.ledger.sharded_params if sharded in trained]
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """Return the error of an unsupported model, to be raised once ranks have met; a single process raises it."""

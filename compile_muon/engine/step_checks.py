@@ -28,7 +28,7 @@ from torch import Tensor
 
 from compile_muon.agreement.compare import compare, differing, gather_objects, ranks_named, worded
 from compile_muon.agreement.status import first_difference
-from compile_muon.engine.decision import Facts
+from compile_muon.engine.decision import Decision, Facts
 from compile_muon.engine.dtensors import edits_of, local_tensor, pinned_numbers
 from compile_muon.engine.gradient import Speculation
 from compile_muon.engine.ledger import Counters, Ledger
@@ -169,6 +169,10 @@ class StepChecks:
             self.add_each("visits", _digest(trained.ledger.frame_log.digest()))
             every = trained.config.zero.check_replicas
             self.copies = self._copies() if every and self.step % every == 0 else None
+
+    def used(self, decision: Decision) -> dict[str, Speculation]:
+        """Return the directions of backward that the decision takes, in the order of the model."""
+        return {name: speculation for name, speculation in self.ready.items() if name in decision.use}
 
     # ------------------------------------------------------------------ asking
 
@@ -397,23 +401,25 @@ class StepChecks:
     def wait(self) -> None:
         """Read the sums on the host: waits for the device, unless they were sent long ago."""
         earlier = self._copy is not None
-        if not earlier:
-            self.send()
-        if self._copy is None:
-            return
-        vector, copied = self._copy
-        if copied is not None and not (earlier and copied.query()):
-            copied.synchronize()
-        numbers = vector.tolist()
+        if not (earlier or self._facts or self._values or self._reduced):
+            return  # all are read
+        with self.trained.ledger.range("step wait"):
+            if not earlier:
+                self.send()
+            assert self._copy is not None
+            vector, copied = self._copy
+            if copied is not None and not (earlier and copied.query()):
+                copied.synchronize()
+            numbers = vector.tolist()
         for what, names in (label for labels, _ in self._reduced for label in labels):
             self._read.setdefault(what, {}).update(zip(names, numbers, strict=False))
             del numbers[: len(names)]
         self._copy, self._reduced = None, []
 
     def read(self, facts: Facts) -> Facts:
-        """Wait for the device, once; return ``facts`` with the facts of all ranks."""
-        with self.trained.ledger.range("step wait"):
-            self.wait()
+        """Wait for the device, once; return ``facts`` with the facts of all ranks. Raises as :meth:`refuse`."""
+        self.wait()
+        self.refuse()
         # Names of states, rates and numbers of extensions that are not finite, by kind.
         kinds = ("momentum", *state_labels(), "rate", *self._further)
         return replace(
@@ -493,7 +499,7 @@ class StepChecks:
     def skips(self, wrong: dict[str, list[str]]) -> bool:
         """Raise for, or skip, a step that would write ``wrong`` numbers (names by kind); nothing has been written."""
         ledger, zero = self.trained.ledger, self.trained.config.zero
-        others = ledger.hooks.peers.elsewhere()
+        others = "" if ledger.hooks.peers is None else ledger.hooks.peers.elsewhere()
         if not wrong and not others:
             return False
         finding = self._named(wrong) if wrong else f"{others} found inf or nan, and itself says where"
@@ -541,7 +547,8 @@ class StepChecks:
         if says_ranks:
             holders = [rank for rank, names in enumerate(spoiled) if names]
             where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else self.ranks(wrong)
-        return "; ".join(filter(None, parts)) + where + trained.ledger.hooks.peers.here()
+        stage = "" if trained.ledger.hooks.peers is None else trained.ledger.hooks.peers.here()
+        return "; ".join(filter(None, parts)) + where + stage
 
     def _spoiled_momenta(self, names: Sequence[str], *, together: bool) -> list[set[str]]:
         """Return for each rank the names, of these, whose momentum is not finite, which explains the direction.

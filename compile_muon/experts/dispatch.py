@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.transfers import all_to_all
+from compile_muon.passes.exchange.transfers import AllToAll, all_to_all
 
 #: dimension of a mesh along which ranks hold different experts
 AXIS = "expert"
@@ -103,14 +103,14 @@ def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tens
     rows_sent, rows_received = sizes[:size], sizes[size:]
     torch._check(sum(rows_sent) == rows.shape[0])
     total = sum(rows_received)
-    rows = _Exchange.apply(rows, rows_received, rows_sent, group)
+    rows = AllToAll.apply(rows, rows_received, rows_sent, group)
     # Rows arrive by rank, then by expert; grouped products need them by expert.
     local = received_counts.shape[1]
     experts = torch.arange(local, device=rows.device).repeat(size)
     experts = experts.repeat_interleave(received_counts.reshape(-1), output_size=total)
     order = torch.argsort(experts, stable=True)
     out = _grouped(module, dispatch, rows[order], experts[order], received_counts.sum(0))
-    return _Exchange.apply(out[_inverse(order)], rows_sent, rows_received, group)
+    return AllToAll.apply(out[_inverse(order)], rows_sent, rows_received, group)
 
 
 def _grouped(module: Any, dispatch: ExpertDispatch, rows: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _swap(rows: Tensor, dispatch: ExpertDispatch, *, to_experts: bool) -> Tensor
     if not to_experts:
         rows = rows.view(local, size, -1, width).transpose(0, 1).reshape(-1, width)
     even = [rows.shape[0] // size] * size
-    rows = _Exchange.apply(rows, even, even, dispatch.group)
+    rows = AllToAll.apply(rows, even, even, dispatch.group)
     return rows.view(size, local, -1, width).transpose(0, 1).reshape(-1, width) if to_experts else rows
 
 
@@ -247,20 +247,3 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
         problem = f"ranks have {token_counts} tokens, and static shapes need as many on each"
         remedy = "pad batches to one length and drop the last incomplete one, or leave it out"
         raise config_error(f"{FIELD}.capacity_factor", dispatch.capacity_factor, problem, remedy)
-
-
-# ------------------------------------------------------------------------------------------------------- the exchange
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, sorted by rank, for autograd: backward sends gradients the other way, and waits."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        ctx.way = received, sent, group
-        return all_to_all(rows.contiguous(), received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        received, sent, group = ctx.way
-        return _Exchange.apply(gradient, sent, received, group), None, None, None

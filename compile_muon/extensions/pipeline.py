@@ -67,7 +67,6 @@ class _Told(NamedTuple):
 class PipelineStages(NormGroup, Extension):
     """This rank's access to the other stages; ``group``: one rank of each stage, whose place is the stage's number."""
 
-    alone = False
     unrecorded = "pipeline stages decide together"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_muon.agreement.compare import gather_objects
 from compile_muon.engine.dtensors import local_tensor, ordinary_tensors, user_attributes
 from compile_muon.engine.resident import buckets, start_refresh_by_owner
 from compile_muon.engine.sharded_param import ShardedParam
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import original_class, sharded_param_key, sharded_params_of
+from compile_muon.model.sharding import broadcast
 from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.language.spec import decode_dtype
-
-_c10d = torch.ops._c10d_functional
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     with ordinary_tensors():
         gathered = gather_whole(sharded_params)
         params: dict[ShardedParam, Any] = {a: _parameter(a, gathered[a]) for a in sharded_params}
-    fingerprints = None if write else _fingerprints(sharded_params, params)
+    fingerprints = [] if write else _fingerprints(sharded_params, params)
     for snapshot in snapshots:
         snapshot.open(params)
     for sharded in sharded_params:
@@ -88,7 +88,13 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     if write:
         problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
-        problems = _edited(sharded_params, fingerprints, _fingerprints(sharded_params, params))
+        problems = [
+            f"{sharded.name}: was edited in a full_parameters block without write=True"
+            for sharded, before, after in zip(
+                sharded_params, fingerprints, _fingerprints(sharded_params, params), strict=True
+            )
+            if before != after
+        ]
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
@@ -194,18 +200,9 @@ def _parameter(sharded: ShardedParam, full: Tensor) -> nn.Parameter:
     return param
 
 
-def _edited(sharded_params: Sequence[ShardedParam], before: Tensor | None, after: Tensor | None) -> list[str]:
-    if before is None or after is None:
-        return []
-    return [
-        f"{sharded.name}: was edited in a full_parameters block without write=True"
-        for sharded, edited in zip(sharded_params, (before != after).tolist(), strict=True)
-        if edited
-    ]
-
-
-def _fingerprints(sharded_params: Sequence[ShardedParam], unsharded: dict[ShardedParam, Any]) -> Tensor | None:
-    return fingerprint([local_tensor(unsharded[sharded]) for sharded in sharded_params]) if sharded_params else None
+def _fingerprints(sharded_params: Sequence[ShardedParam], unsharded: dict[ShardedParam, Any]) -> list[int]:
+    tensors = [local_tensor(unsharded[sharded]) for sharded in sharded_params]
+    return fingerprint(tensors).tolist() if tensors else []
 
 
 # -------------------------------------------------------------------------------------- collectives
@@ -230,12 +227,9 @@ def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[ShardedParam, T
 
 def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
     """Return ``problems``, or that another rank has some: the broadcasts of a rank that writes alone never end."""
-    axes = {axis.group: a.graph_scalars.device for a in sharded_params for axis in a.spec.layout.axes}
-    refused = False
-    for group, device in axes.items():
-        flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
-        refused = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or refused
-    if refused and not problems:
+    groups = dict.fromkeys(sharded.group for sharded in sharded_params)
+    refused = [refuses for group in groups for refuses in gather_objects(bool(problems), group)]
+    if any(refused) and not problems:
         return ["full_parameters: was refused by another rank, whose own error says why"]
     return problems
 
@@ -243,26 +237,9 @@ def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -
 @torch.no_grad()
 def _write(sharded_params: Sequence[ShardedParam], values: dict[ShardedParam, Any]) -> None:
     """Broadcast the values of the first rank that has the same part of the model, and copy this rank's rows."""
-    # Only copies are broadcast over the axis `tensor` too; its slices differ by rank, so the two share no bucket.
-    kinds = [
-        [sharded for sharded in sharded_params if sharded.spec.layout.tensor_parallel is joined]
-        for joined in (True, False)
-    ]
-    for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
-        parts = [local_tensor(values[sharded]).detach() for sharded in bucket]
-        layout = bucket[0].spec.layout
-        axes = [
-            axis for axis in (layout.everyone, *([] if layout.tensor_parallel else [layout.tensor])) if not axis.alone
-        ]
-        if axes:
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            for axis in axes:
-                flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, axis.group))
-            parts = list(flat.split([part.numel() for part in parts]))
-        for sharded, part in zip(bucket, parts, strict=True):
-            layout = sharded.spec.layout
-            full = part.view(layout.shape)
-            if layout.sharded:
-                full = full[layout.local_rows]
-            sharded.local.detach().copy_(full)
+    for sharded in sharded_params:
+        layout = sharded.spec.layout
+        full = local_tensor(values[sharded]).detach().clone(memory_format=torch.contiguous_format).view(layout.shape)
+        broadcast(full, layout)
+        sharded.local.detach().copy_(full[layout.local_rows] if layout.sharded else full)
     start_refresh_by_owner(sharded_params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -264,15 +265,9 @@ def _stands_for(value: Any, like: Any) -> bool:
     if isinstance(like, (int, float, Tensor)):
         if isinstance(value, Tensor):
             return value.numel() == 1 and not value.is_complex() and math.isfinite(float(value))
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
+        # Not `math.isfinite`, which raises for an int too large for a float.
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return True
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int too large for a float
-        return False
 
 
 def state_problems(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:

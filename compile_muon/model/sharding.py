@@ -33,6 +33,7 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
+from compile_muon.passes.language.layout import Layout
 from compile_muon.passes.language.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 
@@ -40,18 +41,15 @@ if TYPE_CHECKING:
     from compile_muon.experts.plan import ExpertPlan
 
 
+def broadcast(local: Tensor, layout: Layout) -> None:
+    """Broadcast a parameter, or this rank's part under tensor or expert parallelism, in place, from the first rank that
+    has the same part; collective."""
+    # Ranks along `tensor` hold different slices, or else copies, which must become equal too.
+    axes = [layout.everyone] if layout.tensor_parallel else [layout.everyone, layout.tensor]
+    _spread(local, [group_named(axis.group) for axis in axes if not axis.alone])
+
+
 @torch.no_grad()
-def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.ProcessGroup) -> None:
-    """Broadcast parameters and buffers, as DDP does, from the first rank that has the same part of the model."""
-    for name, param in model.named_parameters():
-        layout = specs[name].layout
-        # Ranks along `tensor` hold different slices, or else copies, which must become equal too.
-        axes = [layout.everyone] if layout.tensor_parallel else [layout.everyone, layout.tensor]
-        _spread(local_tensor(param), [group_named(axis.group) for axis in axes if not axis.alone])
-    for buffer in model.buffers():
-        _spread(buffer, [everyone])
-
-
 def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
     if not has_memory(tensor):
         return
@@ -164,7 +162,10 @@ def shard_model(
             if spread is not None:
                 spread.apply(mesh.world_mesh["expert"])
                 named = dict(model.named_parameters())
-            _broadcast(model, specs, mesh.everyone)
+            for name, param in named.items():  # as DDP does
+                broadcast(local_tensor(param), specs[name].layout)
+            for buffer in model.buffers():
+                _spread(buffer, [mesh.everyone])
     else:
         provider.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}

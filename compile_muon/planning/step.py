@@ -83,7 +83,7 @@ def step_graphs(
             # A step count that the method reads as a number: a fake tensor has no value.
             state.update({slot: torch.tensor(0.0) for slot, value in state.items() if not value.ndim})
         with EagerGraph() as graph:
-            commit(_noting_moves(optimizer, graph), Directions(directions, projected=projected), {})
+            commit(_noting_moves(optimizer, graph), Directions(directions, projected=projected))
         graphs.append(graph.played("commit", parameters=len(trained), fused=_fused(optimizer)))
         recorded = options.cuda_graphs and StepGraphCache().left_out(optimizer.engine.step) is None
         return [replace(played, replayed=recorded) for played in (*graphs, _refresh(trained))]
@@ -203,7 +203,7 @@ class _Noted:
     def provide(
         self, sharded_params: Sequence[ShardedParam], what: StateRequest, step: int
     ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.hooks.StateProvider`."""
         for bucket_params, states in self.provider.provide(sharded_params, what, step):
             buckets, read_only = self.provider.provided
             computed: Moves = ()
@@ -219,7 +219,7 @@ class _Noted:
 
     @contextmanager
     def writing(self, fetches: Mapping[ShardedParam, int], found_inf: Tensor | None) -> Iterator[Callable[[], None]]:
-        """See :class:`~compile_muon.engine.state_provider.StateProvider`."""
+        """See :class:`~compile_muon.engine.hooks.StateProvider`."""
         with self.provider.writing(fetches, found_inf) as confirm:
             self.provider.moved = self.fetched if found_inf is None else frozenset()
             yield confirm

@@ -6,6 +6,7 @@ group or synchronizes with the host: groups are passed by name, and routing foll
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,19 @@ def hand_round(
 def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
     """Exchange 1-D pieces: ``input_splits[d]`` elements go to rank d, ``output_splits[s]`` come from rank s."""
     return _c10d.wait_tensor(_c10d.all_to_all_single(x, list(output_splits), list(input_splits), group))
+
+
+class AllToAll(torch.autograd.Function):
+    """:func:`all_to_all` of rows for autograd: gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output_splits: list[int], input_splits: list[int], group: str) -> Tensor:
+        ctx.way = input_splits, output_splits, group
+        return all_to_all(x.contiguous(), output_splits, input_splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return AllToAll.apply(grad, *ctx.way), None, None, None
 
 
 def shard_widths(specs: Sequence[ParamSpec]) -> list[int]:

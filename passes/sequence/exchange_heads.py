@@ -18,29 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import RequestError
+from ..exchange.transfers import AllToAll
 from .place import Place
 from .ring import ring_attention
 
 _c10d = torch.ops._c10d_functional
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts of dim 0 among ranks ``first`` to ``first + count`` of ``size``; its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: int, count: int, size: int, group: str) -> Tensor:
-        ctx.way = first, count, size, group
-        splits = [x.shape[0] // count if first <= rank < first + count else 0 for rank in range(size)]
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), splits, splits, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grad, *ctx.way), None, None, None, None
-
-
-def _exchange(x: Tensor, place: Place) -> Tensor:
-    """All-to-all among the ranks that exchange heads."""
-    return _Exchange.apply(x, place.ring_index * place.heads, place.heads, place.size, place.group)
+def _exchange(x: Tensor, first: int, count: int, place: Place) -> Tensor:
+    """All-to-all of equal parts of dim 0 among ranks ``first`` to ``first + count``; its own adjoint."""
+    splits = [x.shape[0] // count if first <= rank < first + count else 0 for rank in range(place.size)]
+    return AllToAll.apply(x, splits, splits, place.group)
 
 
 class _Sum(torch.autograd.Function):
@@ -59,7 +47,7 @@ class _Sum(torch.autograd.Function):
 def join(x: Tensor, place: Place, whole: int, dim: int = 1) -> Tensor:
     """Return all ``whole`` positions, gathered along ``dim`` from every rank; gradients are summed over the ranks."""
     # An exchange of copies sends as many bytes as an all-gather, and its adjoint is the reduce-scatter.
-    parts = _Exchange.apply(x.unsqueeze(0).expand(place.size, *x.shape), 0, place.size, place.size, place.group)
+    parts = _exchange(x.unsqueeze(0).expand(place.size, *x.shape), 0, place.size, place)
     return place.in_order(torch.cat(parts.unbind(0), dim), dim).narrow(dim, 0, whole)
 
 
@@ -83,7 +71,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int
         x = x.reshape(batch, size, rank_heads, local, width).permute(1, 0, 3, 2, 4)
         parts.append(x.reshape(size, batch, local, rank_heads * width))
         shapes.append((rank_heads, width))
-    received = _exchange(torch.cat(parts, -1), place)
+    received = _exchange(torch.cat(parts, -1), place.ring_index * size, size, place)
     rows = received.transpose(0, 1).flatten(1, 2)
     rows = rows[:, :whole] if place.ring == 1 else rows
     pieces = rows.split([heads * width for heads, width in shapes], -1)
@@ -99,7 +87,7 @@ def from_heads(x: Tensor, place: Place, local: int) -> Tensor:
     if missing := size * local - whole:
         x = F.pad(x, (0, 0, 0, 0, 0, missing))
     parts = x.reshape(batch, size, local, heads * width).transpose(0, 1)
-    received = _exchange(parts, place)
+    received = _exchange(parts, place.ring_index * size, size, place)
     return received.permute(1, 2, 0, 3).reshape(batch, local, size * heads, width)
 
 

@@ -113,7 +113,7 @@ def test_hooks_are_called_in_their_order() -> None:
 def test_what_is_not_overridden_is_not_called() -> None:
     hooks = hooks_of([Extension(), Twice()])
     assert [name for name in EMPTY if getattr(hooks, name)] == ["dynamo_passes"]
-    assert hooks.state_provider.all_resident and hooks.peers.alone and hooks.unrecorded is None
+    assert hooks.state_provider.all_resident and hooks.peers is None and hooks.unrecorded is None
     assert hooks_of([Listening()]).unrecorded == "an extension may ask the host"
     listening = hooks_of([Listening()])
     assert {name for name in EMPTY if getattr(listening, name)} == EMPTY - {"dynamo_passes", "notify", "why_not_finite"}

@@ -70,7 +70,7 @@ def purposes(w, calls, events, **visit):
         elif event == "c":
             w.ledger.close([w])
         elif event == "d":
-            w.ledger.drop_gradients()
+            w.drop_gradient()
         else:
             w.param.grad = None
     return found
