@@ -56,7 +56,7 @@ class GroupedProducts:
         """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; with k × l
         operands ``left leftᵀ`` for ``left right``."""
         if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
-            assert plus is not None and plus.flat is not None
+            assert plus is not None
             out = replace(plus, flat=plus.flat * beta)
             if gamma:
                 self.add_to_diagonal(out, gamma)
@@ -166,7 +166,8 @@ def _orthogonalize_several(batches: list[_Batch], plan: Plan, products: newton_s
         matrices, rows, cols = batch.x_BKL.shape
         counts[rows, cols] += matrices
     layout = Layout(tuple((matrices, *shape) for shape, matrices in counts.items()))
-    out = Matrices(layout, None, square=False, results=tuple(batch.out_BKL for batch in batches))
+    results = tuple(batch.out_BKL for batch in batches)
+    out = Matrices(layout, results[0].new_empty(0), square=False, results=results)
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {counts.total()} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.

@@ -25,6 +25,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride):
+    """Return the rows, columns, mask and fp32 entries of tile number ``tile``, row by row with ``across`` in each."""
     r = (tile // across) * ROWS + tl.arange(0, ROWS)
     c = (tile % across) * COLS + tl.arange(0, COLS)
     mask = (r < rows)[:, None] & (c < cols)[None, :]

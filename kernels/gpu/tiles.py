@@ -33,10 +33,6 @@ class Table:
     product: tuple[Tile, ...]  # of the general product's kernel, likewise
     cublas: tuple[Tile, ...]  # of a product in cuBLAS, as far as the model needs them
 
-    def taken(self, backend: str) -> bool:
-        """Tell whether this backend, "auto" or "triton", ever takes Triton's products."""
-        return backend == "triton" or self.measured
-
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
         """Tell whether a step of the standard form takes Triton at most as many seconds as cuBLAS, by the model."""
         # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
@@ -63,10 +59,10 @@ class Table:
 @lru_cache(maxsize=1024)
 def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
     """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures."""
-    if not (table.measured and table.cublas):
+    if not (table.measured and table.cublas):  # the interpreter's table has no times of cuBLAS
         return tuple(table.measured for _ in shapes)
-    # The shapes that are faster in large batches are compared as one list, whose launches they share. If that is not
-    # faster, each shape is compared by itself.
+    # Shapes that are faster in large batches are first compared as one list, which shares launches; if the list is not
+    # faster, each shape by itself.
     pays_in_batches = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     candidates = [shape for shape, pays in zip(shapes, pays_in_batches, strict=True) if pays]
     if candidates and table.pays(candidates, processors):
