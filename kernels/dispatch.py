@@ -105,7 +105,7 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
         return True
     gpu = triton_kernels()
     products = None if gpu is None else gpu.products_on(device)
-    return products is not None and (backend == "triton" or products.table.measured)
+    return products is not None and products.table.taken(backend)
 
 
 def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) -> None:

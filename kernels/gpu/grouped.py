@@ -23,7 +23,6 @@ from .grouped_symmetric import grouped_symmetric
 from .model import Tile
 from .normalize import normalize
 from .tile_order import results_of
-from .tiles import choose
 
 
 class _Batch(NamedTuple):
@@ -62,17 +61,14 @@ class GroupedProducts:
                 self.add_to_diagonal(out, gamma)
             return out
         out = left.new(square=True)
-        tile = self._tile(self.alone.table.symmetric, left, triangle=True, summand=plus is not None)
+        tile = self._tile(left, triangle=True, summand=plus is not None)
         numbers = {"alpha": alpha, "beta": beta, "gamma": gamma}
         grouped_symmetric(left, right, out, tile, self.alone.processors, plus=plus, **numbers).run()
         return out
 
-    def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool, summand: bool) -> Tile:
-        results = results_of(operand.layout, triangle=triangle, square=operand.square)
-        tiles = tuple(tile.in_list for tile in tiles)
-        return choose(
-            tiles, self.alone.table.device, results, self.alone.processors, triangle=triangle, summand=summand
-        )
+    def _tile(self, right: Matrices, *, triangle: bool, summand: bool) -> Tile:
+        results = results_of(right.layout, triangle=triangle, square=right.square)
+        return self.alone.table.tile(results, self.alone.processors, triangle=triangle, summand=summand, listed=True)
 
     def general(
         self,
@@ -85,7 +81,7 @@ class GroupedProducts:
     ) -> Matrices:
         if out is None:
             out = right.new(square=right.square)
-            tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
+            tile = self._tile(right, triangle=False, summand=plus is not None)
             grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
         # Each result has its own launch: tables are made once, and would have to hold its address, new at every call.

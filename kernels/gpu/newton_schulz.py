@@ -13,12 +13,11 @@ from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
 from .launch import where_it_runs
-from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
+from .tiles import INTERPRETER, Table, architecture, load_tables, served
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,18 @@ class Products(Aten):
             if gamma:
                 self.add_to_diagonal(out_BKK, gamma)
             return out_BKK
-        tile = self._tile(self.table.symmetric, out_BKK, depth, triangle=True)
+        tile = self.table.tile(((matrices, size, size, depth),), self.processors, triangle=True, listed=False)
         symmetric_product(left, right, out_BKK, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
         return out_BKK
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        if out is None:
-            matrices, rows, cols = right.shape
-            out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
-        tile = self._tile(self.table.product, out, left.shape[2], triangle=False)
-        product(left, right, out, tile, plus=plus, beta=beta).run()
-        return out
-
-    def _tile(self, tiles: tuple[Tile, ...], out: Tensor, depth: int, *, triangle: bool) -> Tile:
-        matrices, rows, cols = out.shape
-        return choose(tiles, self.table.device, ((matrices, rows, cols, depth),), self.processors, triangle=triangle)
+        matrices, rows, cols = right.shape
+        out_BKL = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype) if out is None else out
+        tile = self.table.tile(((matrices, rows, cols, rows),), self.processors, triangle=False, listed=False)
+        product(left, right, out_BKL, tile, plus=plus, beta=beta).run()
+        return out_BKL
 
 
 def products_on(device: torch.device) -> Products | None:

@@ -33,27 +33,32 @@ class Table:
     product: tuple[Tile, ...]  # of the general product's kernel, likewise
     cublas: tuple[Tile, ...]  # of a product in cuBLAS, as far as the model needs them
 
+    def taken(self, backend: str) -> bool:
+        """Tell whether this backend, "auto" or "triton", ever takes Triton's products."""
+        return backend == "triton" or self.measured
+
+    def tile(
+        self, results: tuple[Result, ...], processors: int, *, triangle: bool, listed: bool, summand: bool = True
+    ) -> Tile:
+        """Return the fastest tile of the symmetric product's kernel (``triangle``) or the general product's, by the
+        model; ``listed``: of the grouped kernel."""
+        tiles = self.symmetric if triangle else self.product
+        tiles = tuple(tile.in_list for tile in tiles) if listed else tiles
+        return choose(tiles, self.device, results, processors, triangle=triangle, summand=summand)
+
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
         """Tell whether a step of the standard form takes Triton at most as many seconds as cuBLAS, by the model."""
         # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
         # both triangles of a symmetric product.
-        triton_seconds = sum(
-            self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
-            for results, triangle, summand in _products_of(shapes)
-        )
-        return triton_seconds <= sum(
-            self._seconds(self.cublas, results, processors, triangle=False, summand=summand)
-            for shape in shapes
-            for results, _, summand in _products_of([shape])
-        )
-
-    def _seconds(
-        self, tiles: tuple[Tile, ...], results: tuple[Result, ...], processors: int, triangle: bool, summand: bool
-    ) -> float:
-        if len(results) > 1:
-            tiles = tuple(tile.in_list for tile in tiles)
-        tile = choose(tiles, self.device, results, processors, triangle=triangle, summand=summand)
-        return seconds(tile, self.device, results, processors, triangle=triangle, summand=summand)
+        triton_seconds = cublas_seconds = 0.0
+        for results, triangle, summand in _products_of(shapes):
+            tile = self.tile(results, processors, triangle=triangle, summand=summand, listed=len(results) > 1)
+            triton_seconds += seconds(tile, self.device, results, processors, triangle=triangle, summand=summand)
+        for shape in shapes:
+            for results, _, summand in _products_of([shape]):
+                tile = choose(self.cublas, self.device, results, processors, triangle=False, summand=summand)
+                cublas_seconds += seconds(tile, self.device, results, processors, triangle=False, summand=summand)
+        return triton_seconds <= cublas_seconds
 
 
 @lru_cache(maxsize=1024)
