@@ -100,18 +100,16 @@ def orthogonalized(
         columns = [method_inputs.row_norms(x) for method_inputs, x in zip(inputs, matrices, strict=True)]
         row_norms = [part.squeeze(-1) for of_matrix in _parts(columns, views) for part in of_matrix]
 
-    def run(matrices: list[Tensor]) -> list[Tensor]:
+    def newton_schulz(matrices: list[Tensor]) -> list[Tensor]:
         return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, row_norms)
 
     if whole is None:
-        directions = iter(run(all_parts))
+        directions = iter(newton_schulz(all_parts))
     else:
         part_inputs = [method_inputs for method_inputs, of_matrix in zip(inputs, parts, strict=True) for _ in of_matrix]
-        whole_inputs = [
-            method_inputs.whole_inputs(part) for method_inputs, part in zip(part_inputs, all_parts, strict=True)
-        ]
-        results = zip(part_inputs, whole(all_parts, run, whole_inputs), whole_inputs, strict=True)
-        directions = iter([method_inputs.direction(output, entry) for method_inputs, output, entry in results])
+        whole_inputs = [of_part.whole_inputs(part) for of_part, part in zip(part_inputs, all_parts, strict=True)]
+        results = zip(part_inputs, whole(all_parts, newton_schulz, whole_inputs), whole_inputs, strict=True)
+        directions = iter([of_part.direction(result, whole_input) for of_part, result, whole_input in results])
     output = [[next(directions) for _ in of_matrix] for of_matrix in parts]
     return [entry[0] if view is None else view.join(entry) for entry, view in zip(output, views, strict=True)]
 
