@@ -93,15 +93,13 @@ def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
     return [pays.get(i, False) for i in range(len(xs))]
 
 
-def orthogonalize_into(
-    x_BKL: Tensor, out_BKL: Tensor, norms_B1N: Tensor | None, plan: Plan, products: Products
-) -> None:
+def orthogonalize_into(x_BKL: Tensor, out_BKL: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
     """Write Newton-Schulz of ``x_BKL`` to ``out_BKL``. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
         x_BKL: in float16, bfloat16 or float32, any strides, unmodified.
         out_BKL: in ``plan.dtype``, any strides, no memory shared with ``x_BKL``.
-        norms_B1N: as for ``normalize``.
+        norms: as for ``normalize``.
         plan: with method "standard" or "gram", dtype float16 or bfloat16.
         products: of this device.
     """
@@ -109,7 +107,7 @@ def orthogonalize_into(
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
-            normalize(x_BKL, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms_B1N),
+            normalize(x_BKL, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
             plan.steps, plan.restarts, products, out=out_BKL, folded=folds(plan),
         )  # fmt: skip
 

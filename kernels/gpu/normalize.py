@@ -114,27 +114,21 @@ def divide(x_BRC: Tensor, partials_B2P: Tensor, out_BRC: Tensor, *, eps: float, 
 
 
 def normalize(
-    x_BRC: Tensor,
-    *,
-    dtype: torch.dtype,
-    eps: float,
-    safety: float,
-    out: Tensor | None = None,
-    norms: Tensor | None = None,
+    x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None, norms: Tensor | None = None
 ) -> Tensor:
     """Return X / (safety · max(‖X‖, eps)) as ``reference.normalize`` does, NaN and zeros included.
 
-    ``x_BRC``: in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; of the same shape in
-    ``dtype`` with unit last stride, no memory shared with ``x_BRC``; None for a new tensor. ``norms``: [B, 1, N] in
-    float32, the norms of N parts (rows, say) of each matrix, which save the first pass from reading ``x_BRC``.
+    ``x``: [B, R, C] in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; like x in
+    ``dtype`` with unit last stride, no memory shared with x; None for a new tensor. ``norms``: [B, 1, N] in float32,
+    the norms of N parts (rows, say) of each matrix, which save the first pass from reading x.
     """
-    matrices, rows, cols = x_BRC.shape
+    matrices, rows, cols = x.shape
     programs = min(_tiles(rows, cols), MOST_PARTIALS)
-    partials_B2P = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x_BRC.device)
-    out_BRC = empty_matrices(matrices, rows, cols, like=x_BRC, dtype=dtype) if out is None else out
+    partials_B2P = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
+    out_BRC = empty_matrices(matrices, rows, cols, like=x, dtype=dtype) if out is None else out
     # A matrix and the vector of its parts' norms have the same Frobenius norm.
-    partial_norms(x_BRC if norms is None else norms, partials_B2P).run()
-    divide(x_BRC, partials_B2P, out_BRC, eps=eps, safety=safety).run()
+    partial_norms(x if norms is None else norms, partials_B2P).run()
+    divide(x, partials_B2P, out_BRC, eps=eps, safety=safety).run()
     return out_BRC
 
 
