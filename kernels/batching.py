@@ -1,4 +1,7 @@
-"""Batching: a list of tensors of matrices, each [..., m, n], becomes calls that take one matrix or one batch."""
+"""Batching: a list of tensors of matrices, each [..., m, n], becomes calls that take one matrix or one batch.
+
+Shapes in names: B matrices of R rows and C columns, or on the wide orientation K ≤ L.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from .call_plan import Plan
 
-# orthogonalizes one matrix [m, n] or a batch [b, m, n], never empty, into a new contiguous tensor of that shape
+#: orthogonalizes one matrix or a batch of them, never empty, into a new contiguous tensor of that shape
 Implementation = Callable[[Tensor, Plan], Tensor]
 
 
@@ -35,24 +38,21 @@ def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implem
 
 def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
     """Run tensors whose matrices have one shape and dtype, in chunks under the memory limit."""
-    m, n = xs[0].shape[-2:]
-    stacks = [x.reshape(-1, m, n) for x in xs]
-    chunks = chunked(
-        [Stack(len(stack), batch_bytes(m, n, xs[0].element_size(), plan.dtype.itemsize)) for stack in stacks],
-        plan.memory_limit,
-    )
+    rows, cols = xs[0].shape[-2:]
+    bytes_each = batch_bytes(rows, cols, xs[0].element_size(), plan.dtype.itemsize)
+    xs_BRC = [x.reshape(-1, rows, cols) for x in xs]
+    chunks = chunked([Stack(len(x_BRC), bytes_each) for x_BRC in xs_BRC], plan.memory_limit)
     if len(chunks) == len(xs) == 1:
-        return [implementation(xs[0] if xs[0].ndim == 2 else stacks[0], plan).view(xs[0].shape)]
+        return [implementation(xs[0] if xs[0].ndim == 2 else xs_BRC[0], plan).view(xs[0].shape)]
     # A custom operator's results may not share memory: parts of batches are copied into a tensor for each.
     results = [_empty(x, plan) for x in xs]
-    result_stacks = [result.view(-1, m, n) for result in results]
+    results_BRC = [result.view(-1, rows, cols) for result in results]
     for chunk in chunks:
-        parts = [stacks[index][piece] for index, piece in chunk]
-        batch = parts[0] if len(parts) == 1 else torch.cat(parts)
-        orthogonal = implementation(batch[0], plan)[None] if len(batch) == 1 else implementation(batch, plan)
-        sizes = [len(part) for part in parts]
-        for (index, piece), part in zip(chunk, orthogonal.split(sizes), strict=True):
-            result_stacks[index][piece] = part
+        parts_BRC = [xs_BRC[index][piece] for index, piece in chunk]
+        x_BRC = parts_BRC[0] if len(parts_BRC) == 1 else torch.cat(parts_BRC)
+        out_BRC = implementation(x_BRC[0], plan)[None] if len(x_BRC) == 1 else implementation(x_BRC, plan)
+        for (index, piece), part_BRC in zip(chunk, out_BRC.split([len(part) for part in parts_BRC]), strict=True):
+            results_BRC[index][piece] = part_BRC
     return results
 
 
@@ -88,11 +88,11 @@ def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]
     return chunks
 
 
-def batch_bytes(m: int, n: int, input_itemsize: int, itemsize: int) -> int:
-    """Count the work bytes of one m × n matrix on aten: ``input_itemsize`` an input entry, ``itemsize`` after."""
+def batch_bytes(rows: int, cols: int, input_itemsize: int, itemsize: int) -> int:
+    """Count the work bytes of one matrix on aten: ``input_itemsize`` for an entry of the input, ``itemsize`` after."""
     # The batch's copies of the matrix and of its result, X twice, four k × k matrices, and X in float32.
-    k = min(m, n)
-    return m * n * (input_itemsize + 3 * itemsize + 4) + 4 * k * k * itemsize
+    k = min(rows, cols)
+    return rows * cols * (input_itemsize + 3 * itemsize + 4) + 4 * k * k * itemsize
 
 
 def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tensor:
@@ -100,8 +100,8 @@ def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tenso
         return _empty(x, plan)
     if x.ndim == 2:
         return implementation(x, plan)
-    matrices = x.reshape(-1, *x.shape[-2:])
-    return torch.stack([implementation(matrix, plan) for matrix in matrices]).view(x.shape)
+    x_BRC = x.reshape(-1, *x.shape[-2:])
+    return torch.stack([implementation(x_RC, plan) for x_RC in x_BRC]).view(x.shape)
 
 
 def _empty(x: Tensor, plan: Plan) -> Tensor:
@@ -109,6 +109,6 @@ def _empty(x: Tensor, plan: Plan) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """View [..., m, n] as [b, k, l] with k ≤ l, a copy only where strides demand one."""
-    x = x.reshape(-1, *x.shape[-2:])
-    return x.mT if x.shape[1] > x.shape[2] else x
+    """View [..., m, n] as x_BKL; a copy only where strides demand one."""
+    x_BRC = x.reshape(-1, *x.shape[-2:])
+    return x_BRC.mT if x_BRC.shape[1] > x_BRC.shape[2] else x_BRC

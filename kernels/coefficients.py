@@ -79,9 +79,7 @@ class CoefficientSet:
     def gram_is_stable(self, dtype: torch.dtype) -> bool:
         """Tell whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
         precision = _HALF.get(dtype)
-        if precision is None:
-            return True
-        return choose_restarts(self.steps, precision) is not None and self.survives(dtype)
+        return precision is None or (choose_restarts(self.steps, precision) is not None and self.survives(dtype))
 
     def gram_is_accurate(self, dtype: torch.dtype) -> bool:
         """Tell whether the gram form's error in ``dtype`` is small enough for method "auto" (see ``stability``)."""

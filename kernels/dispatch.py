@@ -148,10 +148,11 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()
         form_plan = replace(plan, method=method)
         indices = [i for i in range(len(xs)) if on_triton[i] and plans[i] == form_plan]
         if gpu is not None and indices:
-            lists = importlib.import_module(".gpu.grouped", __package__)
-            form_xs, row_norms = [xs[i] for i in indices], [norms[i] for i in indices] if norms else []
+            grouped = importlib.import_module(".gpu.grouped", __package__)
+            form_xs, form_norms = [xs[i] for i in indices], [norms[i] for i in indices] if norms else []
             products = gpu.products_on(form_xs[0].device)
-            results.update(zip(indices, lists.orthogonalize_list(form_xs, form_plan, products, row_norms), strict=True))
+            form_results = grouped.orthogonalize_list(form_xs, form_plan, products, form_norms)
+            results.update(zip(indices, form_results, strict=True))
     return [results[i] for i in range(len(xs))]
 
 

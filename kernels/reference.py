@@ -1,8 +1,9 @@
 """Newton-Schulz on plain aten operations: the definition, and the fallback wherever no faster kernel is chosen.
 
-Every function takes one matrix [m, n] or a batch [b, m, n] of a floating dtype, any strides, and leaves it unmodified.
-For a single matrix in bfloat16, normalization and the standard form are operation for operation those of
-torch.optim._muon._zeropower_via_newtonschulz (torch 2.13), hence bitwise equal to it.
+Shapes in names: B matrices of R rows and C columns, or on the wide orientation K ≤ L; a single matrix lacks B. Inputs
+have a floating dtype and any strides, and stay unmodified. For a single matrix in bfloat16, normalization and the
+standard form are operation for operation those of torch.optim._muon._zeropower_via_newtonschulz (torch 2.13), hence
+bitwise equal to it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,22 +16,24 @@ from .call_plan import Plan
 from .iterations import FORMS, Products
 
 
-def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None, *, folded: bool = False) -> Tensor:
-    """Normalize x, iterate on its wide orientation, and transpose back; the method is "standard" or "gram".
+def orthogonalize(
+    x_BRC: Tensor, plan: Plan, products: Products[Tensor] | None = None, *, folded: bool = False
+) -> Tensor:
+    """Normalize matrices, iterate on their wide orientation, and transpose back; the method is "standard" or "gram".
 
-    The result is a new contiguous tensor of x's shape in ``plan.dtype``.
+    The result is a new contiguous tensor of the same shape in ``plan.dtype``.
     """
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
+    tall = x_BRC.shape[-2] > x_BRC.shape[-1]
+    x_BKL = x_BRC.mT if tall else x_BRC
     if plan.method == "standard" and plan.dtype == torch.bfloat16:
-        x = normalize_as_torch_muon(x, eps=plan.eps, safety=plan.safety)
+        x_BKL = normalize_as_torch_muon(x_BKL, eps=plan.eps, safety=plan.safety)
     else:
-        x = normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-    x = FORMS[plan.method](x, plan.steps, plan.restarts, products or Aten(), folded=folded)
-    return x.mT.clone(memory_format=torch.contiguous_format) if tall else x
+        x_BKL = normalize(x_BKL, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
+    x_BKL = FORMS[plan.method](x_BKL, plan.steps, plan.restarts, products or Aten(), folded=folded)
+    return x_BKL.mT.clone(memory_format=torch.contiguous_format) if tall else x_BKL
 
 
-def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
+def normalize(x_BRC: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
     """Return X / (safety · max(‖X‖, eps)) in ``dtype``, ‖·‖ the Frobenius norm of each matrix.
 
     Right for entries from 1e-30 to 1e+30. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its
@@ -38,27 +41,27 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
     """
     # In float32 (float64 where X or dtype is) before the cast, and relative to the largest entry, so that neither
     # squares nor half-precision entries overflow or vanish.
-    compute_dtype = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    compute_dtype = torch.promote_types(torch.promote_types(x_BRC.dtype, dtype), torch.float32)
     tiny = torch.finfo(compute_dtype).tiny
-    x = x.to(compute_dtype)
+    x_BRC = x_BRC.to(compute_dtype)
     # amax and amin, because vector_norm(inf) takes 25 times as long on CPUs.
-    largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
-    x = x / largest
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    norm = torch.maximum(norm, eps / largest).clamp(min=tiny)
-    return x.div_(norm * safety).to(dtype)
+    largest_B11 = torch.maximum(x_BRC.amax((-2, -1), keepdim=True), -x_BRC.amin((-2, -1), keepdim=True)).clamp(min=tiny)
+    x_BRC = x_BRC / largest_B11
+    norm_B11 = torch.linalg.vector_norm(x_BRC, dim=(-2, -1), keepdim=True)
+    norm_B11 = torch.maximum(norm_B11, eps / largest_B11).clamp(min=tiny)
+    return x_BRC.div_(norm_B11 * safety).to(dtype)
 
 
-def normalize_as_torch_muon(x: Tensor, *, eps: float, safety: float) -> Tensor:
+def normalize_as_torch_muon(x_BRC: Tensor, *, eps: float, safety: float) -> Tensor:
     """:func:`normalize` to bfloat16 as torch.optim.Muon does: cast first, divide by a norm rounded to bfloat16."""
-    x = x.to(torch.bfloat16)
-    norm = x.norm() if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    norm = norm.clamp(min=max(eps, torch.finfo(x.dtype).tiny))
-    return x / (norm if safety == 1.0 else norm * safety)
+    x_BRC = x_BRC.to(torch.bfloat16)
+    norm_B11 = x_BRC.norm() if x_BRC.ndim == 2 else torch.linalg.vector_norm(x_BRC, dim=(-2, -1), keepdim=True)
+    norm_B11 = norm_B11.clamp(min=max(eps, torch.finfo(x_BRC.dtype).tiny))
+    return x_BRC / (norm_B11 if safety == 1.0 else norm_B11 * safety)
 
 
 class Aten:
-    """The ``iterations.Products`` of matrices [k, l], or batches [b, k, l], on aten: both triangles are computed."""
+    """``iterations.Products`` on aten, of matrices or batches of one shape: both triangles are computed."""
 
     def outer(self, x: Tensor) -> Tensor:
         return x @ x.mT

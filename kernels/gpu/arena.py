@@ -1,9 +1,9 @@
 """Arenas: the matrices of a list in one flat tensor, so that one launch reaches all of them.
 
-An arena has k × l matrices, or a k × k one (``square``) for each: shape after shape, those of a shape next to one
-another. Rows are padded **with zeros** to a pitch that is a multiple of 16 elements. The grouped kernels read and write
-the padding like other entries: zeros stay zeros in every product, and bounds along a row are multiples of 16, which
-keeps accesses wide.
+An arena holds the k × l matrices of a list, or a k × k one (``square``) for each: shape after shape, the matrices of a
+shape next to one another. Rows are padded **with zeros** to a pitch that is a multiple of 16 elements. The grouped
+kernels read and write the padding like other entries: zeros stay zeros in every product, and bounds along a row are
+multiples of 16, which keeps accesses wide.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .model import ceildiv
 
-# A shape's first matrix begins at a multiple of so many elements: 128 bytes, which Triton and descriptors read fastest.
+# Elements of which the start of a shape is a multiple: 128 bytes, which Triton and descriptors read fastest.
 ALIGNMENT = 64
 # Tensors of one shape are copied into one if a matrix has at most so many entries: the three launches that each tensor
 # saves take the host about as long as a GPU needs for all of a 1024 × 4096 matrix. An estimate, like the tile tables.
@@ -64,40 +64,34 @@ class Matrices:
     """The matrices of a list: in an arena, or in the tensors that take the results of the last product."""
 
     layout: Layout
-    flat: Tensor | None  # the arena, one-dimensional; None for results
+    flat: Tensor  # the arena, one-dimensional; empty for results
     square: bool  # the matrices are k × k
-    # [matrices, k, l] with any strides, in the order of Layout.shapes; one or more tensors a shape
+    # [B, K, L] with any strides, in the order of Layout.shapes; one or more tensors a shape
     results: tuple[Tensor, ...] = ()
 
     @cached_property
     def views(self) -> list[Tensor]:
-        """A view [matrices, k, l or k] of each shape, without the padding."""
-        assert self.flat is not None
-        square = self.square
-        columns = zip(
-            self.layout.widths(square=square),
-            self.layout.pitches(square=square),
-            self.layout.starts(square=square),
-            strict=False,  # starts end with the arena's size
-        )
+        """A view [B, K, L or K] of each shape, without the padding."""
+        layout, square = self.layout, self.square
+        columns = layout.widths(square=square), layout.pitches(square=square), layout.starts(square=square)
         return [
             self.flat.as_strided((b, k, cols), (k * pitch, pitch, 1), start)
-            for (b, k, _), (cols, pitch, start) in zip(self.layout.shapes, columns, strict=True)
+            for (b, k, _), cols, pitch, start in zip(layout.shapes, *columns, strict=False)  # starts end with a total
         ]
 
     def new(self, *, square: bool) -> "Matrices":
-        assert self.flat is not None
+        """Allocate an arena of the same layout and dtype, uninitialized."""
         return self.layout.new(self.flat.dtype, self.flat.device, square=square)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the views of this arena that belong to ``tensors``, a list like :attr:`results`."""
         parts: list[Tensor] = []
-        for (b, _, _), view in zip(self.layout.shapes, self.views, strict=True):
+        for view_BKL in self.views:
             start = 0
-            while start < b:
-                matrices = len(tensors[len(parts)])
-                parts.append(view[start : start + matrices])
-                start += matrices
+            while start < len(view_BKL):
+                stop = start + len(tensors[len(parts)])
+                parts.append(view_BKL[start:stop])
+                start = stop
         return parts
 
 
@@ -116,6 +110,6 @@ def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize:
 
 
 def list_bytes(k: int, l: int, method: str, steps: int, restarts: int, given: int, itemsize: int) -> int:  # noqa: E741
-    """Count the bytes that one k × l matrix of a list, ``given`` bytes an entry, takes beside input and result."""
+    """Count the bytes that one k × l matrix of a list takes beside input and result; ``given``: bytes of its entry."""
     copied = k * l * (given + itemsize) if k * l <= SMALL else 0  # input and result of tensors that are copied into one
     return copied + work_bytes(k, l, method, steps, restarts, itemsize)

@@ -3,12 +3,12 @@
     r[i] = sum over j of b[i, j] v[j]                          b: the bits of a tensor as integers, in rows
     F    = sum over i of mix(r[i] + (i + 1) golden)            modulo 2**64
 
-and, where asked for, the sum of the squares of a tensor's numbers, from the same read.
+and optionally the sum of the squares of a tensor's numbers, from the same read.
 
-A program of ``sums_kernel`` takes pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Each thread, a lane, sums
-what it reads; after each piece lanes are joined, and atomics add them to r. ``mix_kernel`` makes F. Integers add up to
-the same in any order; squares do not, so each program has a place for its own, ahead of r in one int64 buffer. Up to
-``MOST`` tensors share a launch.
+A program of ``sums_kernel`` sums pieces of one tensor, ``ROWS`` rows of ``SPAN`` columns. Each thread, a *lane*, sums
+the numbers that it loads; after each piece lanes are added up, and atomics add the sums of rows to r. ``mix_kernel``
+makes F. The sum of integers is the same in any order. The sum of squares is not, so each program stores its own, ahead
+of r in one int64 buffer. Up to ``MOST`` tensors share a launch.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from .model import ceildiv
 ROWS, WIDTH, WARPS = tl.constexpr(16), tl.constexpr(256), 8  # of a tile
 SPAN = tl.constexpr(1024)  # columns of a piece
 MOST = 16  # tensors per launch
-MOST_PROGRAMS = tl.constexpr(256)  # of one tensor: more would only meet at the atomics
+MOST_PROGRAMS = tl.constexpr(256)  # of one tensor: more would only wait for each other's atomics
 # Programs that mix the row sums of one tensor, and row sums that one mixes at a time.
 SPLIT, BLOCK = tl.constexpr(8), tl.constexpr(1024)
 #: dtypes whose squares are summed
@@ -43,8 +43,8 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 @triton.jit
 def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
     """Return int32 ``low`` and ``high`` with ``low + 2**32 high = v[j]``."""
-    # ``low`` is a product of 32 bits: cut from one of 64 it would have 64 to the compiler, and ``b low`` take three
-    # multiplications, not one.
+    # ``low`` is a 32-bit product: truncated from a 64-bit one it would stay 64 bits wide to the compiler, and ``b low``
+    # would take three multiplications, not one.
     v = (j.to(tl.uint32).to(tl.uint64) ^ GOLDEN) * FACTOR
     v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # arithmetic, as in PyTorch
     low = v.to(tl.uint32) * (FACTOR & 0xFFFFFFFF) | 1
@@ -54,7 +54,7 @@ def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def in_lanes(x, LANES: tl.constexpr):
-    """Return the sums, [rows, LANES], of those neighbours in a row that one thread holds."""
+    """Sum the neighbours in a row that one thread holds; return [rows, LANES]."""
     return tl.sum(tl.reshape(x, (x.shape[0], LANES, x.shape[1] // LANES)), axis=2)
 
 
@@ -66,7 +66,7 @@ def weighted(b, low, high, lows, highs, LANES: tl.constexpr):
 
 @triton.jit
 def joined(lows, highs):
-    """Return the sums of rows, int64, from the sums of their lanes."""
+    """Return the sums of rows, int64, from their lanes' sums of ``b low`` and ``b high``."""
     return tl.sum(lows + (highs.to(tl.int64) << 32), axis=1)
 
 
@@ -112,7 +112,7 @@ def sums_kernel(
     x_ptr = decoded_at(integers, index).to(tl.pointer_type(INTEGER))
     if WIDE:
         x_ptr = tl.multiple_of(x_ptr, INTEGER.primitive_bitwidth // 2)
-        row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
+        row_numel = row_numel // 16 * 16  # no change; Triton ignores tl.multiple_of of a function's result
     sums_ptr = decoded_at(sums, index).to(tl.pointer_type(tl.int64))
     rows = tl.cdiv(numel, row_numel)
     pieces = _pieces(numel, row_numel)
@@ -151,7 +151,7 @@ def mix_kernel(
     FACTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add F of tensors, of ``sizes`` rows, to ``out``, one each, from their buffers ``sums``, by SPLIT programs each;
+    """Add F of each tensor, of ``sizes`` rows, to its place in ``out``, from its buffer ``sums``, by SPLIT programs;
     write the total of PARTS sums of squares, if any, to ``squares``."""
     tensor = tl.program_id(0) // SPLIT
     rows = decoded_at(sizes, tensor)

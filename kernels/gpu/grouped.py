@@ -1,10 +1,13 @@
 """Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch.
 
-Small tensors of one shape are joined first; a tensor that is left alone goes to the kernels for one shape.
+Small tensors of one shape are joined to one batch first; a single batch goes to the kernels for one shape. Shapes in
+names: B matrices of K rows and L columns, K ≤ L; N parts of a matrix, such as its rows.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +23,21 @@ from .grouped_symmetric import grouped_symmetric
 from .model import Tile
 from .normalize import normalize
 from .tile_order import results_of
-from .tiles import choose
 
-# (matrices [b, k, l] with k ≤ l, tensor for their results, norms [b, 1, n] of n parts of each, such as rows, if known)
-Given = tuple[Tensor, Tensor, Tensor | None]
+
+class _Batch(NamedTuple):
+    """Matrices of one shape, and the place of their results."""
+
+    x_BKL: Tensor
+    out_BKL: Tensor  # in the dtype of the plan, any strides
+    norms_B1N: Tensor | None  # of the parts of each matrix in float32, if known
 
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """The matrix products of all matrices of a list: ``iterations.Products`` over ``Matrices``."""
+    """``iterations.Products`` of all matrices of a list."""
 
-    alone: newton_schulz.Products  # the products of one tensor of matrices
+    alone: newton_schulz.Products  # the products of one batch
 
     def outer(self, x: Matrices) -> Matrices:
         return self.symmetric(x, x)
@@ -48,23 +55,20 @@ class GroupedProducts:
         """Return ``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; with k × l
         operands ``left leftᵀ`` for ``left right``."""
         if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
-            assert plus is not None and plus.flat is not None
+            assert plus is not None
             out = replace(plus, flat=plus.flat * beta)
             if gamma:
                 self.add_to_diagonal(out, gamma)
             return out
         out = left.new(square=True)
-        tile = self._tile(self.alone.table.symmetric, left, triangle=True, summand=plus is not None)
+        tile = self._tile(left, triangle=True, summand=plus is not None)
         numbers = {"alpha": alpha, "beta": beta, "gamma": gamma}
         grouped_symmetric(left, right, out, tile, self.alone.processors, plus=plus, **numbers).run()
         return out
 
-    def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool, summand: bool) -> Tile:
-        results = results_of(operand.layout, triangle=triangle, square=operand.square)
-        tiles = tuple(tile.in_list for tile in tiles)
-        return choose(
-            tiles, self.alone.table.device, results, self.alone.processors, triangle=triangle, summand=summand
-        )
+    def _tile(self, right: Matrices, *, triangle: bool, summand: bool) -> Tile:
+        results = results_of(right.layout, triangle=triangle, square=right.square)
+        return self.alone.table.tile(results, self.alone.processors, triangle=triangle, summand=summand, listed=True)
 
     def general(
         self,
@@ -77,7 +81,7 @@ class GroupedProducts:
     ) -> Matrices:
         if out is None:
             out = right.new(square=right.square)
-            tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
+            tile = self._tile(right, triangle=False, summand=plus is not None)
             grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
         # Each result has its own launch: tables are made once, and would have to hold its address, new at every call.
@@ -103,66 +107,72 @@ def orthogonalize_list(
     """
     # Allocates and launches only: a CUDA graph can capture it, once the tables of ``tile_order`` are on the device.
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
-    inputs = [wide(x) for x in xs]
-    outputs = [wide(result) for result in results]
-    norms_of = {i: norm.view(len(inputs[i]), 1, -1) for i, norm in enumerate(norms)}
+    xs_BKL = [wide(x) for x in xs]
+    results_BKL = [wide(result) for result in results]
+    norms_B1N = {i: norm.view(len(xs_BKL[i]), 1, -1) for i, norm in enumerate(norms)}
     form = (plan.method, len(plan.steps), len(plan.restarts))
-    bytes_each = [list_bytes(x.shape[1], x.shape[2], *form, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
-    stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, bytes_each, strict=True)]
+    bytes_each = [list_bytes(x.shape[1], x.shape[2], *form, x.dtype.itemsize, plan.dtype.itemsize) for x in xs_BKL]
+    stacks = [Stack(len(x_BKL), nbytes) for x_BKL, nbytes in zip(xs_BKL, bytes_each, strict=True)]
     for chunk in chunked(stacks, plan.memory_limit):
-        items = [(inputs[i][piece], outputs[i][piece], norms_of[i][piece] if norms_of else None) for i, piece in chunk]
-        _orthogonalize_chunk(items, plan, products)
+        batches = [
+            _Batch(xs_BKL[i][piece], results_BKL[i][piece], norms_B1N[i][piece] if norms_B1N else None)
+            for i, piece in chunk
+        ]
+        _orthogonalize_chunk(batches, plan, products)
     return results
 
 
-def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
-    by_shape: dict[Hashable, list[Given]] = {}
-    for i, (x, out, norms) in enumerate(given):
-        small = x.shape[1] * x.shape[2] <= SMALL
-        by_shape.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out, norms))
-    joined = [_together(group) if len(group) > 1 else group[0] for group in by_shape.values()]
+def _orthogonalize_chunk(batches: list[_Batch], plan: Plan, products: newton_schulz.Products) -> None:
+    groups: dict[Hashable, list[_Batch]] = {}
+    for i, batch in enumerate(batches):
+        _, rows, cols = batch.x_BKL.shape
+        key = (rows, cols, batch.x_BKL.dtype, _column_major(batch.out_BKL)) if rows * cols <= SMALL else i
+        groups.setdefault(key, []).append(batch)
+    joined = [_joined(group) if len(group) > 1 else group[0] for group in groups.values()]
     if len(joined) == 1:
         newton_schulz.orthogonalize_into(*joined[0], plan, products)
     else:
         _orthogonalize_several(joined, plan, products)
-    for group, (_, result, _) in zip(by_shape.values(), joined, strict=True):
+    for group, batch in zip(groups.values(), joined, strict=True):
         if len(group) > 1:
-            torch._foreach_copy_([out for _, out, _ in group], list(result.split([len(x) for x, *_ in group])))
+            outs_BKL = [member.out_BKL for member in group]
+            torch._foreach_copy_(outs_BKL, list(batch.out_BKL.split([len(out_BKL) for out_BKL in outs_BKL])))
 
 
-def _together(items: list[Given]) -> Given:
-    """Make one item of several of one shape: a copy of their matrices, and a new tensor for their results."""
-    turned = _turned(items[0][1])
-    x = torch.cat([x.mT if turned else x for x, *_ in items])
-    out = torch.empty(x.shape, dtype=items[0][1].dtype, device=x.device)
-    known_norms = [norms for *_, norms in items if norms is not None]
-    norms = torch.cat(known_norms) if known_norms else None
-    return (x.mT, out.mT, norms) if turned else (x, out, norms)
+def _joined(batches: list[_Batch]) -> _Batch:
+    """Join batches of one shape: copy their matrices into one tensor, and allocate one for their results."""
+    column_major = _column_major(batches[0].out_BKL)
+    x = torch.cat([batch.x_BKL.mT if column_major else batch.x_BKL for batch in batches])
+    out = torch.empty(x.shape, dtype=batches[0].out_BKL.dtype, device=x.device)
+    known_norms = [batch.norms_B1N for batch in batches if batch.norms_B1N is not None]
+    norms_B1N = torch.cat(known_norms) if known_norms else None
+    return _Batch(x.mT, out.mT, norms_B1N) if column_major else _Batch(x, out, norms_B1N)
 
 
-def _turned(x: Tensor) -> bool:
+def _column_major(x_BKL: Tensor) -> bool:
     """Tell whether columns, not rows, are contiguous in memory."""
-    return x.stride(1) < x.stride(2)
+    return x_BKL.stride(1) < x_BKL.stride(2)
 
 
-def _orthogonalize_several(items: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
+def _orthogonalize_several(batches: list[_Batch], plan: Plan, products: newton_schulz.Products) -> None:
     # Tiles with the longest sums first: when only short ones are left, programs end at nearly the same time.
-    items = sorted(items, key=lambda item: (-item[0].shape[2], -item[0].shape[1]))
-    counts: dict[tuple[int, int], int] = {}
-    for x, *_ in items:
-        b, *shape = x.shape
-        counts[shape[0], shape[1]] = counts.get((shape[0], shape[1]), 0) + b
-    layout = Layout(tuple((b, *shape) for shape, b in counts.items()))
-    out = Matrices(layout, None, square=False, results=tuple(out for _, out, _ in items))
+    batches = sorted(batches, key=lambda batch: (-batch.x_BKL.shape[2], -batch.x_BKL.shape[1]))
+    counts: Counter[tuple[int, int]] = Counter()
+    for batch in batches:
+        matrices, rows, cols = batch.x_BKL.shape
+        counts[rows, cols] += matrices
+    layout = Layout(tuple((matrices, *shape) for shape, matrices in counts.items()))
+    results = tuple(batch.out_BKL for batch in batches)
+    out = Matrices(layout, results[0].new_empty(0), square=False, results=results)
     grouped = GroupedProducts(products)
-    with record_function(f"newton_schulz {plan.method} {sum(counts.values())} matrices of {len(counts)} shapes"):
+    with record_function(f"newton_schulz {plan.method} {counts.total()} matrices of {len(counts)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
         folded = newton_schulz.folds(plan)
-        FORMS[plan.method](_normalized(items, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
+        FORMS[plan.method](_normalized(batches, out, plan), plan.steps, plan.restarts, grouped, out=out, folded=folded)
 
 
-def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:
+def _normalized(batches: list[_Batch], out: Matrices, plan: Plan) -> Matrices:
     arena = out.layout.new(plan.dtype, out.results[0].device, square=False, zero=True)
-    for (x, _, norms), part in zip(given, arena.parts(out.results), strict=True):
-        normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part, norms=norms)
+    for batch, part_BKL in zip(batches, arena.parts(out.results), strict=True):
+        normalize(batch.x_BKL, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part_BKL, norms=batch.norms_B1N)
     return arena

@@ -1,7 +1,8 @@
-"""The parts that both grouped kernels share: rows of their table, and operands by pointers or by descriptors.
+"""Shared parts of the grouped kernels: rows of their table, operands by pointers or by descriptors, and the launch.
 
-A row of an arena ends at its pitch, zeros included. Pitches and starts come from a table, so Triton is told what it
-could not know: that they are multiples of 16 and 64. Those of k × k matrices are ``_kk``, of k × l matrices ``_kl``.
+Operands are arenas, whose rows are padded with zeros to a pitch. Pitches and starts come from a table, where Triton
+cannot see that they are multiples of 16 and 64: ``tl.multiple_of`` says so. Names end in ``_kk`` for k × k matrices, in
+``_kl`` for k × l ones.
 """
 
 from typing import Any
@@ -39,9 +40,9 @@ def last_tile(waves, width):
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
     """Read a shape's row of the table (``tile_order.Tables``): the end of its tiles, its number of matrices, k, l, then
-    start and pitch of its k × k matrices, and of its k × l ones, for which with SQUARE the k × k ones stand."""
-    # Volatile: without descriptors the kernels read the row anew for every tile, and for its store once more. Kept from
-    # tile to tile, it and all addresses that follow from it would hold registers that the sums need, and spill.
+    start and pitch of its k × k matrices, and of its k × l ones; with SQUARE k × k matrices replace the k × l ones."""
+    # Volatile: without descriptors the kernels read the row anew for every tile, and once more for its store. Kept from
+    # tile to tile, the row and the addresses computed from it would hold registers that the sums need, and spill.
     row = table + shape * 8
     end = tl.load(row, volatile=True).to(tl.int32)
     matrices = tl.load(row + 1, volatile=True).to(tl.int32)
@@ -119,7 +120,6 @@ def grouped_launch(
     plus: Matrices | None,
     out: Matrices,
     numbers: tuple[float, ...],
-    square: bool,
     tile: Tile,
     processors: int,
     *,
@@ -128,11 +128,11 @@ def grouped_launch(
 ) -> Launch:
     """Make the launch of either grouped kernel on arenas of one layout.
 
-    ``kernel`` takes these arenas, the tables, the number of shapes, and ``numbers``; ``square`` and ``triangle`` are
-    those of ``tile_order.results_of``, ``processors`` the multiprocessors of the device, ``settings`` constants of this
-    kernel alone.
+    ``kernel`` takes these arenas, the tables, the number of shapes, and ``numbers``. ``triangle`` is that of
+    ``tile_order.results_of``, ``processors`` the multiprocessors of the device, ``settings`` constants of this kernel
+    alone.
     """
-    assert left.flat is not None and right.flat is not None and out.flat is not None
+    square = right.square
     table = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
     # Collectives with other ranks may hold some of the device's multiprocessors.
     shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

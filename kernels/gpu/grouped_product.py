@@ -2,8 +2,8 @@
 
     C = L R + β P      for each shape (k, l): L [b, k, k], R, P, C [b, k, l], or all k × k (SQUARE)
 
-as in ``product``: accumulated in float32, rounded once. Programs are persistent: each goes through every width-th tile
-of all results in the order of ``tile_order.places``.
+as in ``product``: sums in float32, rounded once. Programs are persistent: each computes every width-th tile of a wave
+(``model.waves``), in the order of ``tile_order.places``.
 """
 
 import triton
@@ -92,9 +92,6 @@ def grouped_product(
     """Make the launch of out ← left right + β plus for every matrix.
 
     ``left``: an arena of a layout's k × k matrices. ``right``: of its k × l or its k × k ones. ``plus`` and ``out``:
-    arenas like ``right``; ``out`` shares no memory with the others. ``tile`` is that of all results, ``processors`` are
-    the device's.
+    arenas like ``right``; ``out`` shares no memory with the others. ``processors``: multiprocessors of the device.
     """
-    return grouped_launch(
-        grouped_product_kernel, left, right, plus, out, (beta,), right.square, tile, processors, triangle=False
-    )
+    return grouped_launch(grouped_product_kernel, left, right, plus, out, (beta,), tile, processors, triangle=False)

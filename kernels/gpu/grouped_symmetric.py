@@ -3,12 +3,12 @@
     C = α X Xᵀ              for each shape (k, l): X [b, k, l], C [b, k, k]
     C = α L R + β P + γ I   L, R, P, C [b, k, k] (SQUARE)
 
-as in ``symmetric``, which says why L R and not L Rᵀ. Programs are persistent: each goes through every width-th tile of
-all triangles in the order of ``tile_order.places``, which has no tile above a diagonal. Two squares side by side, of
-which the right one is above the diagonal, are cut to the left one and come last: 8 of the 72 in a triangle of 2048.
+as in ``symmetric``, which explains the order L R. Programs are persistent: each computes every width-th tile of a wave
+(``model.waves``), in the order of ``tile_order.places``, which has no tile above a diagonal. A tile of two squares, of
+which the right one is above the diagonal, is cut to the left one; such tiles come last, 8 of 72 in a triangle of 2048.
 
-On 9.0 and 10.0 results leave through descriptors too: next to the state of a program that stays, the addresses of two
-stores, straight and mirrored, spilled 40 to 240 bytes a thread.
+On 9.0 and 10.0 results are stored through descriptors too: beside the state of a persistent program, the addresses of
+two stores, straight and mirrored, spilled 40 to 240 bytes a thread.
 """
 
 import triton
@@ -149,8 +149,6 @@ def grouped_symmetric(
     ``left`` and ``right``: arenas of one layout, k × k both, or the same k × l one. ``out`` and ``plus``: arenas of its
     k × k matrices; ``out`` shares no memory with the others. α is not 0. γ is added before results are rounded.
     """
-    numbers = (alpha, beta / alpha, gamma)
-    how = {"triangle": True, "SHIFT": gamma != 0}
-    return grouped_launch(
-        grouped_symmetric_kernel, left, right, plus, out, numbers, left.square, tile, processors, **how
-    )
+    numbers, settings = (alpha, beta / alpha, gamma), {"SHIFT": gamma != 0}
+    kernel = grouped_symmetric_kernel
+    return grouped_launch(kernel, left, right, plus, out, numbers, tile, processors, triangle=True, **settings)

@@ -1,9 +1,9 @@
 """Compilation of kernels ahead of their launch, by processes that need no GPU, into Triton's cache.
 
-A :class:`Job` is a launch without its tensors: Triton's compiler needs only their dtype, and whether they begin at a
-multiple of 16 bytes. Each job has a file beside Triton's cache. The compiling process holds a lock on the file and
-writes into it when done, so ranks that share a file system compile each kernel once, and a later run compiles nothing.
-No process waits for a dead one: its lock ends with it. On a file system without locks each compiles for itself.
+A :class:`Job` is a launch without its tensors: Triton's compiler needs only their dtype, and whether their addresses
+are multiples of 16 bytes. Each job has a file beside Triton's cache. The compiling process holds a lock on the file and
+writes to it when done, so ranks that share a file system compile each kernel once, and a later run compiles nothing.
+The lock of a dead process is released by the system. Without file locks each process compiles by itself.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """Reduce an argument to the properties that Triton specializes a kernel for."""
+    """Reduce an argument to the properties by which Triton specializes a kernel."""
     if isinstance(value, tuple):
         return tuple(map(_known, value))
     if isinstance(value, Pointer):

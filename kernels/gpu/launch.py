@@ -3,10 +3,10 @@
 Inside :func:`noting` launches are recorded and not run. With tensors on the device "meta" the record tells, without a
 GPU, what a function would launch on one.
 
-Kernels over lists of tensors take tuples of addresses and sizes, and each program first finds its tensor
-(:func:`tensor_of_program`), then its values (:func:`decoded_at`): only this is repeated for each tensor. Triton
-compiles a kernel for each length of a tuple, and for each pattern in it of aligned tensors, or of integers that are 1,
-multiples of 16, or wider than 32 bits. So addresses are integers, and tuples :func:`encoded`.
+Kernels over lists of tensors take tuples of addresses and sizes: each program first finds its tensor
+(:func:`tensor_of_program`), then its values (:func:`decoded_at`). Triton compiles a kernel anew for each length of a
+tuple, and for each pattern in it of aligned tensors, or of integers that are 1, multiples of 16, or wider than 32 bits.
+So tuples are :func:`encoded`: of one length, with addresses as integers, and with integers of one pattern.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: the address of a tensor without memory, empty or on "meta": wider than 32 bits, as real addresses are
+#: address in place of none, of an empty tensor or one on "meta": wider than 32 bits, as real addresses are
 _ELSEWHERE = 1 << 40
 
 _noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
@@ -45,8 +45,8 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def encoded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """Return ``count`` numbers, past ``values`` the first one again: of an integer n, or a tensor with this address,
-    ``2 n + 3``, which is never 1 nor a multiple of 16; others as they are."""
+    """Return ``count`` numbers: ``2 n + 3``, which is never 1 nor a multiple of 16, for an integer n or a tensor at
+    address n; floats unchanged; behind those of ``values`` the first one again."""
 
     def code(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -58,7 +58,7 @@ def encoded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
 
 
 def first_programs(programs: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the first program of each tensor, :func:`encoded`, of these numbers of programs; past them their sum."""
+    """Return each tensor's first program, :func:`encoded`, for tensors of ``programs``; behind them their sum."""
     starts = list(accumulate(programs, initial=0))
     return encoded(starts + starts[-1:] * count, count)[:count]
 
@@ -79,7 +79,7 @@ def tensor_of_program(starts):
 
 @triton.jit
 def decoded_at(values, index):
-    """Return the number, or the address as an integer, that ``values[index]`` of a :func:`encoded` tuple stands for."""
+    """Return entry ``index`` of an :func:`encoded` tuple decoded: a number, or an address as an integer."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(index == i, values[i], value)

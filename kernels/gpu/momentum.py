@@ -7,8 +7,8 @@ reads the gradient and the momentum and writes the update; per row it writes the
 Newton–Schulz divides, and the sum for the gradient's fingerprint. A gradient in half precision is also written in
 ``wide``, the dtype of ``.grad``. ``carried``, the ``.grad`` of earlier micro-batches, is added for update and sums.
 
-A program has whole rows of one tensor and no atomics: the same input gives the same bits. Up to ``MOST`` tensors share
-a launch.
+A program computes whole rows of one tensor, without atomics: the same input gives the same bits. Up to ``MOST`` tensors
+share a launch.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Updates(NamedTuple):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Return what ``torch.lerp`` does, which begins at the nearer end."""
+    """Interpolate as ``torch.lerp`` does, from the nearer end."""
     difference = end - start
     return tl.where(tl.abs(weight) < 0.5, start + weight * difference, end - difference * (1.0 - weight))
 
@@ -74,7 +74,7 @@ def momentum_kernel(
     """Write the results of ROWS rows of one of the gradients. Addresses: ``gs`` of gradients (of type G), ``cs``
     carried (W), ``ms`` momenta (M), ``us`` updates (U), ``ws`` wide gradients (W), ``norms``, ``sums``, ``hypers``;
     ``starts`` are by :func:`launch.first_programs`, the others by :func:`launch.encoded`. WIDE: four entries of all
-    tensors may be read at once. Eight of a half would make another layout, with twice the weights."""
+    tensors may be read at once. Eight entries in half precision would need another layout, with twice the weights."""
     LANES: tl.constexpr = WIDTH // 4 if WIDE else WIDTH
     index, program = tensor_of_program(starts)
     n_rows = decoded_at(rows, index).to(tl.int32)
@@ -92,7 +92,7 @@ def momentum_kernel(
         m_ptr = tl.multiple_of(m_ptr, M.primitive_bitwidth // 2)
         u_ptr = tl.multiple_of(u_ptr, U.primitive_bitwidth // 2)
         w_ptr = tl.multiple_of(w_ptr, W.primitive_bitwidth // 2)
-        row_numel = row_numel // 16 * 16  # no change; tl.multiple_of is lost on what a function returned
+        row_numel = row_numel // 16 * 16  # no change; Triton ignores tl.multiple_of of a function's result
     hyper_ptr = decoded_at(hypers, index).to(tl.pointer_type(tl.float32))
     one_minus_beta = tl.load(hyper_ptr)
     beta = tl.load(hyper_ptr + 1)

@@ -13,20 +13,19 @@ from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
 from .launch import where_it_runs
-from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
+from .tiles import INTERPRETER, Table, architecture, load_tables, served
 
 
 @dataclass(frozen=True)
 class Products(Aten):
-    """The two matrix products of a device, by its tile table and number of multiprocessors."""
+    """``iterations.Products`` of one batch on a device: K × K matrices, and K × L ones."""
 
     table: Table
-    processors: int
+    processors: int  # multiprocessors of the device
 
     def outer(self, x: Tensor) -> Tensor:
         return self.symmetric(x, None)
@@ -41,36 +40,32 @@ class Products(Aten):
         alpha: float = 1.0,
         gamma: float = 0.0,
     ) -> Tensor:
-        """Return ``alpha left right + beta plus + gamma I``, [b, k, k], new: the lower triangle, mirrored. With
-        ``right`` None, which stands for ``leftᵀ``, ``left`` may be [b, k, l]."""
-        out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
+        """Return ``alpha left right + beta plus + gamma I``, new: the lower triangle, mirrored. With ``right`` None,
+        which stands for ``leftᵀ``, ``left`` may be K × L."""
+        matrices, size, depth = left.shape
+        out_BKK = empty_matrices(matrices, size, size, like=left, dtype=left.dtype)
         if alpha == 0:  # c of a cubic step, (1.5, -0.5, 0); the kernel computes with β / α
             assert plus is not None
-            torch.mul(plus, beta, out=out)
+            torch.mul(plus, beta, out=out_BKK)
             if gamma:
-                self.add_to_diagonal(out, gamma)
-            return out
-        tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
-        symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
-        return out
+                self.add_to_diagonal(out_BKK, gamma)
+            return out_BKK
+        tile = self.table.tile(((matrices, size, size, depth),), self.processors, triangle=True, listed=False)
+        symmetric_product(left, right, out_BKK, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
+        return out_BKK
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        if out is None:
-            matrices, rows, cols = right.shape
-            out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
-        tile = self._tile(self.table.product, out, left.shape[2], triangle=False)
-        product(left, right, out, tile, plus=plus, beta=beta).run()
-        return out
-
-    def _tile(self, tiles: tuple[Tile, ...], out: Tensor, depth: int, *, triangle: bool) -> Tile:
-        matrices, rows, cols = out.shape
-        return choose(tiles, self.table.device, ((matrices, rows, cols, depth),), self.processors, triangle=triangle)
+        matrices, rows, cols = right.shape
+        out_BKL = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype) if out is None else out
+        tile = self.table.tile(((matrices, rows, cols, rows),), self.processors, triangle=False, listed=False)
+        product(left, right, out_BKL, tile, plus=plus, beta=beta).run()
+        return out_BKL
 
 
 def products_on(device: torch.device) -> Products | None:
-    """Return the products of a device; None where no table covers it."""
+    """Return the products on a device; None where no table covers it."""
     return _products_on(where_it_runs(device))
 
 
@@ -85,8 +80,8 @@ def _products_on(device: torch.device) -> Products | None:
 
 
 def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
-    """Tell for each of ``xs``, [..., m, n] on one device, whether these kernels take it and, unless ``plan`` has the
-    backend "triton", are expected to be at least as fast as cuBLAS."""
+    """Tell for each of ``xs``, [..., m, n] on one device, whether these kernels support it and should be at least as
+    fast as cuBLAS, which the backend "triton" takes for granted."""
     products = products_on(xs[0].device) if xs and plan.dtype in (torch.float16, torch.bfloat16) else None
     if products is None:
         return [False] * len(xs)
@@ -98,22 +93,22 @@ def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
     return [pays.get(i, False) for i in range(len(xs))]
 
 
-def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
-    """Write Newton-Schulz of ``x`` to ``out``. Allocates and launches only, so a CUDA graph can capture it.
+def orthogonalize_into(x_BKL: Tensor, out_BKL: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
+    """Write Newton-Schulz of ``x_BKL`` to ``out_BKL``. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
-        x: [b, k, l] with k ≤ l in float16, bfloat16 or float32, any strides, unmodified.
-        out: of x's shape in ``plan.dtype``, any strides, no memory shared with x.
+        x_BKL: in float16, bfloat16 or float32, any strides, unmodified.
+        out_BKL: in ``plan.dtype``, any strides, no memory shared with ``x_BKL``.
         norms: as for ``normalize``.
         plan: with method "standard" or "gram", dtype float16 or bfloat16.
-        products: of x's device.
+        products: of this device.
     """
-    shape = "×".join(map(str, x.shape))
+    shape = "×".join(map(str, x_BKL.shape))
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
-            normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
-            plan.steps, plan.restarts, products, out=out, folded=folds(plan),
+            normalize(x_BKL, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms),
+            plan.steps, plan.restarts, products, out=out_BKL, folded=folds(plan),
         )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
     X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
 
 No entry's square overflows or vanishes: entries are divided by the largest so far before they are squared, as in
-``reference.normalize``, so those from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one pair a
-program (largest |entry|, Σ (entry / largest)²), the second combines them in a fixed order: no atomics, the same bits.
+``reference.normalize``, so those from 1e-30 to 1e+30 are right in every output dtype. The first pass stores a pair for
+each program, (largest |entry|, Σ (entry / largest)²); the second combines the pairs in a fixed order. Without atomics
+the same input gives the same bits. Shapes in names: B matrices of R rows and C columns, P programs a matrix.
 """
 
 import torch
@@ -24,6 +25,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride):
+    """Return the rows, columns, mask and fp32 entries of tile number ``tile``, row by row with ``across`` in each."""
     r = (tile // across) * ROWS + tl.arange(0, ROWS)
     c = (tile % across) * COLS + tl.arange(0, COLS)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
@@ -93,21 +95,22 @@ def divide_kernel(
     tl.store(start + r * out_row_stride + c, x_tile.to(out.dtype.element_ty), mask=mask)
 
 
-def partial_norms(x: Tensor, partials: Tensor) -> Launch:
-    """Make the first pass: ``x`` [b, m, n] of any strides, ``partials`` [b, 2, programs] float32, contiguous."""
-    matrices, rows, cols = x.shape
-    programs = partials.shape[-1]
-    arguments = (x, partials, rows, cols, *x.stride(), programs)
-    return Launch(partial_norms_kernel, matrices * programs, x, arguments)
+def partial_norms(x_BRC: Tensor, partials_B2P: Tensor) -> Launch:
+    """Make the first pass over ``x_BRC``, of any strides; ``partials_B2P`` is contiguous, in float32."""
+    matrices, rows, cols = x_BRC.shape
+    programs = partials_B2P.shape[-1]
+    arguments = (x_BRC, partials_B2P, rows, cols, *x_BRC.stride(), programs)
+    return Launch(partial_norms_kernel, matrices * programs, x_BRC, arguments)
 
 
-def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: float) -> Launch:
-    """Make the second pass, out ← x / (safety · max(‖x‖, eps)) of each matrix; ``out`` has unit last stride."""
-    matrices, rows, cols = x.shape
-    programs = partials.shape[-1]
-    arguments = (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety)
+def divide(x_BRC: Tensor, partials_B2P: Tensor, out_BRC: Tensor, *, eps: float, safety: float) -> Launch:
+    """Make the second pass, out ← x / (safety · max(‖x‖, eps)) of each matrix; ``out_BRC`` has unit last stride."""
+    matrices, rows, cols = x_BRC.shape
+    programs = partials_B2P.shape[-1]
+    strides = *x_BRC.stride(), *out_BRC.stride()[:2]
+    arguments = (x_BRC, partials_B2P, out_BRC, rows, cols, *strides, programs, eps, safety)
     constants = {"PARTIALS": triton.next_power_of_2(programs)}
-    return Launch(divide_kernel, matrices * _tiles(rows, cols), x, arguments, constants)
+    return Launch(divide_kernel, matrices * _tiles(rows, cols), x_BRC, arguments, constants)
 
 
 def normalize(
@@ -115,19 +118,18 @@ def normalize(
 ) -> Tensor:
     """Return X / (safety · max(‖X‖, eps)) as ``reference.normalize`` does, NaN and zeros included.
 
-    ``x``: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; of x's shape
-    in ``dtype`` with unit last stride, no memory shared with x; None for a new tensor. ``norms``: [b, 1, n] in float32,
-    the norms of n parts (rows, say) of each matrix, which save the first pass from reading x.
+    ``x``: [B, R, C] in float16, bfloat16 or float32, any strides, unmodified. ``out``: takes the result; like x in
+    ``dtype`` with unit last stride, no memory shared with x; None for a new tensor. ``norms``: [B, 1, N] in float32,
+    the norms of N parts (rows, say) of each matrix, which save the first pass from reading x.
     """
     matrices, rows, cols = x.shape
     programs = min(_tiles(rows, cols), MOST_PARTIALS)
-    partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
-    if out is None:
-        out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
+    partials_B2P = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
+    out_BRC = empty_matrices(matrices, rows, cols, like=x, dtype=dtype) if out is None else out
     # A matrix and the vector of its parts' norms have the same Frobenius norm.
-    partial_norms(x if norms is None else norms, partials).run()
-    divide(x, partials, out, eps=eps, safety=safety).run()
-    return out
+    partial_norms(x if norms is None else norms, partials_B2P).run()
+    divide(x, partials_B2P, out_BRC, eps=eps, safety=safety).run()
+    return out_BRC
 
 
 def _tiles(rows: int, cols: int) -> int:

@@ -78,8 +78,8 @@ def store_square(
     WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Store a square tile below the diagonal and its mirror image, or one on the diagonal; of one above it, nothing.
-    ``width``: entries written of a row: ``size``, or ``row_stride`` to write the padding too."""
+    """Store a square tile below the diagonal and its mirror image, or a tile on the diagonal; skip one above it.
+    ``width``: entries of a row to write, ``size``, or ``row_stride`` to write the padding too."""
     if DESCRIPTORS:
         # To skip a store, begin it at row ``size``: a descriptor drops rows past the last. A store that begins before
         # the first row is an illegal instruction, and a branch keeps Triton 3.7.1 from flattening the loop around it.
@@ -164,8 +164,8 @@ def empty_matrices(matrices: int, rows: int, cols: int, like: Tensor, dtype: tor
     return torch.empty(matrices, rows, pitch, dtype=dtype, device=like.device)[:, :, :cols]
 
 
-def operand(x: Tensor, tile: Tile, rows: int, cols: int) -> Any:
-    """Make a kernel's argument of x, [b, m, n] with unit last stride: x, or a descriptor of its [rows, cols] tiles."""
+def operand(x_BRC: Tensor, tile: Tile, rows: int, cols: int) -> Any:
+    """Make a kernel's argument: the tensor, of unit last stride, or a descriptor of its [rows, cols] tiles."""
     if not tile.descriptors:
-        return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
+        return x_BRC
+    return TensorDescriptor(x_BRC, list(x_BRC.shape), list(x_BRC.stride()), [1, rows, cols])

@@ -2,8 +2,8 @@
 
     C = L R + β P      L [b, k, k], R, P, C [b, k, l]
 
-that is aX + BX with β = a, QX, and aQ + ZQ. Sums in float32, rounded once. C may have any strides, so that the last
-product of an iteration writes a tall result in place, through its transpose.
+In ``iterations`` these are aX + ZX with β = a, QX, and aQ + ZQ. Sums are in float32, rounded once. C may have any
+strides, so that the last product of an iteration writes a tall result in place, through its transpose.
 """
 
 import triton
@@ -68,14 +68,14 @@ def product_kernel(
 
 
 def product(
-    left: Tensor, right: Tensor, out: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
+    left_BKK: Tensor, right_BKL: Tensor, out_BKL: Tensor, tile: Tile, *, plus: Tensor | None = None, beta: float = 0.0
 ) -> Launch:
-    """Make the launch of out ← left right + β plus. ``left`` [b, k, k], ``right`` and ``plus`` [b, k, l] have unit last
-    stride; ``out`` [b, k, l] has any strides, and shares no memory with the others."""
-    matrices, rows, cols = right.shape
+    """Make the launch of out ← left right + β plus, with ``plus`` like ``right_BKL``. All have unit last stride, but
+    ``out_BKL``, which has any strides and shares no memory with the others."""
+    matrices, rows, cols = right_BKL.shape
     programs = matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols)
-    factors = operand(left, tile, tile.rows, tile.depth), operand(right, tile, tile.depth, tile.cols)
+    factors = operand(left_BKK, tile, tile.rows, tile.depth), operand(right_BKL, tile, tile.depth, tile.cols)
     plus_arg = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
-    strides = [stride for x in (left, right, right if plus is None else plus) for stride in x.stride()[:2]]
-    arguments = (*factors, plus_arg, out, rows, cols, *strides, *out.stride(), beta)
-    return Launch(product_kernel, programs, out, arguments, constants(tile, plus=plus is not None))
+    strides = [s for x in (left_BKK, right_BKL, right_BKL if plus is None else plus) for s in x.stride()[:2]]
+    arguments = (*factors, plus_arg, out_BKL, rows, cols, *strides, *out_BKL.stride(), beta)
+    return Launch(product_kernel, programs, out_BKL, arguments, constants(tile, plus=plus is not None))

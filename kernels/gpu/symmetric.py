@@ -1,13 +1,13 @@
 """Symmetric products: one triangle is computed, the other is its mirror image.
 
-    C = α X Xᵀ            X [b, k, d], C [b, k, k]
+    C = α X Xᵀ              X [b, k, d], C [b, k, k]
     C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
-where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Sums in float32, rounded once. Square
-tiles below the diagonal are computed, from the same tiles of P, and written twice. A square on the diagonal is written
-as computed, symmetric up to rounding: mirroring it in registers would double the instructions behind the loop. So R Z
-and Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z,
-the order that iterations.py warns of: twice the error where the squares are half of the matrix.
+where L R is symmetric up to rounding: in ``iterations`` R R, R Z and Z S. Sums are in float32, rounded once. Square
+tiles below the diagonal are computed, with the summand's tile at the same place, and stored there and mirrored. A
+square on the diagonal is stored as computed, symmetric up to rounding: mirroring it in registers would double the
+instructions behind the loop. So the factors keep the order that ``iterations`` explains: with Z Sᵀ for Z S the squares
+on the diagonal would follow Z² R in place of Z R Z, with twice the error where they are half of the matrix.
 """
 
 import triton
@@ -83,9 +83,9 @@ def symmetric_kernel(
 
 
 def symmetric_product(
-    left: Tensor,
-    right: Tensor | None,
-    out: Tensor,
+    left_BKD: Tensor,
+    right_BKK: Tensor | None,
+    out_BKK: Tensor,
     tile: Tile,
     *,
     alpha: float = 1.0,
@@ -93,20 +93,22 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Launch:
-    """Make the launch of out ← α left right + β plus + γ I, or with left leftᵀ where ``right`` is None; α is not 0.
+    """Make the launch of out ← α left right + β plus + γ I, or with left leftᵀ where ``right_BKK`` is None; α is not 0.
 
-    ``left`` is [b, k, d], with d = k if there is a ``right``; the others are [b, k, k]. All have unit last stride;
-    ``out`` shares no memory with the others. γ is added before the result is rounded.
+    D = K if there is a ``right_BKK``; ``plus`` is like ``out_BKK``, which shares no memory with the others. All have
+    unit last stride. γ is added before the result is rounded.
     """
-    matrices, size, depth = left.shape
+    matrices, size, depth = left_BKD.shape
     programs = matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols)
-    if right is None:
-        right_x, right_arg = left, operand(left, tile, tile.cols, tile.depth)
-    else:
-        right_x, right_arg = right, operand(right, tile, tile.depth, tile.cols)
-    plus_arg = None if plus is None else operand(plus, tile, tile.rows, tile.cols)
-    operands = operand(left, tile, tile.rows, tile.depth), right_arg, plus_arg, operand(out, tile, tile.rows, tile.rows)
-    strides = [stride for x in (left, right_x, left if plus is None else plus, out) for stride in x.stride()[:2]]
+    outer = right_BKK is None
+    right = left_BKD if right_BKK is None else right_BKK
+    operands = (
+        operand(left_BKD, tile, tile.rows, tile.depth),
+        operand(right, tile, *((tile.cols, tile.depth) if outer else (tile.depth, tile.cols))),
+        None if plus is None else operand(plus, tile, tile.rows, tile.cols),
+        operand(out_BKK, tile, tile.rows, tile.rows),  # a store writes squares
+    )
+    strides = [s for x in (left_BKD, right, left_BKD if plus is None else plus, out_BKK) for s in x.stride()[:2]]
     arguments = (*operands, size, depth, *strides, alpha, beta / alpha, gamma)
-    settings = constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0}
-    return Launch(symmetric_kernel, programs, out, arguments, settings)
+    settings = constants(tile, plus=plus is not None) | {"OUTER": outer, "SHIFT": gamma != 0}
+    return Launch(symmetric_kernel, programs, out_BKK, arguments, settings)

@@ -6,7 +6,7 @@ it would need a square root to find a row in a triangle, and a table can have an
 within groups of tile rows, so that operands stay in the L2 cache.
 
 Tables depend on shapes and tiles alone. They are made once and never freed: a captured CUDA graph reads them again at
-every replay.
+every replay. T in names: tiles.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -35,23 +35,23 @@ class Tables:
 
 
 def places(matrices: int, rows: int, cols: int, tile: Tile, *, triangle: bool) -> Tensor:
-    """List the places (matrix, row, column), in tiles, of [matrices, rows, cols] in order, as [tiles, 3] int32."""
+    """List the places (matrix, row, column), in tiles, of [matrices, rows, cols] in order, as [T, 3] int32."""
     down, across = ceildiv(rows, tile.rows), _arange(ceildiv(cols, tile.cols))
     groups = []
     for first in range(0, down, tile.group):
         rows_of_group = first + _arange(min(tile.group, down - first))
-        group = torch.cartesian_prod(across, rows_of_group).flip(1)
+        group_T2 = torch.cartesian_prod(across, rows_of_group).flip(1)
         # With ``triangle`` only the tiles that hold some of a square result's lower triangle.
-        groups.append(group[group[:, 1] * tile.cols < (group[:, 0] + 1) * tile.rows] if triangle else group)
-    tiles_of_matrix = torch.cat(groups)
-    matrix_index = _arange(matrices).repeat_interleave(len(tiles_of_matrix))
-    return torch.cat([matrix_index[:, None], tiles_of_matrix.repeat(matrices, 1)], dim=1).int()
+        groups.append(group_T2[group_T2[:, 1] * tile.cols < (group_T2[:, 0] + 1) * tile.rows] if triangle else group_T2)
+    matrix_T2 = torch.cat(groups)
+    index_T = _arange(matrices).repeat_interleave(len(matrix_T2))
+    return torch.cat([index_T[:, None], matrix_T2.repeat(matrices, 1)], dim=1).int()
 
 
-def packed(places: Tensor) -> Tensor:
-    """Pack places [tiles, 3] into [tiles] int64, so that a kernel reads a place in one load."""
-    matrix, row, col = places.long().unbind(1)
-    assert places.numel() == 0 or max(int(row.max()), int(col.max())) < 2**16
+def packed(places_T3: Tensor) -> Tensor:
+    """Pack places into [T] int64, so that a kernel reads a place in one load."""
+    matrix, row, col = places_T3.long().unbind(1)
+    assert places_T3.numel() == 0 or max(int(row.max()), int(col.max())) < 2**16
     return (matrix << 32) | (row << 16) | col
 
 
@@ -91,20 +91,18 @@ def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, 
     The first call for a list copies them to the device; under CUDA graph capture it raises RuntimeError.
     """
     _no_capture(device)
-    tiles = [
-        places(b, rows, cols, tile, triangle=triangle)
-        for b, rows, cols, _ in results_of(layout, triangle=triangle, square=square)
-    ]
+    results = results_of(layout, triangle=triangle, square=square)
+    all_T3 = [places(b, rows, cols, tile, triangle=triangle) for b, rows, cols, _ in results]
     if tile.halves(triangle=triangle):
         # Tiles with their right half above the diagonal come last, with columns counted in half tiles.
-        on_diagonal = [x[:, 2] * tile.cols == x[:, 1] * tile.rows for x in tiles]
-        halves = [x[half] * torch.tensor([1, 1, 2]).int() for x, half in zip(tiles, on_diagonal, strict=True)]
-        tiles = [x[~half] for x, half in zip(tiles, on_diagonal, strict=True)] + halves
-    ends = list(accumulate(len(x) for x in tiles))
+        cut = [x_T3[:, 2] * tile.cols == x_T3[:, 1] * tile.rows for x_T3 in all_T3]
+        halves = [x_T3[cut_T] * torch.tensor([1, 1, 2]).int() for x_T3, cut_T in zip(all_T3, cut, strict=True)]
+        all_T3 = [x_T3[~cut_T] for x_T3, cut_T in zip(all_T3, cut, strict=True)] + halves
+    ends = list(accumulate(map(len, all_T3)))
     arena_fields = [c for of_kk in (True, False) for c in (layout.starts(square=of_kk), layout.pitches(square=of_kk))]
     shape_rows = [[*shape, *(field[i] for field in arena_fields)] for i, shape in enumerate(layout.shapes)]
     rows = [[end, *row] for end, row in zip(ends, cycle(shape_rows), strict=False)]
-    shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), packed(torch.cat(tiles))], device)
+    shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), packed(torch.cat(all_T3))], device)
     return Tables(shapes, order, ends[-1])
 
 

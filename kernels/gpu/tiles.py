@@ -37,36 +37,37 @@ class Table:
         """Tell whether this backend, "auto" or "triton", ever takes Triton's products."""
         return backend == "triton" or self.measured
 
+    def tile(
+        self, results: tuple[Result, ...], processors: int, *, triangle: bool, listed: bool, summand: bool = True
+    ) -> Tile:
+        """Return the fastest tile of the symmetric product's kernel (``triangle``) or the general product's, by the
+        model; ``listed``: of the grouped kernel."""
+        tiles = self.symmetric if triangle else self.product
+        tiles = tuple(tile.in_list for tile in tiles) if listed else tiles
+        return choose(tiles, self.device, results, processors, triangle=triangle, summand=summand)
+
     def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
         """Tell whether a step of the standard form takes Triton at most as many seconds as cuBLAS, by the model."""
         # Triton has a launch for each product of all matrices; cuBLAS has three launches for each shape, and computes
         # both triangles of a symmetric product.
-        triton_seconds = sum(
-            self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
-            for results, triangle, summand in _products_of(shapes)
-        )
-        return triton_seconds <= sum(
-            self._seconds(self.cublas, results, processors, triangle=False, summand=summand)
-            for shape in shapes
-            for results, _, summand in _products_of([shape])
-        )
-
-    def _seconds(
-        self, tiles: tuple[Tile, ...], results: tuple[Result, ...], processors: int, triangle: bool, summand: bool
-    ) -> float:
-        if len(results) > 1:
-            tiles = tuple(tile.in_list for tile in tiles)
-        tile = choose(tiles, self.device, results, processors, triangle=triangle, summand=summand)
-        return seconds(tile, self.device, results, processors, triangle=triangle, summand=summand)
+        triton_seconds = cublas_seconds = 0.0
+        for results, triangle, summand in _products_of(shapes):
+            tile = self.tile(results, processors, triangle=triangle, summand=summand, listed=len(results) > 1)
+            triton_seconds += seconds(tile, self.device, results, processors, triangle=triangle, summand=summand)
+        for shape in shapes:
+            for results, _, summand in _products_of([shape]):
+                tile = choose(self.cublas, self.device, results, processors, triangle=False, summand=summand)
+                cublas_seconds += seconds(tile, self.device, results, processors, triangle=False, summand=summand)
+        return triton_seconds <= cublas_seconds
 
 
 @lru_cache(maxsize=1024)
 def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
     """Tell for each shape of a list whether Triton should be faster than cuBLAS; never on unmeasured architectures."""
-    if not (table.measured and table.cublas):
+    if not (table.measured and table.cublas):  # the interpreter's table has no times of cuBLAS
         return tuple(table.measured for _ in shapes)
-    # The shapes that are faster in large batches are compared as one list, whose launches they share. If that is not
-    # faster, each shape is compared by itself.
+    # Shapes that are faster in large batches are first compared as one list, which shares launches; if the list is not
+    # faster, each shape by itself.
     pays_in_batches = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     candidates = [shape for shape, pays in zip(shapes, pays_in_batches, strict=True) if pays]
     if candidates and table.pays(candidates, processors):

@@ -1,4 +1,4 @@
-"""The strategy without an exchange, for matrices that are whole on a rank (one rank, replicated gradients, experts)."""
+"""The strategy for matrices that are whole on a rank, whose updates need no exchange: one rank, or stacks (experts)."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def local(
 ) -> list[Tensor]:
     """Return directions of matrices that are whole on this rank, like ``updates``, in the dtype of Newton-Schulz.
 
-    Ranks of a replica group hold the same stacks: each orthogonalizes a part of every stack, and one collective hands
-    the parts round. The replica of ``owners[i]`` (as for :func:`~.owner.owner`) takes the first part of stack i and the
-    replicas behind it the next ones: a stack of fewer matrices than replicas has empty parts at its end.
+    Ranks of a replica group hold the same stacks: each orthogonalizes one part of every stack, and a collective hands
+    the parts round. The first part of stack i goes to the replica of ``owners[i]`` (as for :func:`~.owner.owner`), the
+    next parts to the replicas behind it; the last ones are empty where there are fewer matrices than replicas.
     """
     layout = specs[0].layout
     replicas = layout.replica_group.serving(Category.EXCHANGE)
@@ -38,7 +38,7 @@ def local(
 def _here(
     updates: Sequence[Tensor], specs: Sequence[ParamSpec], inputs: Sequence[MethodInputs], *, fresh: bool = False
 ) -> list[Tensor]:
-    """Return directions of matrices that are whole here, made by this rank; ``fresh``: see :func:`.orthogonalized`."""
+    """Return directions of matrices that this rank orthogonalizes; ``fresh``: see :func:`.orthogonalized`."""
     muon = specs[0].muon_settings
     stacks, views = [], []
     for update, spec in zip(updates, specs, strict=True):
@@ -56,9 +56,8 @@ def _here(
     directions = orthogonalized([stacks[i] for i in filled], muon, [views[i] for i in filled], my_inputs, fresh=fresh)
     direction_of = dict(zip(filled, directions, strict=True))
     # A rank past the last expert has nothing to orthogonalize.
+    dtype = decode_dtype(muon.dtype)
     return [
-        (direction_of[i] if direction_of[i].shape == u.shape else direction_of[i].reshape(u.shape))
-        if i in direction_of
-        else u.new_empty(u.shape, dtype=decode_dtype(muon.dtype))
+        direction_of[i].reshape(u.shape) if i in direction_of else u.new_empty(u.shape, dtype=dtype)
         for i, u in enumerate(updates)
     ]

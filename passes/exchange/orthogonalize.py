@@ -92,7 +92,7 @@ def orthogonalize_group(
     ]
     strategy = local if specs[0].muon_settings.exchange == "local" else owner
     directions = strategy(updates, specs, owners, inputs)
-    return [*directions, *(new for each in inputs for new in each.new_states)]
+    return [*directions, *(state for of_parameter in inputs for state in of_parameter.new_states)]
 
 
 def _update(spec: ParamSpec, grad: Tensor, momentum: Tensor, graph_scalars: Tensor) -> Tensor:

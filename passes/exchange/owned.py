@@ -43,7 +43,7 @@ def owned(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
 
 
 def _local(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
-    """Return what this rank orthogonalizes by the strategy :func:`.local.local`, which deals stacks to replicas."""
+    """Return the matrices that this rank owns under :func:`.local.local`, which deals parts of stacks to replicas."""
     layout, muon = spec.layout, spec.muon_settings
     if not math.prod(layout.local_shape):
         return ()
@@ -59,11 +59,11 @@ def _local(spec: ParamSpec, owners: Sequence[int]) -> tuple[Owned, ...]:
     (part,) = spec.parts
     count, first = layout.local_shape[0] if part.stack else 1, part.first
     replicas = layout.replica_group.serving(Category.EXCHANGE)
-    if not replicas.alone:  # ``number``: of this rank's part of the stack
-        number = (replicas.index - owners[0] // layout.owner_group.size) % replicas.size
+    if not replicas.alone:
+        part_number = (replicas.index - owners[0] // layout.owner_group.size) % replicas.size
         quotient, remainder = divmod(count, replicas.size)  # as Tensor.tensor_split cuts
-        first += number * quotient + min(number, remainder)
-        count = quotient + (number < remainder)
+        first += part_number * quotient + min(part_number, remainder)
+        count = quotient + (part_number < remainder)
     return (Owned(first, count, part.rows, part.cols),) if count else ()
 
 

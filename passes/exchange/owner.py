@@ -24,8 +24,8 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
     ``layout.owner_group``. ``buckets``: indices of parameters exchanged together, in order. ValueError for a parameter
     without ``muon``.
 
-    Shares are dealt twice, each to the rank with the least work so far. The first time, the longest ones first, decides
-    how many shares of each kind a rank gets: its quota. The second time, bucket by bucket, decides which ones, since a
+    Shares are dealt twice, each to the rank with the least work so far. The first deal, longest shares first, sets how
+    many shares of each kind a rank gets: its quota. The second deal, bucket by bucket, sets which shares, because a
     rank that is ahead waits for the others in the next collective. Ties go to the rank with the least work in the
     bucket: an exchange takes as long as the link of its fullest owner, to whose elements all-gathers are padded.
     """
@@ -42,14 +42,15 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
                 share.whole_at,
             )
             if key not in places_of_kind:
-                count = layout.owner_group.size * layout.replica_group.size
-                ranks = tuple(map(layout.owner_ranks, range(count)))
-                places_of_kind[key] = _Places(layout.owner_group.size, ranks, share.whole_at)
+                width = layout.owner_group.size
+                numbers = range(width * layout.replica_group.size)
+                allowed = tuple(share.whole_at in (None, number % width) for number in numbers)
+                places_of_kind[key] = _Places(width, tuple(map(layout.owner_ranks, numbers)), allowed)
             tasks.append(_Task(owned_work(spec.muon_settings, costs, share.matrices), places_of_kind[key]))
             parameter_of.append(number)
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))  # of equals the earlier parameter
-    # The first time only ``may`` limits a place: it may take none or all of the tasks.
-    unlimited = {task: [len(tasks) * task.places.may(i) for i in range(len(task.places.ranks))] for task in tasks}
+    # In the first deal an allowed place may take all tasks, another one none.
+    unlimited = {task: [len(tasks) * allowed for allowed in task.places.allowed] for task in tasks}
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
     for index, owner in _dealt(tasks, longest_first, {}, unlimited).items():
         quotas[tasks[index]][owner] += 1
@@ -65,12 +66,7 @@ class _Places:
 
     width: int  # size of the owner group
     ranks: tuple[tuple[int, ...], ...]  # of each place, its rank of the whole mesh; with experts one rank for each part
-    # The only place along the owner group that holds the whole matrix, and so has to own it; None for any.
-    whole_at: int | None
-
-    def may(self, owner: int) -> bool:
-        """Whether place ``owner`` is allowed."""
-        return self.whole_at is None or owner % self.width == self.whole_at
+    allowed: tuple[bool, ...]  # of each place: False beside one that holds the whole matrix and so has to own it
 
 
 class _Task(NamedTuple):
@@ -87,7 +83,7 @@ def _dealt(
     quotas: Mapping[_Task, list[int]],
 ) -> dict[int, int]:
     """Assign each task, in ``order``, to the place with the least work so far, ties by the least work in its bucket.
-    ``quotas[task][place]``: how many equal tasks the place may still take; counted down."""
+    ``quotas[task][place]``, counted down, is the number of equal tasks that the place may still take."""
     load: dict[int, float] = defaultdict(float)  # work by rank
     bucket_load: dict[tuple[int | None, int], float] = defaultdict(float)  # work by bucket and rank
     owners = {}
@@ -96,12 +92,12 @@ def _dealt(
         work, places = task
         quota = quotas[task]
 
-        def had(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
+        def load_of(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
             first_rank = places.ranks[owner][0]  # all ranks of a place have the same load
             # Ties go round the replicas first, which balances the link between them, the scarcer one.
             return load[first_rank], bucket_load[bucket, first_rank], owner % places.width, owner
 
-        owner = min((place for place, left in enumerate(quota) if left), key=had)
+        owner = min((place for place, left in enumerate(quota) if left), key=load_of)
         quota[owner] -= 1
         for rank in places.ranks[owner]:
             load[rank] += work
@@ -115,9 +111,9 @@ def owner(
 ) -> list[Tensor]:
     """Return directions by way of the owners, like ``updates``, in the dtype of Newton-Schulz.
 
-    A share is exchanged in one owner group, that of its owner. Then each rank of a replica group hands the pieces of
-    directions that it received to the others, which hold the same rows. ``updates`` have ``spec.layout.local_shape``
-    and the wire dtype, ``owners`` one entry for each share.
+    A share is exchanged in its owner's group. Then each rank of that group hands the directions that it received to its
+    replicas, which hold the same rows. ``updates`` have ``spec.layout.local_shape`` and the wire dtype, ``owners`` one
+    entry for each share.
     """
     layout = specs[0].layout
     width, replica = layout.owner_group.size, layout.replica_group.index
@@ -139,11 +135,8 @@ def owner(
     parts = by_parameter(specs, (part.view(piece.shape) for part, piece in zip(directions, pieces, strict=True)))
     joined = []
     for spec, per_param in zip(specs, parts, strict=True):
-        joined.append(
-            (per_param[0] if len(per_param) == 1 else torch.cat(per_param, shares(spec)[0].dim)).view(
-                spec.layout.local_shape
-            )
-        )
+        direction = per_param[0] if len(per_param) == 1 else torch.cat(per_param, shares(spec)[0].dim)
+        joined.append(direction.view(spec.layout.local_shape))
     return joined
 
 
@@ -152,13 +145,13 @@ def _among(
 ) -> list[Tensor]:
     """Exchange within the owner group: all-to-all of pieces to owners, Newton-Schulz, all-to-all of directions back.
     ``dealt`` are the shares of ``pieces``, ``owners`` their places along ``layout.owner_group``; results are flat."""
-    if not pieces:  # No rank of this owner group owns anything: all of them skip the collectives.
+    if not pieces:  # no rank of this owner group owns anything: all of them skip the collectives
         return []
     settings = dealt[0].spec.muon_settings
     axis = dealt[0].spec.layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
         whole = [share.join([piece.reshape(-1)]) for piece, share in zip(pieces, dealt, strict=True)]
-        return [each.reshape(-1) for each in orthogonalized(whole, settings, [share.view for share in dealt], inputs)]
+        return [d.reshape(-1) for d in orthogonalized(whole, settings, [share.view for share in dealt], inputs)]
     ranks = range(axis.size)
     owned_by = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     owned = owned_by[axis.index]

@@ -1,12 +1,12 @@
 """Flat buckets of tensors, as opaque ops ``pack`` and ``unpack``, and ``lift`` for shards in host memory.
 
 Inductor would generate one kernel for every copy into and out of a bucket, since offsets differ: five times as many as
-a 12-layer model has kernels of its own. An op is one batched copy, and kernels of equal layers stay equal: they are
-compiled once.
+a 12-layer model has kernels of its own. An op is one batched copy, and the kernels of equal layers, without offsets,
+stay equal and are compiled once.
 
 With ``offload_param``, shards are CUDA tensors whose memory is pinned host memory (unified addressing), which a GPU
-reads and writes over its link: optimizers, checkpoints and weight averages need no special case. A gather, which reads
-its shards at every use of the weights, reads copies that the copy engine makes ahead.
+reads and writes over its link: optimizers, checkpoints and weight averages need no special case. Gathers read the
+shards at every use of the weights, so they read copies on the device that the copy engine makes ahead.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ from torch import Tensor
 from ..language.spec import decode_dtype, encode_dtype
 from ..operators import operator
 
+#: Attribute of a copy: the event that ends the copying. An op can return tensors only, so the event travels on them.
 _ARRIVED = "_muon_zero_arrived"
 
 
 @cache
-def _copies(device: torch.device) -> torch.Stream:
+def _copy_stream(device: torch.device) -> torch.Stream:
     """Return the one stream of the device on which all copies of shards queue up."""
     return torch.Stream(device)
 
@@ -31,8 +32,8 @@ def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
     copies = _like(shards)
     if not shards[0].is_cuda:
         return [out.copy_(shard) for out, shard in zip(copies, shards, strict=True)]
-    stream = _copies(shards[0].device)
-    # The allocator may reuse memory that queued kernels still read, and the step may still be writing the shards.
+    stream = _copy_stream(shards[0].device)
+    # Kernels queued before may still read the memory that the allocator reused here, or write the shards (the step).
     stream.wait_event(torch.accelerator.current_stream(shards[0].device).record_event())
     with stream:
         for out, shard in zip(copies, shards, strict=True):

@@ -20,8 +20,8 @@ _c10d = torch.ops._c10d_functional
 
 
 def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Tensor:
-    """Return the buckets of all ranks, concatenated, ``[axis.size * sum(widths)]`` in ``dtype``; ``xs[i]`` is padded to
-    ``widths[i]`` elements. ``pairwise``, here and below, is ``Layout.pairwise``."""
+    """Return the buckets of all ranks, concatenated, ``[axis.size * sum(widths)]`` in ``dtype``; a rank's ``xs[i]`` is
+    padded to ``widths[i]`` elements. ``pairwise``, here and below, is ``Layout.pairwise``."""
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype)
         return _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, axis.size, axis.group))
@@ -43,8 +43,8 @@ def _all_reduce(
 ) -> Tensor:
     """Return the sum of a bucket over ``axis``, ``[sum(widths)]``; each rank's values are divided by ``divisor`` first.
 
-    With ``pairwise`` a reduce-scatter and an all-gather make it: as many bytes, and sums in the same order as for
-    sharded gradients, so that weights have the same bits at every ZeRO stage.
+    With ``pairwise`` it is a reduce-scatter and an all-gather: as many bytes, and terms in the order in which gradients
+    of shards are summed, so that weights have the same bits at every ZeRO stage.
     """
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype, divisor=divisor)
@@ -62,8 +62,8 @@ def hand_round(
 ) -> list[Tensor]:
     """Send this rank's tensors to all ranks of ``axis``, by one collective; return the tensors of all, in order.
 
-    Tensor i has ``numels[i]`` elements, and the rank at ``holders[i]`` holds it; ``mine`` are this rank's, in order,
-    ``like`` has the dtype and device of all. Results are 1-D, each with its own storage.
+    Tensor i has ``numels[i]`` elements and is on the rank at ``holders[i]``. ``mine`` are the tensors of this rank, in
+    order; ``like`` has the dtype and device of all. Results are 1-D, each with its own storage.
     """
     # An all-gather takes equally many elements from every rank. Where most would be padding (a single matrix has one
     # owner), an all-to-all sends the tensors unpadded.
@@ -76,7 +76,7 @@ def hand_round(
         gathered = all_to_all(flat, rank_numels, [sum(my_numels)] * axis.size, axis.group)
     else:
         padding = [max(rank_numels) - size for size in rank_numels]
-        # The padding is a tensor of its own: a rank that holds nothing sends only that.
+        # The padding is a tensor of its own, the only one that a rank without tensors sends.
         filler = like.new_zeros(padding[axis.index])
         gathered = all_gather([*mine, filler], [*my_numels, padding[axis.index]], like.dtype, axis, pairwise=False)
     # (index in the list, elements) in the order of arrival; index -1 is a rank's padding.

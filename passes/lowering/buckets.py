@@ -119,14 +119,13 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
 
 
 def _cut(
-    members: Sequence[int], sizes: Sequence[float], count: int, dealt: Sequence[int], fewest: int
+    members: Sequence[int], sizes: Sequence[float], count: int, share_counts: Sequence[int], fewest: int
 ) -> list[list[int]]:
-    """Cut ``members`` in order into ``count`` parts of about equal size, or fewer, each with ``fewest`` of the shares
-    (``dealt``: of each member) or more."""
+    """Cut ``members`` in order into at most ``count`` parts of about equal size, each of at least ``fewest`` shares."""
     total, before_bytes, part_shares = sum(sizes), 0.0, 0
     parts: list[list[int]] = []
     part_number = -1
-    for index, size, share_count in zip(members, sizes, dealt, strict=True):
+    for index, size, share_count in zip(members, sizes, share_counts, strict=True):
         number = min(int(count * (before_bytes + size / 2) / total), count - 1) if total else 0
         if not parts or (number > part_number and part_shares >= fewest):
             parts.append([])

@@ -41,10 +41,7 @@ def method_names(kind: type[Method] = Method) -> list[str]:
 
 def method_of(name: str) -> Method:
     """Return the method of this name, or raise KeyError."""
-    for method in METHODS:
-        if method.name == name:
-            return method
-    raise KeyError(name)
+    return {method.name: method for method in METHODS}[name]
 
 
 def rates_of_methods() -> dict[str, Rate]:
