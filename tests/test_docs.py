@@ -45,9 +45,6 @@ NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 TABLE = re.compile(r"<!-- (?:settings: [\w -]+|end of settings) -->")
 
 
-# ------------------------------------------------------------------------------------------------------------- blocks
-
-
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A fenced block: ``line`` is that of its first line of code, from 1; ``language`` the info string; ``code`` as the
@@ -113,9 +110,6 @@ def test_unknown_markers_and_open_blocks_are_found():
             list(blocks_of("page", text))
     (block,) = blocks_of("page", "<!-- not run: far away -->\n```python\n1\n```\n")
     assert not block.runs and block.line == 3
-
-
-# ------------------------------------------------------------------------------------------------------------- Python
 
 
 class MyModel(nn.Module):
@@ -462,16 +456,11 @@ def test_an_error_in_a_block_names_its_line():
     assert caught.traceback[-1].lineno + 1 == 5 and str(caught.traceback[-1].path) == str(ROOT / "README.md")
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-
 @pytest.mark.parametrize("block", of("json"), ids=lambda block: block.place)
 @pytest.mark.filterwarnings("ignore:no effect here", "ignore:optimizer.params.lr = ")
 def test_json_is_a_config(block: Block) -> None:
     compile_muon.load_config(json.loads(block.code))
 
-
-# ----------------------------------------------------------------------------------------------------------- commands
 
 FOLDERS = ("benchmarks", "compile_muon", "docs", "examples", "kernels", "passes", "tests")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -639,9 +628,6 @@ def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch)
         check(commands(command)[0], monkeypatch)
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
-
-
 def without_code(text: str) -> str:
     return re.sub(r"^(`{3,}).*?^\1|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)
 
@@ -706,9 +692,6 @@ def test_pages_that_the_sources_name_exist():
                 named = re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", source.read_text(encoding="utf-8"))
                 missing += [f"{source.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
     assert not missing
-
-
-# ------------------------------------------------------------------------------------------------------------- messages
 
 
 #: pass on what PyTorch, a file format or a lower layer says, or reach no user

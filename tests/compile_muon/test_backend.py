@@ -67,9 +67,6 @@ def check_against_eager(
     return model, optimizer, plain
 
 
-# --- found and checked ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
@@ -155,9 +152,6 @@ def test_dump_folder(tmp_path):
     assert all("def forward(" in t for t in text.values())
 
 
-# --- compiled once ----------------------------------------------------------------------------------------------------
-
-
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,9 +210,6 @@ def test_no_recompilation_after_two_steps(codegen, tmp_path):
 def written(folder):
     """What the passes dumped, and when: every lowering rewrites its files."""
     return sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
-
-
-# --- odd frames -------------------------------------------------------------------------------------------------------
 
 
 class Breaks(Net):

@@ -93,9 +93,6 @@ def test_compiled_autograd():
     lab.recovers()
 
 
-# --- what is not finite -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("update", ["auto", "step"])
 def test_nonfinite_gradients_raise(update):
     """Of one matrix: an input that is infinite times zero; tanh hides it from the layers behind."""
@@ -253,9 +250,6 @@ def test_squares_that_overflow_together_or_in_a_state_are_clipped():
         assert param.grad.norm() == pytest.approx(len(lab.params) ** -0.5, rel=1e-4)
 
 
-# --- gradients and states that are not there --------------------------------------------------------------------------
-
-
 def test_a_matrix_without_gradient_is_skipped():
     """Like torch: neither momentum, decay nor direction, though it had gradients before."""
     lab = Lab("auto")
@@ -294,9 +288,6 @@ def test_state_that_was_taken_out_begins_anew(cleared):
     for name, param in lab.params.items():
         torch.testing.assert_close(param, fresh.params[name], rtol=1e-6, atol=1e-6)
     lab.recovers()
-
-
-# --- models and optimizers that were copied, deleted, or cannot be trained --------------------------------------------
 
 
 def test_a_deleted_model_and_optimizer_are_freed():

@@ -224,9 +224,6 @@ def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
     assert told(optimizer) == before
 
 
-# --- methods that are not ours: a record and a line in METHODS --------------------------------------------------------
-
-
 @contextmanager
 def known(*own: Method) -> Iterator[None]:
     """These among the methods: the line that a new one takes."""

@@ -107,9 +107,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
 
 
-# ------------------------------------------------------------------------------------- going on, bit for bit
-
-
 def go_on(folder: str, stopped: bool, stage: int, codegen: str | None) -> dict[str, Any]:
     """Three steps and a checkpoint of them, or what has been ``stopped`` and begins with it; then three more."""
     rank, checkpointer = world_and_rank()[1], Checkpointer(folder, asynchronous=stage > 0)
@@ -139,9 +136,6 @@ def test_a_run_goes_on_as_if_never_stopped(ranks: RanksOf, tmp_path: Path, stage
     for never, stopped in zip(*both, strict=True):
         assert not same(stopped["state"], never["state"])
         assert stopped["dice"][:2] == never["dice"][:2] and torch.equal(stopped["dice"][2], never["dice"][2])
-
-
-# ----------------------------------------------------------------------------------- other worlds and stages
 
 
 def save_for_others(folder: str, stage: int) -> None:
@@ -185,9 +179,6 @@ def test_any_world_and_stage_loads_what_another_saved(
     for world, other in targets:
         found = ranks(world).run(load_elsewhere, folder=folder, stage=other, saved_by=saved_by)
         assert not any(different for different, _ in found), (world, other, found)
-
-
-# --------------------------------------------------------------------------------------- what does not fit
 
 
 def load_what_does_not_fit(folder: str) -> tuple[str, str, bool, bool]:
@@ -290,9 +281,6 @@ def test_a_load_that_cannot_be_on_one_rank_changes_nothing_on_any(
     ranks(2).run(save_for_others, folder=folder, stage=2)
     for message, untouched in ranks(2).run(load, folder=folder):
         assert said in message and untouched
-
-
-# ------------------------------------------------------------------------------- what fails on one rank only
 
 
 @pytest.mark.parametrize(
@@ -399,9 +387,6 @@ def test_what_one_rank_has_alone_is_named_and_nothing_is_kept(tmp_path: Path) ->
     assert re.match(rf"rank {rank}: \w+ of [\w.]+: is pickled", of_state)
 
 
-# ------------------------------------------------------------------------------------------------ behind training
-
-
 def content(path: Path) -> Any:
     if path.suffix == ".json":
         return json.loads(path.read_text())
@@ -440,9 +425,6 @@ def test_saving_behind_training_writes_the_same_files(tmp_path: Path) -> None:
     pairs = [(content(Path(folder, "front", name)), content(Path(folder, "behind", name))) for name in names]
     assert len(pairs) >= 6 and all(a == b for a, b in pairs)
     assert waited and during == [] and behind.steps() == [1, 3]
-
-
-# --------------------------------------------------------------------------------------------------- export
 
 
 def test_export_is_the_whole_model(ranks: RanksOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

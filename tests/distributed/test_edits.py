@@ -38,9 +38,6 @@ def sharded(stage: int, model: nn.Module | None = None, **settings: Any) -> tupl
     return model, compile_muon.MuonZero(model, stage=stage, adamw_lr=0.01, ns_dtype="float32", **settings)
 
 
-# ------------------------------------------------------------------------------------------------ averages, swapped in
-
-
 def each(edit: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda model, params, values: [edit(*pair) for pair in zip(params, values, strict=True)]
 
@@ -138,9 +135,6 @@ def test_data_takes_a_whole_tensor_or_says_what_does_not_fit() -> None:
     assert torch.equal(full(next(iter(model.parameters())).detach()), whole)
 
 
-# ------------------------------------------------------------------------------------------ penalties outside the model
-
-
 @on_ranks(2)
 def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     _, rank = world_and_rank()
@@ -157,8 +151,6 @@ def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     assert distance < 1e-6
     assert abs(float(full(loss.detach())) - float(expected)) < 1e-5  # a DTensor's loss is that of all ranks
 
-
-# ----------------------------------------------------------------------------------------- attributes outside forward
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "init": lambda module: nn.init.constant_(module.weight, 0.5),
@@ -231,9 +223,6 @@ def test_whole_weights_outside_forward_are_asked_for(stage: int) -> None:
     assert ".full_tensor(), on every rank" in product
 
 
-# ------------------------------------------------------------------------------------------------- one rank by itself
-
-
 def evaluates_by_turns(alone: bool) -> int:
     """Evaluations and trainings, on all ranks or of the first ``alone``; how often ranks meet to change over."""
     model, optimizer = sharded(3)
@@ -256,9 +245,6 @@ def test_a_rank_that_evaluates_alone_at_stage_3_is_told_before_it_gets_a_number(
 
 def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: RanksOf) -> None:
     assert ranks(2).run(evaluates_by_turns, alone=False) == [3, 3]
-
-
-# ------------------------------------------------------------------------------------------------------ half precision
 
 
 def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str], set[str], str, float]:
@@ -296,9 +282,6 @@ def test_half_masters_are_told_by_name(ranks: RanksOf) -> None:
     assert params == state == {"torch.bfloat16"} and moved == 0
 
 
-# -------------------------------------------------------------------------------------------- not everything goes along
-
-
 def type_of(model: Any) -> None:
     made = type(model.down)(3, 4)
     assert type(made) is nn.Linear and made.weight.shape == (4, 3)
@@ -319,9 +302,6 @@ def test_what_a_sharded_model_cannot_do_says_so_in_a_sentence() -> None:
     assert "is sharded by a MuonZero already; go on with that optimizer" in said["again"]
     assert "DistributedDataParallel: the model is sharded by MuonZero" in said["ddp"]
     assert said["type"] == said["copy"] == ""
-
-
-# -------------------------------------------------------------------------------------------------- inference mode
 
 
 def evaluated_under(stage: int, mode: Any, compiled: bool) -> list[Any]:
@@ -366,8 +346,6 @@ def test_evaluation_and_steps_inside_inference_mode_are_those_of_no_grad(cases: 
         assert len(found) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (stage, compiled)
 
-
-# --------------------------------------------------------------------------------------------- what is frozen at first
 
 LATER = ("up.weight", "up.bias", "thin.weight", "head.weight")
 
@@ -441,9 +419,6 @@ def unfrozen_alone() -> None:
 def test_a_rank_that_unfreezes_alone_is_told(ranks: RanksOf) -> None:
     with pytest.raises(RankError, match=r"PeerError: this rank trains what was frozen .*: unfreeze it on"):
         ranks(2).run(unfrozen_alone, grace=0.5)
-
-
-# -------------------------------------------------------------------------------------------- numbers that loops print
 
 
 def trained(stage: int) -> tuple[nn.Module, Tensor]:

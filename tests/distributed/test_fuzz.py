@@ -87,9 +87,6 @@ def averaged(tensors):
     return tensors
 
 
-# --- two sides of one loop --------------------------------------------------------------------------------------------
-
-
 class Reference(Plain):
     """Gradients are averaged over the ranks."""
 
@@ -178,9 +175,6 @@ class Ours:
 
     def count(self, what):
         return sum(optimizer.totals()[what] for optimizer in self.optimizers)
-
-
-# --- what happens between two steps -----------------------------------------------------------------------------------
 
 
 def loss_of(run, x):

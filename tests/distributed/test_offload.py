@@ -238,9 +238,6 @@ def host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(folder: s
     assert momenta[1:] == [], momenta  # the first was begun ahead of these steps
 
 
-# ------------------------------------------------------------------------------------------------ from place to place
-
-
 def resumed(way: tuple[str | None, ...], folder: str) -> dict[str, Tensor]:
     """Runs that go on from one another's checkpoints, each with its state somewhere else."""
     for part, where in enumerate(way):
@@ -332,9 +329,6 @@ def test_states_and_master_weights_follow_edits(
 ) -> None:
     places = (None, "nvme")
     assert not differing(*(ranks(world).run(loop, where=x, folder=str(tmp_path))[0] for x in places))
-
-
-# ------------------------------------------------------------------------------------------------------------- faults
 
 
 def failing(call: Callable[..., int], after: int, error: Exception) -> Callable[..., int]:
@@ -634,9 +628,6 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
     assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------------- fewer bits
 
 
 def kept_in(

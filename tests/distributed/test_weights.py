@@ -82,9 +82,6 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-# ------------------------------------------------------------------------------------------- state dicts
-
-
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (3, 3), pytest.param(2, 0, marks=pytest.mark.full)])
 @on_ranks()
 def test_weights_go_out_and_in_bit_for_bit(stage: int, tmp_path: Path) -> None:
@@ -266,9 +263,6 @@ def test_sizes_are_those_of_hugging_face() -> None:
             parse_size(wrong)
 
 
-# ------------------------------------------------------------------------------ what other classes write beside weights
-
-
 class Sized(nn.Module, PyTorchModelHubMixin):
     """Of the Hub: its folder has the constructor's arguments."""
 
@@ -318,9 +312,6 @@ def test_a_class_with_a_layout_of_its_own_writes_it(ranks: RanksOf, tmp_path: Pa
     assert all(torch.equal(encoder[f"1.{name}"], x) for name, x in pooling.items())
 
 
-# ---------------------------------------------------------------------------------- one rank, for itself
-
-
 def call_alone(what: str, folder: str) -> str:
     model, optimizer = sharded(3)
     if dist.get_rank() == 1:
@@ -348,9 +339,6 @@ def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
         alone.close()
     assert f"in {what}" in message or what in message, message
     assert "rank 1" in message and not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------ from the meta device
 
 
 def reset(module: nn.Module) -> None:

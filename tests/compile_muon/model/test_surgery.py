@@ -45,9 +45,6 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-# ------------------------------------------------------------------------------------------------ guards
-
-
 def change(model: Net, statement: str) -> None:
     exec(statement, {**globals(), "model": model, "down": model.down})
 
@@ -216,9 +213,6 @@ def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, opt
     assert model.norm is model.head
 
 
-# ---------------------------------------------------------------------------------------- full_parameters
-
-
 def test_whole_parameters_can_be_written(model: Net, optimizer: MuonZero) -> None:
     with full_parameters(model, write=True):
         model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
@@ -278,9 +272,6 @@ def test_step_inside_a_block(model: Net, optimizer: MuonZero) -> None:
         with pytest.raises(UnsupportedModelError, match=r"down\.weight: is whole inside.*leave the block before"):
             optimizer.step()
     optimizer.step()
-
-
-# --------------------------------------------------------------------------------------------- ownership
 
 
 ANOTHER = [

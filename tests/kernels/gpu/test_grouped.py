@@ -231,8 +231,6 @@ def test_general_product(square, beta, layout, dtype, tile, device):
     check(out, [a @ b + beta * b for a, b in zip(doubles(left), doubles(right), strict=True)])
 
 
-# --- whole lists -----------------------------------------------------------------------------------------------------
-
 # Wide, tall, square, a stack, one row, a repeated shape and its transpose, two batch dimensions.
 SHAPES = [(20, 36), (40, 19), (24, 24), (2, 12, 25), (1, 35), (20, 36), (36, 20), (2, 1, 25, 12)]
 

@@ -179,9 +179,6 @@ def test_normalization_spreads_what_is_not_finite_within_its_matrix(bad, device)
         assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
 
 
-# --- the whole iteration ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def products(tile):
     tile = replace(SQUARE, descriptors=tile.descriptors)
@@ -228,9 +225,6 @@ def test_op_under_compile(backend, method, device):
     if INTERPRETED:
         plan = make_plan(method, "jordan", 5, torch.float16, device, 1e-7)
         assert torch.equal(f(x, y)[0], orthogonalize(x * 2, plan, products_on(device)).float() + 1)
-
-
-# --- elementwise -----------------------------------------------------------------------------------------------------
 
 
 def _within(*dtypes):
