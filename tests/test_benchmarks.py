@@ -390,22 +390,18 @@ def test_a_picture_is_of_the_results_beside_it(benchmark, name: str, tmp_path: P
     assert again.read_bytes() == anew.read_bytes()
 
 
-@pytest.mark.parametrize("more", ["", "--by purpose", "--state-over all"])
-@pytest.mark.parametrize("model", ["", "--model 16b"])
-def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys, model, more) -> None:
-    monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *model.split(), *more.split()])
-    benchmark("mesh_bytes").main()
-    assert capsys.readouterr().out in (BENCHMARKS / "MESHES.md").read_text()
-
-
-def test_the_tables_of_the_page_on_meshes_are_what_its_commands_print(benchmark, monkeypatch, capsys) -> None:
-    page = (BENCHMARKS.parent / "docs" / "how-to" / "meshes.md").read_text()
-    commands = re.findall(r"`python benchmarks/mesh_bytes.py( [^`]*)`", page)
+def test_tables_of_meshes_are_what_the_formulas_give(benchmark, monkeypatch, capsys) -> None:
+    tables, page = BENCHMARKS / "MESHES.md", BENCHMARKS.parent / "docs" / "how-to" / "meshes.md"
+    commands = re.findall(r"`python benchmarks/mesh_bytes.py( [^`]*)`", page.read_text())
     assert len(commands) == 2
-    for given in commands:
-        monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given.split()])
+    given = [(page, command) for command in commands]
+    given += [
+        (tables, model + more) for model in ("", " --model 16b") for more in ("", " --by purpose", " --state-over all")
+    ]
+    for file, arguments in given:
+        monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *arguments.split()])
         benchmark("mesh_bytes").main()
-        assert capsys.readouterr().out in page
+        assert capsys.readouterr().out in file.read_text(), (file, arguments)
 
 
 def test_the_page_has_the_prices_as_they_were_planned(benchmark: Callable[[str], Any]) -> None:
