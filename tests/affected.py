@@ -346,9 +346,6 @@ def _pattern(end: str) -> re.Pattern[str]:
     return re.compile(f"(?:.*/)?{text}$")
 
 
-# ------------------------------------------------------------------------------------------ of this repository
-
-
 def _git(root: Path, *arguments: str) -> list[str]:
     """The lines or NUL-ended fields that git prints; none where it fails."""
     done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)

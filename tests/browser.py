@@ -1,7 +1,6 @@
-"""Opens pages in Chromium's engine, and prints what they show as JSON.
+"""Opens every page of the site in Chromium's engine, searches it, and prints what it shows as JSON.
 
-`python browser.py plan PAGE PICTURE` opens a plan's page; `python browser.py site FOLDER` every page of the site, and
-searches it for what stands on standard input, a word a line.
+`python browser.py FOLDER`; the words to search for stand on standard input, one a line.
 """
 
 import json
@@ -24,12 +23,6 @@ from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
 
 WIDTHS = (1280, 420)
-
-PLAN = """JSON.stringify({
-    drawings: [...document.querySelectorAll("svg")].map(e => [e.clientWidth, e.clientHeight]),
-    cut: [...document.querySelectorAll(".scroll")].map(e => e.scrollWidth - e.clientWidth),
-    cells: [...document.querySelectorAll("td")].map(e => e.innerText),
-})"""
 
 # What only scrolls with the page: not what lies in a box that scrolls, or hides, what is too wide for it.
 LAYOUT = """(() => {
@@ -166,16 +159,6 @@ class Browser:
             time.sleep(0.002)
 
 
-def plan(page: Path, picture: Path) -> dict[str, Any]:
-    """What a plan's page shows, and a picture of it."""
-    browser = Browser()
-    browser.open(page, 1100, 1600)
-    shown = json.loads(browser.ask(PLAN))
-    browser.wait(1.5)  # painted some frames behind the layout that scripts see
-    browser.view.grab().save(str(picture))
-    return {"requests": browser.requests.urls, **shown}
-
-
 def site(folder: Path, words: list[str]) -> dict[str, Any]:
     """Each page by its path, with its layout at each width; colors ahead of a click and behind; what a search finds."""
     browser, pages = Browser(), {}
@@ -200,8 +183,6 @@ def site(folder: Path, words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    mode, *paths = sys.argv[1:]
-    shown = plan(*map(Path, paths)) if mode == "plan" else site(Path(*paths), sys.stdin.read().split())
-    print(json.dumps(shown))
+    print(json.dumps(site(Path(sys.argv[1]), sys.stdin.read().split())))
     sys.stdout.flush()
     os._exit(0)  # Qt's own end of a page that is still there is noise

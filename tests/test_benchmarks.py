@@ -30,8 +30,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
-# --- scripts ----------------------------------------------------------------------------------------------------------
-
 #: script -> its arguments, and whether its results are right; `{folder}` is an empty one
 SCRIPTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "newton_schulz": (
@@ -81,9 +79,6 @@ def test_float16_has_to_be_more_exact_than_bfloat16(benchmark) -> None:
             assert oracle.complaint(newton_schulz_list(xs, method=method, dtype=dtype), dtype) is None
     rough = newton_schulz_list(xs, method="gram", dtype=torch.bfloat16)
     assert oracle.complaint(rough, torch.float16) is not None
-
-
-# --- a training step --------------------------------------------------------------------------------------------------
 
 
 def test_ratios_are_taken_within_a_round(benchmark) -> None:
@@ -168,9 +163,6 @@ def test_a_script_says_what_is_wrong(benchmark, monkeypatch, capsys, script, giv
     with pytest.raises(SystemExit):
         benchmark(script).main()
     assert said in capsys.readouterr().err
-
-
-# --- tiles ------------------------------------------------------------------------------------------------------------
 
 
 class FakeGpu:
@@ -280,9 +272,6 @@ def test_what_lies_between_tiles_is_fitted_at_the_rate_of_the_minute(benchmark, 
     assert fitted == {"list_rate": 4.8e12, "between": 3e-6, "between_flattened": 3e-6}
 
 
-# --- everything on a GPU ----------------------------------------------------------------------------------------------
-
-
 def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, capsys) -> None:
     gpu, expected = benchmark("gpu"), benchmark("expected")
 
@@ -362,9 +351,6 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
     assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
 
 
-# --- Muon beside AdamW ------------------------------------------------------------------------------------------------
-
-
 def test_a_curve_reaches_a_loss_between_its_points(benchmark) -> None:
     convergence = benchmark("convergence")
     muon = [[0, 0.0, 6.0], [10, 2.0, 4.0], [20, 4.0, 3.0], [30, 6.0, 3.5], [40, 8.0, 2.0]]
@@ -387,9 +373,6 @@ def test_the_page_has_the_tables_of_the_curves(benchmark) -> None:
     assert convergence.tables(record) in page and f"`{record['command']}`" in page
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
 PICTURES = [path.name for path in sorted((BENCHMARKS / "results").glob("train_step_*.svg"))]
 
 
@@ -407,25 +390,18 @@ def test_a_picture_is_of_the_results_beside_it(benchmark, name: str, tmp_path: P
     assert again.read_bytes() == anew.read_bytes()
 
 
-# --- bytes of meshes --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("more", ["", "--by purpose", "--state-over all"])
-@pytest.mark.parametrize("model", ["", "--model 16b"])
-def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys, model, more) -> None:
-    monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *model.split(), *more.split()])
-    benchmark("mesh_bytes").main()
-    assert capsys.readouterr().out in (BENCHMARKS / "MESHES.md").read_text()
-
-
-def test_the_tables_of_the_page_on_meshes_are_what_its_commands_print(benchmark, monkeypatch, capsys) -> None:
-    page = (BENCHMARKS.parent / "docs" / "how-to" / "meshes.md").read_text()
-    commands = re.findall(r"`python benchmarks/mesh_bytes.py( [^`]*)`", page)
+def test_tables_of_meshes_are_what_the_formulas_give(benchmark, monkeypatch, capsys) -> None:
+    tables, page = BENCHMARKS / "MESHES.md", BENCHMARKS.parent / "docs" / "how-to" / "meshes.md"
+    commands = re.findall(r"`python benchmarks/mesh_bytes.py( [^`]*)`", page.read_text())
     assert len(commands) == 2
-    for given in commands:
-        monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given.split()])
+    given = [(page, command) for command in commands]
+    given += [
+        (tables, model + more) for model in ("", " --model 16b") for more in ("", " --by purpose", " --state-over all")
+    ]
+    for file, arguments in given:
+        monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *arguments.split()])
         benchmark("mesh_bytes").main()
-        assert capsys.readouterr().out in page
+        assert capsys.readouterr().out in file.read_text(), (file, arguments)
 
 
 def test_the_page_has_the_prices_as_they_were_planned(benchmark: Callable[[str], Any]) -> None:

@@ -45,9 +45,6 @@ NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 TABLE = re.compile(r"<!-- (?:settings: [\w -]+|end of settings) -->")
 
 
-# ------------------------------------------------------------------------------------------------------------- blocks
-
-
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A fenced block: ``line`` is that of its first line of code, from 1; ``language`` the info string; ``code`` as the
@@ -113,9 +110,6 @@ def test_unknown_markers_and_open_blocks_are_found():
             list(blocks_of("page", text))
     (block,) = blocks_of("page", "<!-- not run: far away -->\n```python\n1\n```\n")
     assert not block.runs and block.line == 3
-
-
-# ------------------------------------------------------------------------------------------------------------- Python
 
 
 class MyModel(nn.Module):
@@ -285,10 +279,6 @@ def nanogpt() -> dict[str, Any]:
     return names | numbers | made | {"device": "cpu", "dtype": "float32", "out_dir": "out", "get_lr": lambda n: 3e-4}
 
 
-def fine_tuned() -> dict[str, Any]:
-    return {"model": hugging_face()["model"], "base": hugging_face()["model"]}
-
-
 def lightning() -> dict[str, Any]:
     pairs = torch.utils.data.TensorDataset(tokens(), tokens())
     return {"MyModel": MyModel, "loader": torch.utils.data.DataLoader(pairs, batch_size=2)}
@@ -311,7 +301,8 @@ TRAINERS = ("transformers", "accelerate", "lightning")
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": loop, "docs/index.md": loop, "docs/start/training.md": loop,
     "docs/start/from-torch-muon.md": two_optimizers, "docs/start/from-nanogpt.md": nanogpt,
-    "docs/start/fine-tuning.md": fine_tuned, "docs/start/from-fsdp2.md": two_columns,
+    "docs/start/fine-tuning.md": lambda: {name: hugging_face()["model"] for name in ("model", "base")},
+    "docs/start/from-fsdp2.md": two_columns,
     "docs/how-to/checkpoints.md": trained, "docs/how-to/weights.md": weights, "docs/how-to/averages.md": loop,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
     "docs/how-to/offload.md": lambda: {"make_model": MyModel}, "docs/how-to/sequence.md": long_sequences,
@@ -462,16 +453,11 @@ def test_an_error_in_a_block_names_its_line():
     assert caught.traceback[-1].lineno + 1 == 5 and str(caught.traceback[-1].path) == str(ROOT / "README.md")
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-
 @pytest.mark.parametrize("block", of("json"), ids=lambda block: block.place)
 @pytest.mark.filterwarnings("ignore:no effect here", "ignore:optimizer.params.lr = ")
 def test_json_is_a_config(block: Block) -> None:
     compile_muon.load_config(json.loads(block.code))
 
-
-# ----------------------------------------------------------------------------------------------------------- commands
 
 FOLDERS = ("benchmarks", "compile_muon", "docs", "examples", "kernels", "passes", "tests")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -639,9 +625,6 @@ def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch)
         check(commands(command)[0], monkeypatch)
 
 
-# ---------------------------------------------------------------------------------------------------------------- pages
-
-
 def without_code(text: str) -> str:
     return re.sub(r"^(`{3,}).*?^\1|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)
 
@@ -706,9 +689,6 @@ def test_pages_that_the_sources_name_exist():
                 named = re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", source.read_text(encoding="utf-8"))
                 missing += [f"{source.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
     assert not missing
-
-
-# ------------------------------------------------------------------------------------------------------------- messages
 
 
 #: pass on what PyTorch, a file format or a lower layer says, or reach no user

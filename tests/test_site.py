@@ -33,7 +33,7 @@ pytestmark = [
 def shown() -> dict[str, Any]:
     """The site, built and opened."""
     subprocess.run([sys.executable, str(ROOT / "docs" / "build_site.py")], check=True, timeout=300)
-    command = [sys.executable, str(Path(__file__).with_name("browser.py")), "site", str(SITE)]
+    command = [sys.executable, str(Path(__file__).with_name("browser.py")), str(SITE)]
     ran = subprocess.run(command, input="\n".join(SETTINGS), capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -9,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from support.compiled import EAGER, Net, Plain, X
 from support.harness import compiled
+from support.reference import train_step
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
@@ -20,11 +21,6 @@ def built(cls=Net, **settings):
     torch.manual_seed(0)
     model = cls()
     return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
-
-
-def plainly(model, optimizer):
-    """An unsharded model of the same settings, and its optimizer."""
-    return Plain(model, optimizer.config, [r.name for r in optimizer.summary().rows if r.algorithm == "muon"])
 
 
 def assert_same(model, reference, atol=1e-6):
@@ -55,7 +51,7 @@ def check_against_eager(
     model, optimizer = built(cls)
     torch.manual_seed(0)
     plain = cls()
-    reference = plainly(plain, optimizer)
+    reference = Plain(plain, optimizer.config, [r.name for r in optimizer.summary().rows if r.algorithm == "muon"])
     run = wrap(compiled(model) if compiled else torch.compile(model, backend="muon_zero", options=EAGER, **options))
     for x in batches or [X * (i + 1) / 2 for i in range(3)]:
         for target, opt in ((run, optimizer), (wrap(plain), reference)):
@@ -65,9 +61,6 @@ def check_against_eager(
         assert optimizer.engine.ledger.balance() == 0
     assert_same(model, plain, atol)
     return model, optimizer, plain
-
-
-# --- found and checked ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,9 +148,6 @@ def test_dump_folder(tmp_path):
     assert all("def forward(" in t for t in text.values())
 
 
-# --- compiled once ----------------------------------------------------------------------------------------------------
-
-
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -218,9 +208,6 @@ def written(folder):
     return sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
 
 
-# --- odd frames -------------------------------------------------------------------------------------------------------
-
-
 class Breaks(Net):
     def forward(self, x):
         h = torch.tanh(self.a(x))
@@ -278,9 +265,7 @@ def test_sequential_roots_are_compiled_whole_however_many_there_are():
         for _ in range(2):
             loss = model(x).square().mean()
             torch.testing.assert_close(loss, plain(x).square().mean())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(optimizer, loss)
             plain.load_state_dict(model.state_dict())
         assert optimizer.totals()["compiled_graphs"] == 2 and isinstance(model, nn.Sequential)
 

@@ -9,6 +9,7 @@ from unittest import TestCase, mock
 import pytest
 import torch
 from support.compiled import EAGER, Net, X
+from support.reference import train_step
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
@@ -40,9 +41,7 @@ class Lab:
         return self.run(x).square().mean()
 
     def step(self):
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        train_step(self.optimizer, self.loss())
 
     def frozen(self):
         """Copies of all parameters, and of momenta and AdamW state."""
@@ -91,9 +90,6 @@ def test_compiled_autograd():
             lab.loss()
     lab.assert_unchanged(before)
     lab.recovers()
-
-
-# --- what is not finite -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", ["auto", "step"])
@@ -253,9 +249,6 @@ def test_squares_that_overflow_together_or_in_a_state_are_clipped():
         assert param.grad.norm() == pytest.approx(len(lab.params) ** -0.5, rel=1e-4)
 
 
-# --- gradients and states that are not there --------------------------------------------------------------------------
-
-
 def test_a_matrix_without_gradient_is_skipped():
     """Like torch: neither momentum, decay nor direction, though it had gradients before."""
     lab = Lab("auto")
@@ -294,9 +287,6 @@ def test_state_that_was_taken_out_begins_anew(cleared):
     for name, param in lab.params.items():
         torch.testing.assert_close(param, fresh.params[name], rtol=1e-6, atol=1e-6)
     lab.recovers()
-
-
-# --- models and optimizers that were copied, deleted, or cannot be trained --------------------------------------------
 
 
 def test_a_deleted_model_and_optimizer_are_freed():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.compiled import Words as Model
 from support.compiled import loss_of_words as loss_of
+from support.reference import train_step
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -90,9 +91,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
     model, optimizer = made(groups={"embed*": {"lr": 0.5}, "q.weight": {"method": "muonh"}})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for _ in range(2):
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, loss_of(model))
         scheduler.step()
     assert {round(group["lr"] / group["initial_lr"], 6) for group in optimizer.param_groups} == {round(1 / 3, 6)}
     other, again = made(groups={"embed*": {"lr": 0.1}, "q.weight": {"method": "muonh"}})
@@ -222,9 +221,6 @@ def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
         with pytest.raises(ValueError, match=said):
             optimizer.add_param_group(given)
     assert told(optimizer) == before
-
-
-# --- methods that are not ours: a record and a line in METHODS --------------------------------------------------------
 
 
 @contextmanager

@@ -50,9 +50,6 @@ def grads(side):
     return [p.grad for p in side.model.parameters() if p.grad is not None]
 
 
-# --- loops: each takes a side, trains it, and may return what is compared too -----------------------------------------
-
-
 def usual(between=lambda side, i: None, *, loss=lambda side, i: loss_of(side.run, i), zero=None, steps=STEPS):
     """The loop of most programs, with something between backward and step; its results are compared. ``loss`` has what
     stands ahead of backward, and ``zero`` follows a step instead of ``zero_grad()``."""
@@ -277,9 +274,6 @@ def test_a_head_that_runs_in_chunks_does_not_hide_the_last_backward():
     assert metrics["directions_used"] == metrics["directions_speculated"] == 2 * STEPS, metrics
 
 
-# --- clipping by configuration ----------------------------------------------------------------------------------------
-
-
 def test_directions_resume_once_the_norm_stays_under_the_limit():
     def loss(side, i):
         return loss_of(side.run, i) * (100.0 if i < 4 else 1e-3)
@@ -292,9 +286,6 @@ def test_directions_resume_once_the_norm_stays_under_the_limit():
     # 3 discarded, 1 + 3 made in step() until it resumes
     assert metrics["directions_discarded"] == 2 * 3, metrics
     assert metrics["directions_used"] == 2 * 5, metrics
-
-
-# --- two optimizers, one frame ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -324,9 +315,6 @@ def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
     same(model, plain)
     left = ours[0].totals()
     assert left["directions_used"] == left["directions_speculated"] == 2 * 8, left
-
-
-# --- "auto" -----------------------------------------------------------------------------------------------------------
 
 
 def test_auto_stops_and_says_once_why():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.harness import RanksOf, on_ranks
-from support.reference import DEVICE, full, placed, refusal, world_and_rank
+from support.reference import DEVICE, full, placed, refusal, train_step, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -82,9 +82,7 @@ class Run:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.forward(placed(next(self.loader))).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            train_step(self.optimizer, self.forward(placed(next(self.loader))).square().mean())
             self.scheduler.step()
 
     def parts(self) -> dict[str, Any]:
@@ -105,9 +103,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names of what is not equal, bit for bit."""
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
-
-
-# ------------------------------------------------------------------------------------- going on, bit for bit
 
 
 def go_on(folder: str, stopped: bool, stage: int, codegen: str | None) -> dict[str, Any]:
@@ -141,9 +136,6 @@ def test_a_run_goes_on_as_if_never_stopped(ranks: RanksOf, tmp_path: Path, stage
         assert stopped["dice"][:2] == never["dice"][:2] and torch.equal(stopped["dice"][2], never["dice"][2])
 
 
-# ----------------------------------------------------------------------------------- other worlds and stages
-
-
 def save_for_others(folder: str, stage: int) -> None:
     run = Run(stage)
     run.train(2)
@@ -151,6 +143,14 @@ def save_for_others(folder: str, stage: int) -> None:
     whole = run.state(whole=True)
     if world_and_rank()[1] == 0:
         torch.save(whole, f"{folder}.pt")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RanksOf, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder with a checkpoint of two ranks at stage 2."""
+    folder = str(tmp_path_factory.mktemp("of two ranks") / "saved")
+    ranks(2).run(save_for_others, folder=folder, stage=2)
+    return folder
 
 
 def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], int]:
@@ -187,9 +187,6 @@ def test_any_world_and_stage_loads_what_another_saved(
         assert not any(different for different, _ in found), (world, other, found)
 
 
-# --------------------------------------------------------------------------------------- what does not fit
-
-
 def load_what_does_not_fit(folder: str) -> tuple[str, str, bool, bool]:
     run = Run.__new__(Run)
     torch.manual_seed(4)
@@ -215,10 +212,8 @@ def load_what_does_not_fit(folder: str) -> tuple[str, str, bool, bool]:
     return message, warning, untouched, loaded
 
 
-def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: RanksOf, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    ranks(2).run(save_for_others, folder=folder, stage=2)
-    for rank, (message, warning, untouched, loaded) in enumerate(ranks(2).run(load_what_does_not_fit, folder=folder)):
+def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: RanksOf, saved: str) -> None:
+    for rank, (message, warning, untouched, loaded) in enumerate(ranks(2).run(load_what_does_not_fit, folder=saved)):
         for text in (message,) if rank else (message, warning):  # rank 0 warns for all
             assert "up.weight: shape is [9, 6] in the checkpoint, [10, 6] in the model" in text
             assert "down.weight: was muon in the checkpoint, is adamw now" in text
@@ -284,15 +279,10 @@ def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
     ],
 )
 def test_a_load_that_cannot_be_on_one_rank_changes_nothing_on_any(
-    ranks: RanksOf, tmp_path: Path, load: Any, said: str
+    ranks: RanksOf, saved: str, load: Any, said: str
 ) -> None:
-    folder = str(tmp_path / "saved")
-    ranks(2).run(save_for_others, folder=folder, stage=2)
-    for message, untouched in ranks(2).run(load, folder=folder):
+    for message, untouched in ranks(2).run(load, folder=saved):
         assert said in message and untouched
-
-
-# ------------------------------------------------------------------------------- what fails on one rank only
 
 
 @pytest.mark.parametrize(
@@ -399,9 +389,6 @@ def test_what_one_rank_has_alone_is_named_and_nothing_is_kept(tmp_path: Path) ->
     assert re.match(rf"rank {rank}: \w+ of [\w.]+: is pickled", of_state)
 
 
-# ------------------------------------------------------------------------------------------------ behind training
-
-
 def content(path: Path) -> Any:
     if path.suffix == ".json":
         return json.loads(path.read_text())
@@ -440,9 +427,6 @@ def test_saving_behind_training_writes_the_same_files(tmp_path: Path) -> None:
     pairs = [(content(Path(folder, "front", name)), content(Path(folder, "behind", name))) for name in names]
     assert len(pairs) >= 6 and all(a == b for a, b in pairs)
     assert waited and during == [] and behind.steps() == [1, 3]
-
-
-# --------------------------------------------------------------------------------------------------- export
 
 
 def test_export_is_the_whole_model(ranks: RanksOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness import RankError, RanksOf, on_ranks
-from support.reference import full, refusal, world_and_rank
+from support.reference import full, refusal, train_step, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,9 +36,6 @@ def net() -> Uneven:
 def sharded(stage: int, model: nn.Module | None = None, **settings: Any) -> tuple[Any, compile_muon.MuonZero]:
     model = net() if model is None else model
     return model, compile_muon.MuonZero(model, stage=stage, adamw_lr=0.01, ns_dtype="float32", **settings)
-
-
-# ------------------------------------------------------------------------------------------------ averages, swapped in
 
 
 def each(edit: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -76,9 +73,7 @@ def training(stage: int, swap: str, *, compiled: bool = False, plain: bool = Fal
     seen: list[float] = []
     for step in range(STEPS):
         losses = [run(batch(step, r)).square().mean() for r in (range(2) if plain else [rank])]
-        (sum(losses) / len(losses)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, sum(losses) / len(losses))
         with torch.no_grad():
             params = list(model.parameters())
             for value, param in zip(average, params, strict=True):
@@ -138,9 +133,6 @@ def test_data_takes_a_whole_tensor_or_says_what_does_not_fit() -> None:
     assert torch.equal(full(next(iter(model.parameters())).detach()), whole)
 
 
-# ------------------------------------------------------------------------------------------ penalties outside the model
-
-
 @on_ranks(2)
 def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     _, rank = world_and_rank()
@@ -157,8 +149,6 @@ def test_a_penalty_of_the_parameters_meets_the_loss() -> None:
     assert distance < 1e-6
     assert abs(float(full(loss.detach())) - float(expected)) < 1e-5  # a DTensor's loss is that of all ranks
 
-
-# ----------------------------------------------------------------------------------------- attributes outside forward
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "init": lambda module: nn.init.constant_(module.weight, 0.5),
@@ -231,16 +221,11 @@ def test_whole_weights_outside_forward_are_asked_for(stage: int) -> None:
     assert ".full_tensor(), on every rank" in product
 
 
-# ------------------------------------------------------------------------------------------------- one rank by itself
-
-
 def evaluates_by_turns(alone: bool) -> int:
     """Evaluations and trainings, on all ranks or of the first ``alone``; how often ranks meet to change over."""
     model, optimizer = sharded(3)
     for step in range(2):
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, model(batch(step, dist.get_rank())).square().mean())
         with torch.no_grad():
             for _ in range(0 if alone and dist.get_rank() else 5):
                 model(EVERYONE)
@@ -258,9 +243,6 @@ def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: RanksOf) -> None:
     assert ranks(2).run(evaluates_by_turns, alone=False) == [3, 3]
 
 
-# ------------------------------------------------------------------------------------------------------ half precision
-
-
 def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str], set[str], str, float]:
     """Dtypes of parameters and state, of what the model computes; how far 30 tiny steps move a norm of ones."""
     torch.manual_seed(0)
@@ -271,9 +253,7 @@ def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str],
     model, optimizer = compile_muon.initialize(model, {**config, "zero_optimization": {"stage": stage}})
     for step in range(30):
         made = model(batch(step, dist.get_rank() if dist.is_initialized() else 0).bfloat16())
-        (made.float() ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, (made.float() ** 2).mean())
     trained = [param for param in model.parameters() if param.requires_grad]
     assert model[0]._parameters["bias"].dtype is frozen.dtype
     state = {str(v.dtype) for slots in optimizer.state.values() for k, v in slots.items() if k != "step"}
@@ -296,9 +276,6 @@ def test_half_masters_are_told_by_name(ranks: RanksOf) -> None:
     assert params == state == {"torch.bfloat16"} and moved == 0
 
 
-# -------------------------------------------------------------------------------------------- not everything goes along
-
-
 def type_of(model: Any) -> None:
     made = type(model.down)(3, 4)
     assert type(made) is nn.Linear and made.weight.shape == (4, 3)
@@ -319,9 +296,6 @@ def test_what_a_sharded_model_cannot_do_says_so_in_a_sentence() -> None:
     assert "is sharded by a MuonZero already; go on with that optimizer" in said["again"]
     assert "DistributedDataParallel: the model is sharded by MuonZero" in said["ddp"]
     assert said["type"] == said["copy"] == ""
-
-
-# -------------------------------------------------------------------------------------------------- inference mode
 
 
 def evaluated_under(stage: int, mode: Any, compiled: bool) -> list[Any]:
@@ -366,8 +340,6 @@ def test_evaluation_and_steps_inside_inference_mode_are_those_of_no_grad(cases: 
         assert len(found) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (stage, compiled)
 
-
-# --------------------------------------------------------------------------------------------- what is frozen at first
 
 LATER = ("up.weight", "up.bias", "thin.weight", "head.weight")
 
@@ -441,9 +413,6 @@ def unfrozen_alone() -> None:
 def test_a_rank_that_unfreezes_alone_is_told(ranks: RanksOf) -> None:
     with pytest.raises(RankError, match=r"PeerError: this rank trains what was frozen .*: unfreeze it on"):
         ranks(2).run(unfrozen_alone, grace=0.5)
-
-
-# -------------------------------------------------------------------------------------------- numbers that loops print
 
 
 def trained(stage: int) -> tuple[nn.Module, Tensor]:

@@ -99,9 +99,6 @@ def beside(
     return model, whole, ops
 
 
-# ----------------------------------------------------------------------------------------------------- whole models
-
-
 @pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
 @on_ranks()
 def test_whole_models_compute_what_they_do_unsharded(size: int) -> None:
@@ -110,9 +107,6 @@ def test_whole_models_compute_what_they_do_unsharded(size: int) -> None:
         model, whole, _ = beside(kind, size)
         found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
         close(found, expected, kind)
-
-
-# ---------------------------------------------------------------------------------------------- experts by themselves
 
 
 def experts_of(kind: str) -> nn.Module:
@@ -259,9 +253,6 @@ def watched() -> Iterator[list[str]]:
         yield found
 
 
-# ------------------------------------------------------------------------------------------------------- capacity
-
-
 def drop(capacity_factor: float) -> int:
     world, _ = world_and_rank()
     tokens, slots, experts = 12, 2, 8
@@ -289,9 +280,6 @@ def test_capacity_that_drops_nothing_is_exact() -> None:
     # Fewer tokens on one rank would be buffers of another size.
     with pytest.raises(ConfigError, match=r"capacity_factor = 8.0: ranks have \[12, 10\] tokens"):
         loss_of(model, rank, 6 - rank)
-
-
-# ---------------------------------------------------------------------------------------- compiled, recomputed, cast
 
 
 @pytest.mark.parametrize(
@@ -354,9 +342,6 @@ def test_half_precision() -> None:
     close(found, expected, limit=1e-2)
 
 
-# ------------------------------------------------------------------------------------------- what the switch leaves be
-
-
 @on_ranks(2)
 def test_a_model_is_switched_by_itself() -> None:
     world, rank = world_and_rank()
@@ -393,9 +378,6 @@ def test_a_model_is_switched_by_itself() -> None:
     twin.model.layers[0].mlp.experts.down_proj.detach().zero_()
     assert torch.equal(loss_of(model, rank), expected)
     assert torch.equal(loss_of(pickle.loads(pickle.dumps(model)), rank), expected)
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 
 @on_ranks(2)

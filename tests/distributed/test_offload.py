@@ -20,7 +20,7 @@ import pytest
 import torch
 from support.harness import RanksOf
 from support.odd import Odd, data, loss
-from support.reference import DEVICE, full, placed, world_and_rank
+from support.reference import DEVICE, full, placed, train_step, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -238,9 +238,6 @@ def host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(folder: s
     assert momenta[1:] == [], momenta  # the first was begun ahead of these steps
 
 
-# ------------------------------------------------------------------------------------------------ from place to place
-
-
 def resumed(way: tuple[str | None, ...], folder: str) -> dict[str, Tensor]:
     """Runs that go on from one another's checkpoints, each with its state somewhere else."""
     for part, where in enumerate(way):
@@ -334,9 +331,6 @@ def test_states_and_master_weights_follow_edits(
     assert not differing(*(ranks(world).run(loop, where=x, folder=str(tmp_path))[0] for x in places))
 
 
-# ------------------------------------------------------------------------------------------------------------- faults
-
-
 def failing(call: Callable[..., int], after: int, error: Exception) -> Callable[..., int]:
     """Calls of the disk, one of which fails."""
     calls = iter(range(after + 1))
@@ -413,7 +407,9 @@ def test_a_disk_that_fails_changes_nothing(
 
 
 def untouched(**given: Any) -> dict[str, Tensor]:
-    pair = made(stage=2, update="step", **{name: value for name, value in given.items() if name not in HOST})
+    """The end of a run on the device, in which nothing goes wrong."""
+    own = {name: value for name, value in given.items() if name not in ("adamw_on", "masters")}
+    pair = made(stage=2, update="step", **own)
     with as_on_the_host(given):
         run(*pair, range(3))
     return everything(*pair)
@@ -487,14 +483,7 @@ def through_broken_steps(where: str | None, folder: str, points: int, **given: A
         if outcome != "unchanged":
             saved.load(model, optimizer)
     run(model, optimizer, range(1, 3))
-    return found, differing(everything(model, optimizer), everything(*undisturbed(what, **given)))
-
-
-def undisturbed(what: dict[str, Any], **given: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
-    pair = made(stage=2, update="step", **given)
-    with as_on_the_host(what):
-        run(*pair, range(3))
-    return pair
+    return found, differing(everything(model, optimizer), untouched(**what, **given))
 
 
 @pytest.mark.parametrize(
@@ -562,7 +551,7 @@ def test_a_load_behind_a_step_that_broke_off_at_its_end_is_whole(tmp_path: Path)
             optimizer.load_state_dict(copy.deepcopy(state))
         assert not differing(before, everything(model, optimizer)), (after, by_file)
     run(model, optimizer, range(1, 3))
-    assert not differing(everything(model, optimizer), everything(*undisturbed({}, **given)))
+    assert not differing(everything(model, optimizer), untouched(**given))
 
 
 def no_room_is_known_before_anything_is_sharded(folder: str) -> None:
@@ -636,9 +625,6 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------- fewer bits
-
-
 def kept_in(
     dtype: str | None, update: str = "step", compiled: bool = False, **more: Any
 ) -> tuple[list[float], dict[str, Tensor], int]:
@@ -648,9 +634,7 @@ def kept_in(
     losses = []
     for step in range(10):
         losses.append(loss(called, data(step % 2, 0, world_and_rank()[1])))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, losses[-1])
     experts = optimizer.state[dict(model.named_parameters())["experts"]]
     nbytes = sum(x.numel() * x.itemsize for x in map(local_tensor, experts.values()))
     return [x.item() for x in losses], everything(model, optimizer), nbytes

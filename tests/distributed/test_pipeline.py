@@ -206,9 +206,6 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
     return metrics
 
 
-# -------------------------------------------------------------------------------------------------------- training
-
-
 @pytest.mark.parametrize(
     ("stage", "schedule", "compiled", "clip", "update", "scale"),
     [
@@ -248,9 +245,6 @@ def test_directions_that_hold_on_one_stage_alone(ranks: RanksOf) -> None:
 @pytest.mark.full
 def test_four_stages_of_one_rank(ranks: RanksOf) -> None:
     check(ranks(4).run(train, parts=FOUR, compiled=False, stage=2, clip=None, edited="blocks.1.up.weight"))
-
-
-# -------------------------------------------------------------------------------------- what is left out or refused
 
 
 def spoil(mine: Trained, what: str) -> None:
@@ -430,9 +424,6 @@ def test_a_stage_that_does_not_come_is_named(ranks: RanksOf) -> None:
         assert "rank 0 waits in step 2, the decision of the pipeline stages" in said, said
 
 
-# ------------------------------------------------------------------------------------------------- what does not fit
-
-
 def refused(norm_group: Any, **settings: Any) -> str:
     """What MuonZero says; nothing has changed then."""
     module = part(EVEN[dist.get_rank() // 2 if dist.is_initialized() else 0])
@@ -492,8 +483,6 @@ def test_a_single_process_has_no_stages() -> None:
     said = r"norm_group = 'pipeline': is given, and there is no process group; call .*init_process_group"
     assert re.match(said, refused("pipeline"))
 
-
-# ------------------------------------------------------------------------------------------------------------ the page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "pipeline.md"
 #: The ranks have met, and Inductor has tests of its own.

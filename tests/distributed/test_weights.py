@@ -16,7 +16,7 @@ import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks, RanksOf, on_ranks
-from support.reference import full, refusal, world_and_rank
+from support.reference import full, refusal, train_step, world_and_rank
 from support.trainers import gpt
 from support.zoo import Uneven
 from torch import Tensor, nn
@@ -55,9 +55,7 @@ def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Net, compile_mu
 def train(model: nn.Module, optimizer: compile_muon.MuonZero, steps: int = 1) -> None:
     for _ in range(steps):
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(world_and_rank()[1]))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, model(x).square().mean())
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -80,9 +78,6 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, value in expected.items():
         assert type(found[name]) is Tensor and found[name].device.type == "cpu", name
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
-# ------------------------------------------------------------------------------------------- state dicts
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (3, 3), pytest.param(2, 0, marks=pytest.mark.full)])
@@ -266,9 +261,6 @@ def test_sizes_are_those_of_hugging_face() -> None:
             parse_size(wrong)
 
 
-# ------------------------------------------------------------------------------ what other classes write beside weights
-
-
 class Sized(nn.Module, PyTorchModelHubMixin):
     """Of the Hub: its folder has the constructor's arguments."""
 
@@ -318,9 +310,6 @@ def test_a_class_with_a_layout_of_its_own_writes_it(ranks: RanksOf, tmp_path: Pa
     assert all(torch.equal(encoder[f"1.{name}"], x) for name, x in pooling.items())
 
 
-# ---------------------------------------------------------------------------------- one rank, for itself
-
-
 def call_alone(what: str, folder: str) -> str:
     model, optimizer = sharded(3)
     if dist.get_rank() == 1:
@@ -348,9 +337,6 @@ def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
         alone.close()
     assert f"in {what}" in message or what in message, message
     assert "rank 1" in message and not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------ from the meta device
 
 
 def reset(module: nn.Module) -> None:

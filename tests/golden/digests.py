@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import ndiff
 from typing import Any
 
 import torch
@@ -109,10 +109,11 @@ def _collectives(gm: GraphModule, groups: Mapping[str, str]) -> Iterator[str]:
 
 
 def differences(old: Summary, new: Summary) -> list[str]:
-    """Differences in words; none where graphs are the same."""
+    """Differences in words, of collectives each line that is gone or new; none where graphs are the same."""
     if old["digest"] == new["digest"]:
         return []
-    said = list(_operations(old["ops"], new["ops"])) + list(_moved(old["collectives"], new["collectives"]))
+    said = list(_operations(old["ops"], new["ops"]))
+    said += [line for line in ndiff(old["collectives"], new["collectives"]) if line[0] in "-+"]
     if old["unordered"] == new["unordered"]:
         said.append("same nodes, other order")
     return said or ["the same operations read other nodes"]
@@ -130,34 +131,3 @@ def _operations(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]
         yield ", ".join(counts)
     if otherwise:
         yield f"other arguments, shapes or strides of {', '.join(otherwise)}"
-
-
-def _moved(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    """Differences between collectives of the same purpose and kind, one behind the other."""
-    before, after = _by_name(old), _by_name(new)
-    for name in dict.fromkeys([*before, *after]):
-        left, right = before.get(name, []), after.get(name, [])
-        for (sent, start, end), (sent_now, start_now, end_now) in zip(left, right, strict=False):
-            if sent != sent_now:
-                yield f"{name}: {sent_now} where it was {sent}"
-            if start != start_now:
-                yield f"{name} starts {start_now}, not {start}"
-            if end != end_now:
-                yield f"{name} is waited for behind {end_now}, not {end}"
-        if len(left) != len(right):
-            yield f"{len(right) - len(left):+d} {name}"
-    names, names_now = ([line.partition(",")[0] for line in lines] for lines in (old, new))
-    if sorted(names) == sorted(names_now) and names != names_now:
-        changes = SequenceMatcher(None, names, names_now, autojunk=False).get_opcodes()
-        moved = dict.fromkeys(
-            name for tag, *_, start, end in changes if tag != "equal" for name in names_now[start:end]
-        )
-        yield f"collectives in another order: {', '.join(moved)}"
-
-
-def _by_name(lines: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
-    by_name = defaultdict(list)
-    for line in lines:
-        name, sent, start, end = line.split(", ", 3)
-        by_name[name].append((sent, start, end.removeprefix("to ")))
-    return dict(by_name)

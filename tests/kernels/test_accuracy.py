@@ -24,8 +24,6 @@ from compile_muon.kernels.reference import orthogonalize
 ROWS, COLS, SEEDS = 64, 128, 3
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# --- inputs and their exact results -----------------------------------------------------------------------------------
-
 
 def singular_values(spectrum: str, k: int) -> torch.Tensor:
     i = torch.arange(1, k + 1, dtype=torch.float64)
@@ -125,8 +123,6 @@ CASES = [
     if admissible(name, method, DTYPES[dtype])
 ]
 
-# --- what was measured ------------------------------------------------------------------------------------------------
-
 # Set, dtype, form, and the error on each of SPECTRA, in that order, as printed by
 # `python tests/kernels/test_accuracy.py` (torch 2.13, CPU). deepseek_v4 multiplies what it finds at zero by 8e4 and so
 # turns rounding there into an error of about one in half precision, whatever the form.
@@ -196,9 +192,6 @@ def test_auto_offers_both_forms_only_where_gram_is_accurate(name, dtype):
     assert max(gram / standard for gram, standard in pairs) <= ACCURATE[dtype]
 
 
-# --- what "auto" takes on CUDA, and what it replaces ------------------------------------------------------------------
-
-
 class Rounded(reference.Aten):
     """Products of numbers of a half precision with float32 sums, rounded once, and triangles mirrored, as by tensor
     cores and our kernels. Faster on CPUs than their own half-precision products, and the same to rounding."""
@@ -258,9 +251,6 @@ def test_the_default_on_cuda_is_more_exact_than_the_bfloat16_standard_form(name,
     assert ratios[0] < 0.5 and max(ratios) < 0.8, ratios  # 0.34 and 0.72 at most
 
 
-# --- the order of the factors, in exact arithmetic --------------------------------------------------------------------
-
-
 class Perturbed(reference.Aten):
     """Every Z is off by a symmetric error that commutes with nothing, as rounding makes it; the rest is exact."""
 
@@ -307,9 +297,6 @@ def test_the_last_product_goes_where_it_is_told(batch, form):
     result = FORMS[form](*arguments, out=out)
     assert result.data_ptr() == out.data_ptr()
     torch.testing.assert_close(out, FORMS[form](*arguments))
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def print_errors() -> None:

@@ -109,9 +109,6 @@ def params_of(draw: Any, axes: dict[str, int]) -> Param:
     return Param(shapes.get(kind, (rows, cols)), kind not in ("vector", "scalar"))
 
 
-# ------------------------------------------------------------------------------------------------------- one rank
-
-
 def whole(name: str, number: int, param: Param, at: int = 0) -> Tensor:
     """Random numbers that every rank knows; ``at``: of one with other data."""
     seed = sum(place * ord(letter) for place, letter in enumerate(name, 1)) + 10_000 * number + 1_000_000 * at
@@ -256,9 +253,6 @@ class Rank:
         assert direction.shape == expected.shape
         tolerance = 1e-3 if self.case.direction == "float32" else 0.3
         torch.testing.assert_close(direction.float(), expected.float(), atol=tolerance, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------------------- all of them
 
 
 def joined(ranks: Sequence[Rank], number: int, pieces: Sequence[Tensor]) -> Tensor:

@@ -33,9 +33,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return folder, save_two(folder)
 
 
-# ----------------------------------------------------------------------------------------------- the folder
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
@@ -195,9 +192,6 @@ def test_module_state_and_scheduler_come_back(tmp_path: Path) -> None:
     assert rates == [group["lr"] for group in optimizer.param_groups]
 
 
-# -------------------------------------------------------------------------------------------------- damage
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_damage_is_an_error_or_the_one_before(saved: Saved, tmp_path: Path, kind: Any, seed: int) -> None:
@@ -222,9 +216,6 @@ def test_a_later_format_is_not_passed_over(saved: Any, tmp_path: Path) -> None:
     run = Run()
     with pytest.raises(CheckpointError, match="format version = 2: .*knows version 1"):
         Checkpointer(folder).load(run.model, run.optimizer)
-
-
-# ------------------------------------------------------------------------------------- what a load cannot undo
 
 
 def edit_values(place: Path, name: str, change: Any) -> None:
@@ -373,8 +364,6 @@ def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int) -> None:
     modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
     assert len(modes) == 6 and set(modes.values()) == {0o666 & ~mask}, modes
 
-
-# ------------------------------------------------------------------------------------------ the command line
 
 #: a field of a manifest, and what strangers write there
 HOSTILE: list[tuple[str, Any]] = [

@@ -55,9 +55,6 @@ def refused(call, field, *words):
     check(caught.value, field, *words)
 
 
-# ------------------------------------------------------------------------------------------- errors
-
-
 def test_an_error_has_field_value_and_remedy_is_short_and_survives_pickling():
     error = config_error("stage", 5, "is not a ZeRO stage", "use 0, 1, 2 or 3")
     assert str(error) == "stage = 5: is not a ZeRO stage; use 0, 1, 2 or 3"
@@ -81,9 +78,6 @@ def test_every_error_is_ours_and_python_s():
         assert issubclass(kind, KINDS.get(kind.__name__, Exception)) and inspect.getdoc(kind)
         again = pickle.loads(pickle.dumps(kind("text")))
         assert (type(again), str(again)) == (kind, "text")
-
-
-# ------------------------------------------------------------------------------------- fields and their ranges
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda part: part if isinstance(part, str) else part.__name__)
@@ -159,8 +153,6 @@ def test_steps_left_out_are_the_length_of_the_coefficients(coefficients, length)
     ]
     assert {len(resolve_coefficients(c.muon.ns.coefficients, c.muon.ns.steps).steps) for c in configs} == {length}
 
-
-# ------------------------------------------------------------------------- MuonZero keyword arguments
 
 #: what else must be said with one
 NEEDS = {"offload_param": {"stage": 3}}
@@ -239,8 +231,6 @@ def test_unknown_keyword_far_from_all_lists_them():
         config_from_kwargs(zzzzzz=1)
     assert set(caught.value.remedy.removeprefix("use one of ").split(", ")) == set(ARGUMENTS)
 
-
-# --------------------------------------------------------------------------- DeepSpeed's vocabulary
 
 FULL = {
     "compile": True,
@@ -370,9 +360,6 @@ def test_a_bad_config_is_one_error(source, field, words):
     refused(lambda: load_config(source), field, *words)
 
 
-# ------------------------------------------------------------------------------------- many at once
-
-
 def mistakes(call) -> dict[str, ConfigError]:
     """Field -> error, of a call that raises one ConfigError about several settings; each has the shape of a single."""
     with pytest.raises(ConfigError) as caught:
@@ -443,9 +430,6 @@ def test_all_mistakes_of_whatever_it_is_in_one_error(call, fields):
     assert mistakes(call).keys() == set(fields.split())
 
 
-# ------------------------------------------------------------------------------------ AdamW for everything
-
-
 @pytest.mark.parametrize("prefix", ["", "adamw_"])
 def test_adamw_takes_lr_decay_betas_and_eps_and_keeps_the_engine(prefix):
     own = {"lr": 0.5, "betas": [0.1, 0.2], "eps": 0.3, "weight_decay": 0.4}
@@ -457,9 +441,6 @@ def test_adamw_takes_lr_decay_betas_and_eps_and_keeps_the_engine(prefix):
     assert dataclasses.replace(config, algorithm="muon") == muon
     assert (config.zero.stage, config.zero.param_dtype) == (3, torch.bfloat16)
     assert load_config(adamw(lr=0.1, adam_lr=0.1)).adamw.lr == 0.1
-
-
-# --------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize(
@@ -477,8 +458,6 @@ def test_bad_files(tmp_path, text, field, word):
     for absent in (tmp_path / "nowhere.json", tmp_path):
         refused(lambda absent=absent: load_config(absent), "config", str(absent), "cannot be read")
 
-
-# ------------------------------------------------------------------------------------ signature, options and docs
 
 DOCS = (Path(__file__).parents[3] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
 SIGNATURE = {

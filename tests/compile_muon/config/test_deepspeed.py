@@ -62,8 +62,6 @@ def decaying_vectors(config: Config) -> Config:
     return dataclasses.replace(config, adamw=dataclasses.replace(config.adamw, decay_vectors=True))
 
 
-# ------------------------------------------------------------------------------------------ samples
-
 BF16 = {"param_dtype": torch.bfloat16}
 #: What the samples that load become.
 LOADED = {
@@ -164,8 +162,6 @@ def test_all_that_is_auto_and_read_is_filled_in_by_a_trainer(name):
     assert {error.field for error in errors} == set(REFUSED.get(name, "").split()) - set(FILLED)
 
 
-# -------------------------------------------------------------------------------------------- hints
-
 HINTS = [path for path in FOREIGN if refusal(path, "asked for") is None]
 
 
@@ -185,8 +181,6 @@ def test_a_hint_is_accepted_with_any_value(value):
 def test_no_key_is_both_read_and_foreign():
     assert not FOREIGN.keys() & {f"{section}.{key}".lstrip(".") for section, own in SECTIONS.items() for key in own}
 
-
-# ------------------------------------------------------------------------------------ what is taken, and what is not
 
 BF16_ON = {"bf16": {"enabled": True}}
 TAKEN = [
@@ -265,8 +259,6 @@ def test_what_would_change_the_result_is_refused(source, field, said):
     filled_in = caught.value.remedy.endswith("or use MuonTrainer, which fills it in")
     assert filled_in == ("Trainer of" in caught.value.problem and field in FILLED)
 
-
-# ------------------------------------------------------------------------------------------ convert
 
 CONFIGS = {
     "the other's rate": Config(MuonConfig(3e-4), AdamWConfig(0.02)),
@@ -450,9 +442,6 @@ def test_command_without_anything_to_read(capsys, tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert printed.err == f"{caught.value}\n"
-
-
-# --------------------------------------------------------------------------------------------- docs
 
 
 def test_every_key_of_deepspeed_is_documented_as_what_it_is():

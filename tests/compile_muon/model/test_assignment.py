@@ -73,8 +73,6 @@ def having(model, **children):
     return model
 
 
-# --------------------------------------------------------------------------- models nobody here wrote
-
 BERT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT |= {"pad_token_id": 0, "vocab_size": 32}
 DECODER = {**BERT, "num_key_value_heads": 1}
@@ -112,9 +110,6 @@ def test_transformers(architecture):
     for name, a in result.items():
         if "att" in name and name.endswith("weight") and "orm" not in name and name not in expected:
             assert a.algorithm == "muon", name
-
-
-# ----------------------------------------------------------------------------------- torch's own layers
 
 
 def tied(one, other):
@@ -285,9 +280,6 @@ def test_a_bare_parameter(name, shape, expected):
     check(model, {"mid.weight": "muon", name: expected})
 
 
-# --------------------------------------------------------------------------------------------- overrides
-
-
 def marked(name, value, model=None):
     model = model or Tiny()
     model.get_parameter(name).use_muon = value
@@ -362,9 +354,6 @@ def test_what_decides_nothing_is_an_error(model, muon_params, field, word):
     with pytest.raises(ConfigError) as caught:
         assign(model(), muon_params)
     assert caught.value.field == field and word in str(caught.value)
-
-
-# -------------------------------------------------------------------------------------- what is refused
 
 
 def holding(value, requires_grad=True):
@@ -474,8 +463,6 @@ def test_what_can_be_sharded_is_not():
     for halves in (torch.randn(8, 4).chunk(2), torch.randn(4, 8).chunk(2, dim=1)):
         check_supported(nn.ParameterList(halves))
 
-
-# --------------------------------------------------------------------------------------------- lr scale
 
 SHAPES = [(1, 1), (3, 7), (7, 3), (768, 768), (3072, 768), (768, 3072), (64, 27), (5, 10**6)]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.reference import train_step
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune  # noqa: F401  in statements
@@ -43,9 +44,6 @@ def optimizer(model: Net) -> MuonZero:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-# ------------------------------------------------------------------------------------------------ guards
 
 
 def change(model: Net, statement: str) -> None:
@@ -186,9 +184,7 @@ def test_a_weight_that_its_own_forward_writes_to_is_refused(how: str, compiled: 
 
     def train() -> None:
         for _ in range(2):
-            run(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(optimizer, run(X).square().mean())
 
     if how == "new":
         return train()
@@ -214,9 +210,6 @@ def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, opt
         model.head = nn.Identity()
         raise RuntimeError("on purpose")
     assert model.norm is model.head
-
-
-# ---------------------------------------------------------------------------------------- full_parameters
 
 
 def test_whole_parameters_can_be_written(model: Net, optimizer: MuonZero) -> None:
@@ -278,9 +271,6 @@ def test_step_inside_a_block(model: Net, optimizer: MuonZero) -> None:
         with pytest.raises(UnsupportedModelError, match=r"down\.weight: is whole inside.*leave the block before"):
             optimizer.step()
     optimizer.step()
-
-
-# --------------------------------------------------------------------------------------------- ownership
 
 
 ANOTHER = [

@@ -46,9 +46,6 @@ def arguments(file: Path, **changes: str) -> list[str]:
     return ["plan", model, *(part for name, value in given.items() for part in (f"--{name}", *value.split()))]
 
 
-# ----------------------------------------------------------------------------------------------------------- numbers
-
-
 def test_candidates_are_every_stage_on_one_axis_and_with_replicas_in_nodes() -> None:
     found = candidates(config_from_kwargs(stage=2), 16, H100)
     assert [(c.stage, dict(c.axes)) for c in found if c.stage in (0, 3)] == [
@@ -170,9 +167,6 @@ def test_warnings_are_sentences() -> None:
     assert "tight: 95.0 GiB of 100.0" in plans._warned(figures(3, 412, 95)).warnings[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- files
-
-
 def cells_of(text: str) -> list[str]:
     """Of all tables of a page."""
     return [html.unescape(re.sub("<.*?>", "", cell)) for cell in re.findall(r"<td[^>]*>(.*?)</td>", text, re.DOTALL)]
@@ -258,9 +252,6 @@ def test_names_are_escaped_and_prices_stand_in_a_row(written: dict[str, Path]) -
     assert not re.search("<[bi]>", text) and script_of(text)["model"] == "</script><b>&"
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
-
-
 @pytest.mark.parametrize(
     ("changes", "field", "problem"),
     [
@@ -315,9 +306,6 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
         load_subject(str(tmp_path), Batch(16, 8))
 
 
-# --------------------------------------------------------------------------------------------------- shared sequences
-
-
 def test_candidates_with_and_without_shared_sequences() -> None:
     config = replace(config_from_kwargs(stage=3), sequence_parallel=SequenceParallelConfig(4, ("blocks",)))
     found = candidates(config, 16, H100)
@@ -360,8 +348,6 @@ def test_without_matplotlib_or_transformers_there_is_a_remedy(tmp_path: Path, mo
         with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
             call()
 
-
-# ----------------------------------------------------------------------------------------------------------- offload
 
 GB = 2**30
 STATES = {

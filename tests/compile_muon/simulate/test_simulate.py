@@ -75,9 +75,6 @@ def play(*graphs, machine=ROUND, groups=GROUPS, **options):
     return simulate(played, machine, groups=groups, ranks=4, **({"codegen": "eager"} | options))
 
 
-# --------------------------------------------------------------------------------------------------------- the order
-
-
 def gather_and_compute(computed: int, *, wait_first: bool = False):
     """Four seconds of a gather, and ``computed`` seconds beside it."""
     draw, work = Drawing(), Work(Category.GATHER, 0)
@@ -248,9 +245,6 @@ def test_collectives_share_links_and_streams(second, more, beside, options, expe
     assert ends(play(two_gathers(second, more, beside), **options)) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------- costs
-
-
 def only_kernel(gm, codegen="eager"):
     (kernel,) = kernels(gm, fuses=codegen == "inductor").values()
     return kernel.nodes
@@ -401,9 +395,6 @@ def test_kernels_of_gpus_compute_again_what_they_would_read(drawn, moved) -> Non
     assert [kernel.moved for kernel in gpu_kernels(draw.done(*drawn(draw))).values()] == moved
 
 
-# ---------------------------------------------------------------------------------------------------- kernels of GPUs
-
-
 def test_on_gpus_a_step_s_writes_are_one_kernel() -> None:
     """A weight and a momentum, read and written, and a gradient; what is computed between them is in registers."""
     draw = Drawing()
@@ -449,9 +440,6 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
     read = sum(h100.move_seconds(4 * rows * cols) - h100.move_seconds(4 * rows) for rows, cols in shapes)
     assert kernel_seconds([node], h100) == pytest.approx(seconds - read)
     assert Call(node, h100).slower() > 1.05
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
 
 
 def test_what_is_sent_is_kept_until_the_wait() -> None:
