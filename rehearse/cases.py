@@ -130,6 +130,7 @@ LARGE = tuple(
         ("GPT 1 B", 3, 1, 24),
         ("Llama 1 B", 3, 1, 24),
         ("Llama 1 B", 1, 4, 20),
+        ("Llama 1 B", 3, 4, 20),
         ("Llama 8 B", 3, 4, 40),
         ("Llama 8 B", 3, 4, 76),
         ("Llama 8 B", 1, 4, 60),
