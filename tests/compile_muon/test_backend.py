@@ -9,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from support.compiled import EAGER, Net, Plain, X
 from support.harness import compiled
+from support.reference import train_step
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
@@ -269,9 +270,7 @@ def test_sequential_roots_are_compiled_whole_however_many_there_are():
         for _ in range(2):
             loss = model(x).square().mean()
             torch.testing.assert_close(loss, plain(x).square().mean())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(optimizer, loss)
             plain.load_state_dict(model.state_dict())
         assert optimizer.totals()["compiled_graphs"] == 2 and isinstance(model, nn.Sequential)
 

@@ -9,6 +9,7 @@ from unittest import TestCase, mock
 import pytest
 import torch
 from support.compiled import EAGER, Net, X
+from support.reference import train_step
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
@@ -40,9 +41,7 @@ class Lab:
         return self.run(x).square().mean()
 
     def step(self):
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        train_step(self.optimizer, self.loss())
 
     def frozen(self):
         """Copies of all parameters, and of momenta and AdamW state."""

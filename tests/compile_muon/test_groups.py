@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.compiled import Words as Model
 from support.compiled import loss_of_words as loss_of
+from support.reference import train_step
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -90,9 +91,7 @@ def test_schedulers_and_state_dicts_see_all_groups() -> None:
     model, optimizer = made(groups={"embed*": {"lr": 0.5}, "q.weight": {"method": "muonh"}})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for _ in range(2):
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, loss_of(model))
         scheduler.step()
     assert {round(group["lr"] / group["initial_lr"], 6) for group in optimizer.param_groups} == {round(1 / 3, 6)}
     other, again = made(groups={"embed*": {"lr": 0.1}, "q.weight": {"method": "muonh"}})

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from support.compiled import EAGER, Words
-from support.reference import decayed_apart
+from support.reference import decayed_apart, train_step
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -50,9 +50,7 @@ def assert_equal(model, reference):
 
 def advance(optimizer, run, seeds):
     for seed in seeds:
-        loss_of(run, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, loss_of(run, seed))
 
 
 class Both:
@@ -294,9 +292,7 @@ def test_the_default_device_has_no_say(tmp_path):
             optimizer = MuonZero(model, offload={"device": "cpu"}, gradient_clipping=0.1)
             model.compile(backend="muon_zero", options={"codegen": "eager"})
             for _ in range(3):
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(optimizer, model(x).square().mean())
                 found.append(optimizer.metrics()["grad_norm"])
             Checkpointer(tmp_path).save(1, model, optimizer)
             Checkpointer(tmp_path).load(model, optimizer)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.harness import RanksOf
 from support.launched import accelerated
 from support.on_transformers import trainer_of
-from support.reference import full
+from support.reference import full, train_step
 from support.trainers import gpt, sentences
 from torch import Tensor
 
@@ -154,9 +154,7 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
             loss = model(input_ids=tokens, labels=tokens).loss
             losses.append(loss.item())
             if step < 3:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(optimizer, loss)
         if way == "merge_adapters":
             whole = compile_muon.merge_adapters(model)
         elif way == "by hand":  # edits of attributes, which are the parameters

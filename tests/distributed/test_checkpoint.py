@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.harness import RanksOf, on_ranks
-from support.reference import DEVICE, full, placed, refusal, world_and_rank
+from support.reference import DEVICE, full, placed, refusal, train_step, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -82,9 +82,7 @@ class Run:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.forward(placed(next(self.loader))).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            train_step(self.optimizer, self.forward(placed(next(self.loader))).square().mean())
             self.scheduler.step()
 
     def parts(self) -> dict[str, Any]:

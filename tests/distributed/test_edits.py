@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness import RankError, RanksOf, on_ranks
-from support.reference import full, refusal, world_and_rank
+from support.reference import full, refusal, train_step, world_and_rank
 from support.zoo import Uneven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -73,9 +73,7 @@ def training(stage: int, swap: str, *, compiled: bool = False, plain: bool = Fal
     seen: list[float] = []
     for step in range(STEPS):
         losses = [run(batch(step, r)).square().mean() for r in (range(2) if plain else [rank])]
-        (sum(losses) / len(losses)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, sum(losses) / len(losses))
         with torch.no_grad():
             params = list(model.parameters())
             for value, param in zip(average, params, strict=True):
@@ -227,9 +225,7 @@ def evaluates_by_turns(alone: bool) -> int:
     """Evaluations and trainings, on all ranks or of the first ``alone``; how often ranks meet to change over."""
     model, optimizer = sharded(3)
     for step in range(2):
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, model(batch(step, dist.get_rank())).square().mean())
         with torch.no_grad():
             for _ in range(0 if alone and dist.get_rank() else 5):
                 model(EVERYONE)
@@ -257,9 +253,7 @@ def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str],
     model, optimizer = compile_muon.initialize(model, {**config, "zero_optimization": {"stage": stage}})
     for step in range(30):
         made = model(batch(step, dist.get_rank() if dist.is_initialized() else 0).bfloat16())
-        (made.float() ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, (made.float() ** 2).mean())
     trained = [param for param in model.parameters() if param.requires_grad]
     assert model[0]._parameters["bias"].dtype is frozen.dtype
     state = {str(v.dtype) for slots in optimizer.state.values() for k, v in slots.items() if k != "step"}

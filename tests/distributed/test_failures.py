@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from support.harness import BACKEND, Ranks, RanksOf, on_ranks
 from support.odd import data as batch
 from support.odd import loss
-from support.reference import ADAMW_LR, DEVICE, Reference, full, placed, relative_error, train
+from support.reference import ADAMW_LR, DEVICE, Reference, full, placed, relative_error, state_of, train, train_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -85,9 +85,7 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
             time.sleep(6)  # twice as long as the other waits
         started = time.monotonic()
         try:
-            loss(run, placed(batch(step, 0, 0))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(optimizer, loss(run, placed(batch(step, 0, 0))))
         except RuntimeError as error:
             return str(error), time.monotonic() - started
     return "no error", 0.0
@@ -119,14 +117,6 @@ def test_losing_a_rank_ends_the_others_within_the_timeout(
         assert lost.failure is not None and "code 7" in lost.failure
 
 
-def _snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
-    held = {name: full(param).detach().clone() for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for name, param in zip(group["param_names"], group["params"], strict=True):
-            held |= {f"{name}.{key}": full(v).detach().clone() for key, v in optimizer.state[param].items()}
-    return held
-
-
 def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -152,13 +142,13 @@ def test_nonfinite_gradients_of_one_rank(stage: int, nonfinite: str, update: str
             momentum = optimizer.state[dict(model.named_parameters())["blocks.0.up.weight"]]["momentum_buffer"]
             local_tensor(momentum).view(-1)[0] = float("inf")  # of one matrix, all of whose direction is NaN
         F.cross_entropy(run(batch(step, 0, rank), poison).flatten(0, 1), batch(step, 0, rank).flatten()).backward()
-        before = _snapshot(model, optimizer)
+        before = state_of(model, optimizer)
         try:
             optimizer.step()
             optimizer.metrics()
         except compile_muon.NonFiniteError as error:
             said.append(str(error))
-        moved.append(not _same(before, _snapshot(model, optimizer)))
+        moved.append(not _same(before, state_of(model, optimizer)))
         optimizer.zero_grad()
     assert moved[1:3] == [False, True]
     # One step later the gradients are gone, and who has read their squares cannot tell what was too large.
@@ -181,12 +171,12 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(stage: int, where: st
     loss(compiled(model), batch(0, 0, 0)).backward()
     if dist.get_rank() == 1:
         dict(model.named_parameters())[where].grad = None
-    before = _snapshot(model, optimizer)
+    before = state_of(model, optimizer)
     said = f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; "
     with pytest.raises(compile_muon.LedgerError, match=f"^{said}"):
         optimizer.step()
         optimizer.metrics()
-    assert _same(before, _snapshot(model, optimizer))
+    assert _same(before, state_of(model, optimizer))
 
 
 @on_ranks(2)
@@ -223,9 +213,7 @@ def _trained(stage: int, seed: int) -> tuple[nn.Module, compile_muon.MuonZero]:
     model = tiny(seed)
     optimizer = optimizer_of(model, stage=stage)
     for step in range(2):
-        loss(model, batch(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, loss(model, batch(step, 0, 0)))
     return model, optimizer
 
 
@@ -234,7 +222,7 @@ def saved_by_torch(folder: str) -> dict[str, Tensor]:
     optimizer.param_groups[0]["lr"] = 0.013
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    return _snapshot(model, optimizer)
+    return state_of(model, optimizer)
 
 
 def loaded_by_torch(folder: str, stage: int, saved: dict[str, Tensor]) -> tuple[bool, float]:
@@ -243,7 +231,7 @@ def loaded_by_torch(folder: str, stage: int, saved: dict[str, Tensor]) -> tuple[
     state = {"model": weights, "optimizer": states}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    return _same(saved, _snapshot(model, optimizer)), optimizer.param_groups[0]["lr"]
+    return _same(saved, state_of(model, optimizer)), optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.full

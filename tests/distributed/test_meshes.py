@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.harness import RanksOf, on_ranks
 from support.odd import AXES, NAMES, Odd, cases, loss, train_odd
-from support.reference import DEVICE, full, placed
+from support.reference import DEVICE, full, placed, state_of, train_step
 from support.sliced import data, model_of, on_mesh, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,18 +96,9 @@ def advance(model: nn.Module, optimizer: MuonZero, steps: range) -> list[float]:
     losses = []
     for step in steps:
         found = loss(model, placed(data(step, 0, 0)))  # the same on every rank, so that worlds compare
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, found)
         losses.append(found.item())
     return losses
-
-
-def everything(model: nn.Module, optimizer: MuonZero) -> dict[str, Tensor]:
-    found = {name: full(param).detach().clone() for name, param in model.named_parameters()}
-    for name, param in model.named_parameters():
-        found |= {f"{name} {slot}": full(value).clone() for slot, value in optimizer.state[param].items()}
-    return found
 
 
 def save(folder: str, **place: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -115,7 +106,7 @@ def save(folder: str, **place: Any) -> tuple[dict[str, Tensor], list[float]]:
     advance(model, optimizer, range(2))
     compile_muon.Checkpointer(f"{folder}/checkpoints").save(2, model, optimizer)
     compile_muon.save_pretrained(model, f"{folder}/weights")
-    return everything(model, optimizer), advance(model, optimizer, range(2, 4))
+    return state_of(model, optimizer), advance(model, optimizer, range(2, 4))
 
 
 def load(folder: str, **place: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -124,7 +115,7 @@ def load(folder: str, **place: Any) -> tuple[dict[str, Tensor], list[float]]:
         for param in model.parameters():
             param.zero_()
     assert compile_muon.Checkpointer(f"{folder}/checkpoints").load(model, optimizer) is not None
-    found = everything(model, optimizer)
+    found = state_of(model, optimizer)
     named = dict(model.named_parameters())
     state = compile_muon.full_state_dict(model)
     assert all(torch.equal(value, found[name]) for name, value in state.items() if name in named)

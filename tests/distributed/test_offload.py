@@ -20,7 +20,7 @@ import pytest
 import torch
 from support.harness import RanksOf
 from support.odd import Odd, data, loss
-from support.reference import DEVICE, full, placed, world_and_rank
+from support.reference import DEVICE, full, placed, train_step, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -639,9 +639,7 @@ def kept_in(
     losses = []
     for step in range(10):
         losses.append(loss(called, data(step % 2, 0, world_and_rank()[1])))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, losses[-1])
     experts = optimizer.state[dict(model.named_parameters())["experts"]]
     nbytes = sum(x.numel() * x.itemsize for x in map(local_tensor, experts.values()))
     return [x.item() for x in losses], everything(model, optimizer), nbytes

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.harness import RanksOf, on_ranks
-from support.reference import full
+from support.reference import full, train_step
 from torch import Tensor, nn
 
 import compile_muon
@@ -50,9 +50,7 @@ def batch(step: int, rank: int = 0) -> Tensor:
 
 
 def advance(optimizer: compile_muon.MuonZero, run: Any, step: int) -> None:
-    run(batch(step, dist.get_rank())).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(optimizer, run(batch(step, dist.get_rank())).square().mean())
 
 
 def under_way(optimizer: compile_muon.MuonZero) -> list[bool]:
@@ -140,9 +138,7 @@ def test_two_forwards_ahead_of_their_backwards(stage: int, backend: str) -> None
     for step in range(2):
         first, second = (run(batch(step + k, dist.get_rank())).square().mean() for k in range(2))
         first.backward()
-        second.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, second)
     stale = run(batch(5)).square().mean()
     advance(optimizer, run, 6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -13,7 +13,7 @@ from support.harness import RanksOf, on_ranks
 from support.launched import accelerated
 from support.on_transformers import CONFIG, STEPS, Sentences, logged, trainer_of
 from support.reference import refusal, world_and_rank
-from support.trainers import ACCUMULATED, gpt, state_of
+from support.trainers import ACCUMULATED, Counting, gpt, state_of
 from torch import Tensor
 
 import compile_muon
@@ -152,15 +152,6 @@ def test_schedules_with_an_end_of_their_own(
 def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Path) -> None:
     """Layer-wise rates of tensors, as people write them in ``create_optimizer``; the rest in a group of its own. An
     extension's metric is logged."""
-
-    class Counting(compile_muon.Extension):
-        written = 0
-
-        def after_commit(self, found_inf: Tensor | None) -> None:
-            self.written += 1
-
-        def metrics(self) -> dict[str, float]:
-            return {"written": self.written}
 
     def layerwise(model: Any) -> list[dict[str, Any]]:
         layers = [list(layer.parameters()) for layer in model.transformer.h]

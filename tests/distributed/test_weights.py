@@ -16,7 +16,7 @@ import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file, save_file
 from support.harness import Ranks, RanksOf, on_ranks
-from support.reference import full, refusal, world_and_rank
+from support.reference import full, refusal, train_step, world_and_rank
 from support.trainers import gpt
 from support.zoo import Uneven
 from torch import Tensor, nn
@@ -55,9 +55,7 @@ def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Net, compile_mu
 def train(model: nn.Module, optimizer: compile_muon.MuonZero, steps: int = 1) -> None:
     for _ in range(steps):
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(world_and_rank()[1]))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, model(x).square().mean())
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

@@ -11,11 +11,23 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import compile_muon
+import compile_muon  # noqa: F401, in what build() evaluates
 from compile_muon.integrations.lightning import MuonZeroStrategy, grad_norm
 from support.launched import launched
 from support.reference import world_and_rank
-from support.trainers import ACCUMULATED, BATCH, LIMIT, MUON, Net, Run, causal_loss, sentences, small, state_of
+from support.trainers import (
+    ACCUMULATED,
+    BATCH,
+    LIMIT,
+    MUON,
+    Counting,
+    Net,
+    Run,
+    causal_loss,
+    sentences,
+    small,
+    state_of,
+)
 
 STEPS, SAVED, BY_ITEMS = 6, 3, False  # of two epochs
 CHECKPOINTS = ["epoch=0.ckpt", "epoch=1.ckpt"]
@@ -111,13 +123,6 @@ def trainer_of(config: Any, **settings: Any) -> pl.Trainer:
     )  # fmt: skip
     strategy = MuonZeroStrategy(config) if isinstance(config, (dict, type(None))) else config
     return pl.Trainer(strategy=strategy, accelerator="cpu", devices=world_and_rank()[0], **{**defaults, **settings})
-
-
-class Counting(compile_muon.Extension):
-    written = 0
-
-    def after_commit(self, found_inf: Tensor | None) -> None:
-        self.written += 1
 
 
 PART = "up"

@@ -140,6 +140,22 @@ def world_and_rank() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
+def train_step(optimizer: Any, loss: Tensor) -> None:
+    """Backward, the optimizer's step, and no gradients behind it."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: Any = None) -> dict[str, Tensor]:
+    """Whole weights, and states where the optimizer is given."""
+    named = {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
+    whole = {name: full(param.detach()).clone() for name, param in named.items()}
+    for name, param in named.items() if optimizer is not None else ():
+        whole |= {f"{name} {slot}": full(value).clone() for slot, value in optimizer.state[param].items()}
+    return whole
+
+
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor, on the host; collective."""
     if not isinstance(tensor, DTensor):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import compile_muon
-from support.reference import full
+from support.reference import state_of
 
 ACCUMULATED, BATCH, LIMIT = 2, 2, 0.5
 STEPS_OF_EPOCH, BATCHES_OF_EPOCH = 3, 5  # of a rank, where epochs end with a micro-batch that is alone
@@ -48,6 +48,18 @@ def trainer(library: str) -> Any:
     pytest.importorskip("transformers")
     pytest.importorskip(library, reason=f"{library} is not installed: pip install compile_muon[{library}]")
     return importlib.import_module(f"support.on_{library}")
+
+
+class Counting(compile_muon.Extension):
+    """How many steps were written."""
+
+    written = 0
+
+    def after_commit(self, found_inf: Tensor | None) -> None:
+        self.written += 1
+
+    def metrics(self) -> dict[str, float]:
+        return {"written": self.written}
 
 
 class Net(nn.Module):
@@ -96,15 +108,6 @@ def sentences(size: int = 96) -> Tensor:
 def of_epochs(step: int, worlds: Sequence[int]) -> Sequence[Tensor]:
     first, world = step % STEPS_OF_EPOCH * ACCUMULATED, worlds[step]
     return sentences().split(BATCH)[first * world : min(first + ACCUMULATED, BATCHES_OF_EPOCH) * world]
-
-
-def state_of(model: nn.Module, optimizer: Any = None) -> dict[str, Tensor]:
-    """Whole weights, and states where the optimizer is given."""
-    named = {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
-    whole = {name: full(param.detach()).clone() for name, param in named.items()}
-    for name, param in named.items() if optimizer is not None else ():
-        whole |= {f"{name} {slot}": full(value).clone() for slot, value in optimizer.state[param].items()}
-    return whole
 
 
 def plain(
