@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.as_graphs import AsGraphs, outputs_in_place
+from support.averages import Averages
 from torch import nn
 
-from compile_muon import Extension, LedgerError, MuonZero
+from compile_muon import LedgerError, MuonZero
 from compile_muon.config import CompileConfig
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod
 
@@ -32,20 +33,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(torch.tanh(self.hidden(self.frozen(x))))
-
-
-class Averages(Extension):
-    """Of the weights."""
-
-    unrecorded = None
-
-    def state(self, sharded):
-        return {"average": sharded.local.detach().clone()}
-
-    def after_commit(self, found_inf):
-        for sharded in self.engine.step.sharded_params.values():
-            weight = 0.25 if found_inf is None else 0.25 * (1 - found_inf)
-            self.kept(sharded, "average").lerp_(sharded.local.detach(), weight)
 
 
 class Run:
