@@ -140,27 +140,29 @@ def test_a_method_is_what_its_paper_says(ranks: RanksOf, tmp_path: Path, name: s
 
 
 EARLY = {"compiled": True, "update": "backward"}
+#: method, ranks, case
+SETTINGS = [
+    ("normuon", 2, Case(3, **EARLY, view="turns")),
+    ("tilted", 2, Case(2, compiled=True, recorded=True)),  # the number of a step is read from the device
+    ("soap", 2, Case(3, compiled=True, checks="next_step")),
+    ("soap", 2, Case(1, offload="cpu", view="split")),
+    ("muown", 2, Case(3, offload="nvme", masters=True)),
+    ("muonh", 4, Case(3, mesh="replicas")),
+    ("normuon", 4, Case(2, mesh="replicas", over="all", view="heads")),
+    ("normuon", 2, Case(1, mesh="slices", view="turns")),  # a view of columns where ranks cut these
+    ("muonbp", 2, Case(3, mesh="slices", view="heads")),
+]
+MORE = [
+    ("normuon", 2, Case(3, **EARLY, recorded=True, micro=2)),
+    ("adamuon", 2, Case(1, checks="in_step", micro=2)),
+    ("normuon", 2, Case(0, mesh="slices")),
+    ("muown", 2, Case(2, mesh="slices", view="split")),  # in the middle of a matrix
+    ("muown", 2, Case(3, mesh="slices", offload="cpu", masters=True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "case"),
-    [
-        ("normuon", 2, Case(3, **EARLY, view="turns")),
-        ("normuon", 2, Case(3, **EARLY, recorded=True, micro=2)),
-        ("tilted", 2, Case(2, compiled=True, recorded=True)),  # the number of a step is read from the device
-        ("soap", 2, Case(3, compiled=True, checks="next_step")),
-        ("adamuon", 2, Case(1, checks="in_step", micro=2)),
-        ("soap", 2, Case(1, offload="cpu", view="split")),
-        ("muown", 2, Case(3, offload="nvme", masters=True)),
-        ("muonh", 4, Case(3, mesh="replicas")),
-        ("normuon", 4, Case(2, mesh="replicas", over="all", view="heads")),
-        ("normuon", 2, Case(0, mesh="slices")),
-        ("normuon", 2, Case(1, mesh="slices", view="turns")),  # a view of columns where ranks cut these
-        ("muown", 2, Case(2, mesh="slices", view="split")),  # in the middle of a matrix
-        ("muonbp", 2, Case(3, mesh="slices", view="heads")),
-        ("muown", 2, Case(3, mesh="slices", offload="cpu", masters=True)),
-    ],
-    ids=str,
+    ("name", "world", "case"), [*SETTINGS, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE)], ids=str
 )
 @on_ranks()
 def test_a_method_is_the_same_in_every_setting(tmp_path: Path, name: str, case: Case) -> None:

@@ -10,6 +10,7 @@ from support.harness import RanksOf, on_ranks
 from support.launched import launched
 from support.mixtures import tiny, tokens_of
 from support.reference import Report, hidden_matrices, train, world_and_rank
+from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -61,15 +62,7 @@ def test_training_is_that_of_the_whole_model(kind: str, size: int, settings: dic
     train_mixture(kind, size, **settings).check()
 
 
-def save_dense(folder: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    small = dict(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(folder)
+LLAMA = ZOO["llama"]
 
 
 def train_dense(folder: str, **settings: Any) -> None:
@@ -82,11 +75,12 @@ def train_dense(folder: str, **settings: Any) -> None:
     with launched():
         model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
     train(
-        model, hidden_matrices(whole, exclude=("embed", "lm_head", "norm")), loss, data, steps=STEPS,
-        unsharded=whole, sharing=2, mesh=mesh, compiled=lambda inner: inner, **settings,
+        model, LLAMA.matrices(whole), LLAMA.loss, LLAMA.data, steps=STEPS, unsharded=whole, sharing=2, mesh=mesh,
+        compiled=lambda inner: inner, **settings,
     ).check()  # fmt: skip
 
 
 def test_tensor_parallel_llama(ranks: RanksOf, tmp_path: Path) -> None:
-    save_dense(str(tmp_path))
+    torch.manual_seed(1)
+    LLAMA.build().save_pretrained(tmp_path)
     ranks(2).run(train_dense, folder=str(tmp_path), stage=3)

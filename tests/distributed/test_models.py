@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.harness import RanksOf, on_ranks
-from support.reference import full, train, world_and_rank
+from support.reference import full, train, train_step, world_and_rank
 from support.zoo import ZOO
 from torch import Tensor, nn
 
@@ -43,12 +43,6 @@ def test_two_ranks_inductor(name: str, stage: int) -> None:
     train_model(name, stage=stage, codegen="inductor")
 
 
-@pytest.mark.full
-@on_ranks(3)
-def test_uneven_world() -> None:
-    train_model("convnet", stage=3, gradient_accumulation_steps=2)
-
-
 class Halves(nn.Module):
     """Two views of one tensor cross a graph break, as the images of LLaVA do."""
 
@@ -70,9 +64,7 @@ def weights_of_halves(stage: int, update: str, compiled: bool) -> tuple[list[Ten
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
     for step in range(2):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world_and_rank()[1]))
-        run(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(optimizer, run(x).square().mean())
     torch._dynamo.reset()
     return [full(param.detach()) for param in model.parameters()], optimizer.totals()["directions_used"]
 

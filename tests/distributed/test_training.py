@@ -67,11 +67,6 @@ def test_two_ranks_inductor(settings: dict[str, Any]) -> None:
     train_odd(codegen="inductor", **settings).check()
 
 
-@pytest.mark.full
-def test_one_process_inductor() -> None:
-    train_odd(codegen="inductor", stage=3, update="backward").check()
-
-
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
 @on_ranks(2)
 def test_gathered_weights_kept_for_backward(codegen: str) -> None:
