@@ -1,10 +1,23 @@
-"""Products of settings, of which the suite runs a part: the interpreter takes seconds for what a GPU does at once."""
+"""Settings of Triton's kernels, and products of them, of which the suite runs a part: the interpreter takes seconds for
+what a GPU does at once."""
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
+
+from compile_muon.kernels.gpu.model import Tile
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALVES = [torch.float16, torch.bfloat16]
+# Sums of small integers are exact in both, and the interpreter computes both in float32.
+EXACT = HALVES[1:] if INTERPRETED else HALVES
+DOUBLE = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
+SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
+LOADS = ["pointers", "descriptors"]
 
 
 def halved(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:

@@ -22,6 +22,14 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture(params=["pointers", "descriptors"])
+def descriptors(request: pytest.FixtureRequest, device: torch.device) -> bool:
+    """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
+    if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    return request.param == "descriptors"
+
+
 @pytest.fixture(autouse=True)
 def _stores_begin_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store through a descriptor that begins before its tensor: the interpreter drops it, a GPU does not run it."""

@@ -3,13 +3,12 @@
 Products of -1, 0 and 1 are exact here as in test_kernels.py, and compared with torch.equal.
 """
 
-import os
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from combinations import halved
+from combinations import DOUBLE, EXACT, HALVES, INTERPRETED, LOADS, SQUARE, halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -22,19 +21,13 @@ from compile_muon.kernels.gpu.grouped import orthogonalize_list  # noqa: E402
 from compile_muon.kernels.gpu.grouped_product import grouped_product  # noqa: E402
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric  # noqa: E402
 from compile_muon.kernels.gpu.launch import Launch  # noqa: E402
-from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
+from compile_muon.kernels.gpu.model import Device  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table, load_tables  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HALVES = [torch.float16, torch.bfloat16]
-# Sums of small integers are exact in both, and the interpreter computes both in float32.
-EXACT = HALVES[1:] if INTERPRETED else HALVES
 # Of more than 256 only float16 has every integer here; the interpreter truncates to bfloat16, where a GPU rounds.
 ROUNDED = HALVES[:1] if INTERPRETED else HALVES
-DOUBLE = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
-SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (matrices, k, l), poisoned between shapes: odd, one row, a single tile, several matrices, multiples, one column more
 # than a tile.
 LAYOUTS = [
@@ -43,16 +36,7 @@ LAYOUTS = [
     Layout(((1, 50, 65),)),
     Layout(((2, 5, 6), (1, 5, 20), (1, 5, 40))),  # whose tiles, taken for those of the next shape, would be beyond it
 ]
-LOADS = ["pointers", "descriptors"]
 HOW = {"tile": [DOUBLE, SQUARE], "descriptors": LOADS}
-
-
-@pytest.fixture(params=LOADS)
-def descriptors(request, device):
-    """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
-    if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("tensor descriptors need compute capability 9.0")
-    return request.param == "descriptors"
 
 
 @pytest.fixture(params=HOW["tile"], ids=["double", "square"])

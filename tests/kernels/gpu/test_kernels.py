@@ -6,12 +6,11 @@ up to which bfloat16 has every integer: the interpreter truncates where a GPU ro
 
 import itertools
 import math
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-from combinations import halved
+from combinations import DOUBLE, EXACT, HALVES, INTERPRETED, LOADS, SQUARE, halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -19,7 +18,7 @@ from alone import on_aten, orthogonalize  # noqa: E402
 
 from compile_muon.kernels import COEFFICIENTS, Averages, newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu import apply, momentum, normalize, product, symmetric  # noqa: E402
-from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
+from compile_muon.kernels.gpu.model import Device  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
@@ -34,25 +33,15 @@ from compile_muon.passes.fingerprint import (  # noqa: E402
     row_sums,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HALVES = [torch.float16, torch.bfloat16]
-# Sums of small integers are exact in both, and the interpreter computes both in float32.
-EXACT = HALVES[1:] if INTERPRETED else HALVES
 # Largest relative error of one rounding.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
-SMALL = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
-SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (rows, cols): single tile, multiples, odd, one row, one column more than a tile, taller group than tiles.
 SHAPES = [(16, 16), (64, 128), (37, 53), (1, 70), (33, 17), (100, 101)]
-LOADS = ["pointers", "descriptors"]
 
 
-@pytest.fixture(params=LOADS)
-def tile(request, device):
-    """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
-    if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("tensor descriptors need compute capability 9.0")
-    return replace(SMALL, descriptors=request.param == "descriptors")
+@pytest.fixture
+def tile(descriptors):
+    return replace(DOUBLE, descriptors=descriptors)
 
 
 def integers(*shape, dtype, device, seed=0):
@@ -74,7 +63,7 @@ def poisoned(matrices, rows, cols, dtype, device):
     return empty_matrices(matrices, rows, cols, like=torch.empty(0, device=device), dtype=dtype).fill_(float("nan"))
 
 
-@halved({"matrices": [1, 3], "shape": SHAPES, "dtype": EXACT, "tile": LOADS})
+@halved({"matrices": [1, 3], "shape": SHAPES, "dtype": EXACT, "descriptors": LOADS})
 def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
     x = integers(matrices, *shape, dtype=dtype, device=device)
     out = poisoned(matrices, shape[0], shape[0], dtype, device)
@@ -82,7 +71,7 @@ def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
     assert torch.equal(out.double(), (x.double() @ x.double().mT).to(dtype).double())
 
 
-@halved({"shape": ["double", "square"], "size": [16, 48, 37, 1, 65], "dtype": EXACT, "tile": LOADS})
+@halved({"shape": ["double", "square"], "size": [16, 48, 37, 1, 65], "dtype": EXACT, "descriptors": LOADS})
 def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
     """cA² + bA + aI, with small coefficients so that it stays exact."""
     tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
@@ -113,7 +102,7 @@ def test_half_of_the_products_are_never_computed(shape, tile, device, monkeypatc
     assert len(made) == matrices * lower * -(-depth // tile.depth)
 
 
-@halved({"tall,beta": [(False, 0.0), (True, -2.0)], "shape": SHAPES, "dtype": EXACT, "tile": LOADS})
+@halved({"tall,beta": [(False, 0.0), (True, -2.0)], "shape": SHAPES, "dtype": EXACT, "descriptors": LOADS})
 def test_symmetric_times_wide(tall, beta, shape, dtype, tile, device):
     rows, cols = shape
     tile = replace(SQUARE, descriptors=tile.descriptors)
