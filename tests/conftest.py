@@ -136,10 +136,6 @@ def pytest_runtest_makereport(
     return report
 
 
-def _told(report: pytest.TestReport) -> dict[str, object]:
-    return dict(report.user_properties)
-
-
 def _skipped(reports: list[pytest.TestReport]) -> Iterator[str]:
     """How many tests were skipped for want of what, and how many because there is nothing to test."""
     reasons = Counter(
@@ -165,7 +161,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in _skipped(terminalreporter.stats.get("skipped", [])):
         write(line)
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    took = {report.nodeid: told for report in reports if "cpu" in (told := _told(report))}
+    took = {report.nodeid: told for report in reports if "cpu" in (told := dict(report.user_properties))}
     slowest = sorted(took.items(), key=lambda item: -item[1]["cpu"])
     if (shown := config.getoption("durations")) is not None:
         for name, told in slowest[: shown or None]:

@@ -279,10 +279,6 @@ def nanogpt() -> dict[str, Any]:
     return names | numbers | made | {"device": "cpu", "dtype": "float32", "out_dir": "out", "get_lr": lambda n: 3e-4}
 
 
-def fine_tuned() -> dict[str, Any]:
-    return {"model": hugging_face()["model"], "base": hugging_face()["model"]}
-
-
 def lightning() -> dict[str, Any]:
     pairs = torch.utils.data.TensorDataset(tokens(), tokens())
     return {"MyModel": MyModel, "loader": torch.utils.data.DataLoader(pairs, batch_size=2)}
@@ -305,7 +301,8 @@ TRAINERS = ("transformers", "accelerate", "lightning")
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": loop, "docs/index.md": loop, "docs/start/training.md": loop,
     "docs/start/from-torch-muon.md": two_optimizers, "docs/start/from-nanogpt.md": nanogpt,
-    "docs/start/fine-tuning.md": fine_tuned, "docs/start/from-fsdp2.md": two_columns,
+    "docs/start/fine-tuning.md": lambda: {name: hugging_face()["model"] for name in ("model", "base")},
+    "docs/start/from-fsdp2.md": two_columns,
     "docs/how-to/checkpoints.md": trained, "docs/how-to/weights.md": weights, "docs/how-to/averages.md": loop,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
     "docs/how-to/offload.md": lambda: {"make_model": MyModel}, "docs/how-to/sequence.md": long_sequences,

@@ -23,11 +23,6 @@ def built(cls=Net, **settings):
     return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
 
 
-def plainly(model, optimizer):
-    """An unsharded model of the same settings, and its optimizer."""
-    return Plain(model, optimizer.config, [r.name for r in optimizer.summary().rows if r.algorithm == "muon"])
-
-
 def assert_same(model, reference, atol=1e-6):
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -56,7 +51,7 @@ def check_against_eager(
     model, optimizer = built(cls)
     torch.manual_seed(0)
     plain = cls()
-    reference = plainly(plain, optimizer)
+    reference = Plain(plain, optimizer.config, [r.name for r in optimizer.summary().rows if r.algorithm == "muon"])
     run = wrap(compiled(model) if compiled else torch.compile(model, backend="muon_zero", options=EAGER, **options))
     for x in batches or [X * (i + 1) / 2 for i in range(3)]:
         for target, opt in ((run, optimizer), (wrap(plain), reference)):

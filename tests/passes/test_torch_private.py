@@ -3,7 +3,6 @@
 A failure here says which API of a new torch moved, before anything that stands on it fails in a less readable way.
 """
 
-import inspect
 import logging
 from datetime import timedelta
 
@@ -21,10 +20,6 @@ from compile_muon.passes import torch_private as private
 
 def moved(api, what):
     return f"torch {torch.__version__}: {api} {what}; adapt passes/torch_private.py"
-
-
-def parameters(function):
-    return inspect.signature(function).parameters
 
 
 @pytest.mark.parametrize(("sends", "device"), [(False, "cpu"), (True, "cpu"), (True, "cuda")])

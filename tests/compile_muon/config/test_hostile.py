@@ -249,10 +249,6 @@ class Words(nn.Module):
         self.embed, self.mid, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
 
 
-def grouped(**group: object):
-    return lambda: MuonZero(Words(), groups=[{"params": "*.weight", "name": "all", **group}])
-
-
 def added_later():
     model = Words()
     model.embed.requires_grad_(False)
@@ -262,7 +258,7 @@ def added_later():
 
 
 TOLD = {
-    "patterns": grouped(lr=0.02),
+    "patterns": lambda: MuonZero(Words(), groups=[{"params": "*.weight", "name": "all", "lr": 0.02}]),
     "by mapping": lambda: MuonZero(Words(), groups={"*": {"lr": 0.02}}),
     "vectors alone": lambda: MuonZero(Words(), groups={"norm.*": {"lr": 0.02}}),
     "a config's groups": lambda: initialize(Words(), nested("optimizer.groups", {"*": {"lr": 0.02}})),
