@@ -145,6 +145,14 @@ def save_for_others(folder: str, stage: int) -> None:
         torch.save(whole, f"{folder}.pt")
 
 
+@pytest.fixture(scope="module")
+def saved(ranks: RanksOf, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder with a checkpoint of two ranks at stage 2."""
+    folder = str(tmp_path_factory.mktemp("of two ranks") / "saved")
+    ranks(2).run(save_for_others, folder=folder, stage=2)
+    return folder
+
+
 def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], int]:
     run = Run(stage, seed=3)
     rank = world_and_rank()[1]
@@ -204,10 +212,8 @@ def load_what_does_not_fit(folder: str) -> tuple[str, str, bool, bool]:
     return message, warning, untouched, loaded
 
 
-def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: RanksOf, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    ranks(2).run(save_for_others, folder=folder, stage=2)
-    for rank, (message, warning, untouched, loaded) in enumerate(ranks(2).run(load_what_does_not_fit, folder=folder)):
+def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: RanksOf, saved: str) -> None:
+    for rank, (message, warning, untouched, loaded) in enumerate(ranks(2).run(load_what_does_not_fit, folder=saved)):
         for text in (message,) if rank else (message, warning):  # rank 0 warns for all
             assert "up.weight: shape is [9, 6] in the checkpoint, [10, 6] in the model" in text
             assert "down.weight: was muon in the checkpoint, is adamw now" in text
@@ -273,11 +279,9 @@ def load_with_a_broken_loader(folder: str) -> tuple[str, bool]:
     ],
 )
 def test_a_load_that_cannot_be_on_one_rank_changes_nothing_on_any(
-    ranks: RanksOf, tmp_path: Path, load: Any, said: str
+    ranks: RanksOf, saved: str, load: Any, said: str
 ) -> None:
-    folder = str(tmp_path / "saved")
-    ranks(2).run(save_for_others, folder=folder, stage=2)
-    for message, untouched in ranks(2).run(load, folder=folder):
+    for message, untouched in ranks(2).run(load, folder=saved):
         assert said in message and untouched
 
 
