@@ -160,7 +160,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=pytest.mark.full)])
 @on_ranks(2)
 def test_an_attribute_outside_forward_is_the_parameter(stage: int) -> None:
     for way, edit in WAYS.items():
@@ -193,7 +193,7 @@ class Chunked(Uneven):
         return checkpoint(lambda h: h @ self.head.weight, self.hidden(x), use_reentrant=False)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=pytest.mark.full)])
 @on_ranks(2)
 def test_whole_weights_outside_forward_are_asked_for(stage: int) -> None:
     """A loss of whole weights outside forward has the gradients of all ranks; a shard says that it is none."""
