@@ -21,13 +21,13 @@ from torch.fx import GraphModule
 
 from compile_muon.agreement.status import holder_of_all
 from compile_muon.config import FrameOptions, read_options
-from compile_muon.engine.carried import CarriedForward
 from compile_muon.engine.dtensor_parameter import ShardedParameter, meets_plain
 from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.forwards import written_in_forward
 from compile_muon.engine.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
 from compile_muon.engine.local import locals_of
 from compile_muon.engine.other_holders import refuse_stale
+from compile_muon.engine.persistent import PersistentForward
 from compile_muon.engine.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.errors import ConfigError, listed, warn_user
 from compile_muon.passes import (
@@ -36,9 +36,9 @@ from compile_muon.passes import (
     LOWERING_PASSES,
     GraphKind,
     PassContext,
-    carried_weights,
     keep_weights,
     move_activations,
+    persistent_weights,
     run_passes,
     saved_by,
     torch_private,
@@ -100,7 +100,7 @@ class _Frame:
         self.ctx = PassContext(GraphKind.JOINT, name, options, costs)
         self.sharded_params = sharded_params
         self.trained: frozenset[str] = frozenset()
-        self.carried: frozenset[str] = frozenset()  # names of saved values that outlive backward
+        self.persistent: frozenset[str] = frozenset()  # names of saved values that outlive backward
 
     def partition(
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
@@ -123,9 +123,9 @@ class _Frame:
             self.ctx.chosen = memory.fit(gm, halves, self.ctx, self.options, self.sharded_params)
         forward, backward = halves(gm, self.ctx)
         move_activations(forward, backward, num_fwd_outputs, self.ctx.kept.moved)
-        carried = carried_weights(forward, self.ctx)
-        self.carried = frozenset(read.node.name for read in carried.values())
-        self.ctx.saved = saved_by(forward, num_fwd_outputs, carried)
+        persistent = persistent_weights(forward, self.ctx)
+        self.persistent = frozenset(read.node.name for read in persistent.values())
+        self.ctx.saved = saved_by(forward, num_fwd_outputs, persistent)
         return forward, backward
 
     def forward(
@@ -134,13 +134,13 @@ class _Frame:
         """Compile a forward or inference graph."""
         kind = GraphKind.INFERENCE if inference else GraphKind.FORWARD
         ctx = replace(self.ctx, kind=kind, timings={})
-        if not inference and self.carried:
-            return CarriedForward(gm, inputs, ctx, lowering, self.options, self.trained)
+        if not inference and self.persistent:
+            return PersistentForward(gm, inputs, ctx, lowering, self.options, self.trained)
         return ForwardGraph(gm, inputs, ctx, lowering, self.options, frozenset() if inference else self.trained)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[[list[Any]], Any]:
         """Wrap a backward graph; its lowerings are compiled when they are first needed."""
-        keep_weights(gm, self.carried)
+        keep_weights(gm, self.persistent)
         return BackwardGraph(gm, inputs, replace(self.ctx, kind=GraphKind.BACKWARD), lowering)
 
 

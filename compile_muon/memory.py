@@ -40,7 +40,7 @@ from compile_muon.passes import (
     GraphKind,
     PassContext,
     Purpose,
-    carried_weights,
+    persistent_weights,
     reduced_grads,
     run_passes,
     saved_by,
@@ -66,15 +66,15 @@ if TYPE_CHECKING:
 Halves = Callable[[GraphModule, PassContext], tuple[GraphModule, GraphModule]]
 
 _GIB = 2**30
-#: ``Kept(weights, activations, moved, buckets, carried)`` from the least memory to the most
+#: ``Kept(weights, activations, moved, buckets, persistent)`` from the least memory to the most
 _CHOICES = (
     *(Kept(0.0, part) for part in (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)),
     *(Kept(1.0, part) for part in (0.05, 0.2, 0.5)),
     *(Kept(0.0, 0.5, moved) for moved in (1.0, 0.5)),
     *(Kept(part, 1.0, moved) for part in (0.0, 1.0) for moved in (1.0, 0.75, 0.5, 0.25)),
-    *(Kept(1.0, part, carried=True) for part in (0.2, 0.5)),
-    *(Kept(0.5, carried=carried) for carried in (True, False)),
-    Kept(1.0, carried=True),
+    *(Kept(1.0, part, persistent=True) for part in (0.2, 0.5)),
+    *(Kept(0.5, persistent=persistent) for persistent in (True, False)),
+    Kept(1.0, persistent=True),
     *(Kept(part) for part in (0.0, 0.25, 0.75, 1.0)),
     Kept(1.0, buckets=8),
 )
@@ -145,7 +145,7 @@ class Choice:
 
     def __str__(self) -> str:
         choice = self.kept
-        until = " for the whole step" if choice.carried else ""
+        until = " for the whole step" if choice.persistent else ""
         weights = f"{choice.weights:.0%} of gathered weights stay{until}, with {choice.buckets} buckets at a time, and "
         moved = f", {choice.moved:.0%} of them in host memory" if choice.moved else ""
         return (
@@ -171,7 +171,7 @@ class FrameMemory:
         self._engine = weakref.ref(engine)  # whose ledger holds this object
         self.chosen: dict[str, Choice] = {}
         #: gathered weights that stay for later micro-batches, with the edits of the shard and the spec
-        self.carried: WeakKeyDictionary[ShardedParam, tuple[tuple[int, ParamSpec], Tensor]] = WeakKeyDictionary()
+        self.persistent: WeakKeyDictionary[ShardedParam, tuple[tuple[int, ParamSpec], Tensor]] = WeakKeyDictionary()
 
     @property
     def engine(self) -> Engine:
@@ -214,7 +214,7 @@ class FrameMemory:
             choices = [choice for choice in all_choices if outside + frame_choices.saved_bytes(choice) / part <= limit]
             # Choices that save most recompute least: if they fit, the others need no simulation.
             most = all_choices[-1]
-            candidates = [c for c in choices if replace(most, buckets=c.buckets, carried=c.carried) == c]
+            candidates = [c for c in choices if replace(most, buckets=c.buckets, persistent=c.persistent) == c]
             if not candidates or any(peak(simulated(choice)) > limit for choice in candidates):
                 candidates = choices
             fitting = [frame for frame in map(simulated, candidates) if peak(frame) <= limit]
@@ -242,7 +242,7 @@ class FrameMemory:
         moves = machine.host_bandwidth and not options.cuda_graphs
         # Nor do CUDA graphs keep results for another graph; and only a declared number says which one is the last.
         carries = (self.engine.ledger.accumulation_steps or 1) > 1 and not options.cuda_graphs
-        choices = [c for c in _CHOICES if (moves or not c.moved) and (carries or not c.carried)]
+        choices = [c for c in _CHOICES if (moves or not c.moved) and (carries or not c.persistent)]
         if not options.reshard_after_forward:
             return [choice for choice in choices if choice.weights == 1]
         # Without a store ranks cannot agree on gathers.
@@ -254,9 +254,9 @@ class FrameMemory:
     def _agreed(self, frame_params: Sequence[ShardedParam], choice: Kept) -> Kept:
         """Return ``choice`` with the gathers of the first rank that compiled a frame of ``frame_params``."""
         names = hashlib.sha1("\n".join(sharded.name for sharded in frame_params).encode()).hexdigest()
-        agreed = self.engine.status.agreed(f"kept/{names}", f"{choice.weights} {choice.buckets} {choice.carried:d}")
-        weights, buckets, carried = agreed.split()
-        return replace(choice, weights=float(weights), buckets=int(buckets), carried=bool(int(carried)))
+        agreed = self.engine.status.agreed(f"kept/{names}", f"{choice.weights} {choice.buckets} {choice.persistent:d}")
+        weights, buckets, persistent = agreed.split()
+        return replace(choice, weights=float(weights), buckets=int(buckets), persistent=bool(int(persistent)))
 
     def _limit(self, memory: float | str | None, machine: Machine) -> int:
         """Return the budget in bytes from ``memory``: GiB, or "auto"."""
@@ -333,8 +333,8 @@ class _Choices:
         """Lower the halves under ``choice``, and simulate them."""
         forward, backward = self._halves(choice.weights, choice.activations, choice.moved)
         ctx = self._context(choice)
-        carried = tuple(carried_weights(forward, ctx))
-        ctx.saved = saved_by(forward, ctx.user_outputs, carried)
+        persistent = tuple(persistent_weights(forward, ctx))
+        ctx.saved = saved_by(forward, ctx.user_outputs, persistent)
         last = Purpose.REDUCE if self._engine.ledger.update == "step" else Purpose.SPECULATE
 
         def lowered(half: GraphModule, kind: GraphKind, purpose: Purpose | None = None, **parts: Any) -> SimulatedGraph:
@@ -343,14 +343,14 @@ class _Choices:
             graph = SimulatedGraph.of(run_passes(deepcopy(half), LOWERING_PASSES, half_ctx), half_ctx)
             return replace(graph, replayed=self._options.cuda_graphs)
 
-        first = lowered(forward, GraphKind.FORWARD, carried=carried)
+        first = lowered(forward, GraphKind.FORWARD, persistent=persistent)
         update = lowered(backward, GraphKind.BACKWARD, last)
         step = self._played([first, update])
         seconds, peak = step.seconds, step.peak.total
-        if carried:
+        if persistent:
             again = deepcopy(forward)
             take_weights(again, ctx)
-            later = lowered(again, GraphKind.FORWARD, carried=carried, again=True)
+            later = lowered(again, GraphKind.FORWARD, persistent=persistent, again=True)
             reduction = lowered(backward, GraphKind.BACKWARD, Purpose.REDUCE)
             number = self._engine.ledger.accumulation_steps or 1
             peak = self._played([first, reduction, later, update]).peak.total

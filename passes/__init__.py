@@ -12,9 +12,9 @@ if __name__ != "compile_muon.passes":
 from .dynamo.local_inputs import TAKE_SHARDS
 from .dynamo.regions import INLINE_REGIONS
 from .errors import MuonZeroError
-from .joint.carry import carried_weights, keep_weights, take_weights
 from .joint.deduplicate import DEDUPLICATE
 from .joint.move import MOVE_OUT, move_activations
+from .joint.persist import keep_weights, persistent_weights, take_weights
 from .joint.recompute import RECOMPUTE
 from .language.request import BackwardRequest, Purpose, ReducedGrad
 from .lowering.annotate import ANNOTATE
@@ -40,9 +40,9 @@ __all__ = [
     "PassOptions",
     "Purpose",
     "ReducedGrad",
-    "carried_weights",
     "keep_weights",
     "move_activations",
+    "persistent_weights",
     "reduced_grads",
     "run_passes",
     "saved_by",

@@ -61,7 +61,7 @@ class Kept:
     activations: float = 1.0  # PyTorch's ``activation_memory_budget``: of the saved bytes, from a graph's inputs on
     moved: float = 0.0  # part of the bytes of activations that forward saves in host memory: those that it makes first
     buckets: int = 2  # of gathered weights in memory at a time: the one in use, and those ahead
-    carried: bool = False  # whether weights that stay for backward stay for the step's later micro-batches, too
+    persistent: bool = False  # whether weights that stay for backward stay for the step's later micro-batches, too
 
 
 @dataclass
@@ -74,8 +74,8 @@ class PassContext:
     costs: Costs = Costs()
     request: BackwardRequest | None = None  # backward graphs only
     user_outputs: int = 0  # forward graphs: number of the model's outputs, ahead of the saved values
-    carried: Sequence[int] = ()  # forward graphs: places of the carried weights among the outputs
-    again: bool = False  # forward graphs: the last inputs are the carried weights
+    persistent: Sequence[int] = ()  # forward graphs: places of the persistent weights among the outputs
+    again: bool = False  # forward graphs: the last inputs are the persistent weights
     # Backward graphs: inputs that forward made for this graph alone, by name, to names of their memory; several may be
     # views of one.
     saved: dict[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.engine.dtensors import like_parameter, local_tensor
 from compile_muon.engine.hooks import MASTER
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import each_matrix, every_shape, states_kept
+from compile_muon.engine.states import each_matrix, every_shape, states_of_owners
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.files.disk import memory_in_file
 from compile_muon.files.tensors import TensorFacts
@@ -113,7 +113,7 @@ def states_of(optimizer: MuonZero, sharded: ShardedParam) -> Iterator[tuple[str,
     Of a matrix the slot ends in its number, which stands in place of None: any world then finds the states that its
     ranks own. A state that another rank has is on the meta device.
     """
-    at_owner = {state.name: state for state in states_kept(sharded)}
+    at_owner = {state.name: state for state in states_of_owners(sharded)}
     for slot, value in optimizer.state.get(sharded.param, {}).items():
         if (kind := at_owner.get(slot)) is None:
             yield slot, value, None

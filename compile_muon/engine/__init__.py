@@ -1,7 +1,7 @@
 """The engine: one optimizer at work, and the hooks of its features. The files, in reading order:
 
 a parameter      sharded_param, gradient; dtensor_parameter, dtensors, local
-a frame          frame, which asks the ledger; forwards, inside which weights are whole
+a frame          frame, whose backward asks the ledger; persistent; forwards, inside which weights are whole
 a step           step: step_checks -> decision -> directions -> commit; and as a CUDA graph, recorded
     directions   step_graph
     commit       states, writes_ahead

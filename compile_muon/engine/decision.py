@@ -16,7 +16,7 @@ class Facts:
     # Matrices whose direction every rank has from backward, made from the gradient that it has.
     speculated: frozenset[str] = frozenset()
     anywhere: frozenset[str] = frozenset()  # matrices of which some rank may have a gradient
-    remake: bool = False  # the step makes all directions, before the host knows the norm
+    remake: bool = False  # the step makes all directions, those of backward too, before the host knows the norm
     wait: bool = True  # the host waits for the norm, and all other checks, before the step writes
     # Squared norm of each gradient; empty, as all below, until the checks are read.
     gradients: Mapping[str, float] = field(default_factory=dict)

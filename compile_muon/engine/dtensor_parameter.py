@@ -63,7 +63,7 @@ class ShardedParameter(DTensor):
             for target, source in zip(*args[:2], strict=True):
                 target.copy_(source)
             return None
-        if func.__name__.startswith("_foreach_") and len(set(has_dtensor := _cut_rows(args, kwargs))) > 1:
+        if func.__name__.startswith("_foreach_") and len(set(has_dtensor := _dtensors_among(args, kwargs))) > 1:
             return _by_kind(func, args, kwargs, has_dtensor)
         if func._schema.is_mutable:
             _note_edits(func, args, kwargs)
@@ -172,7 +172,7 @@ def carry_hooks(before: Tensor, after: Tensor) -> None:
         cast("Any", after)._post_accumulate_grad_hooks = post_hooks
 
 
-def _cut_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+def _dtensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
     """Return for each index of an operator's list arguments whether a DTensor is among the values at this index."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     return [any(isinstance(value, DTensor) for value in row) for row in zip(*lists, strict=True)]
@@ -180,7 +180,7 @@ def _cut_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
 
 def _by_kind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], has_dtensor: Sequence[bool]) -> list[Any] | None:
     """Run an operator on lists twice, on the indices with DTensors and on the others: an average of weights and buffers
-    has both. ``has_dtensor``: result of :func:`_cut_rows`."""
+    has both. ``has_dtensor``: result of :func:`_dtensors_among`."""
     results: dict[int, Any] = {}
     for dtensors in (True, False):
         at = [i for i, has in enumerate(has_dtensor) if has is dtensors]

@@ -38,7 +38,7 @@ class Engine:
     group: dist.ProcessGroup | None  # all ranks of ``mesh``
     extensions: Sequence[Any]  # each a :class:`~compile_muon.Extension`
     graph_scalars: Tensor  # ``[2]`` fp32 on the device: scalars of the parameters outside configured groups
-    compares: bool  # whether other ranks answer; False for one process and in a plan
+    compares: bool  # whether ranks compare facts; False for one process, and in a plan, where the others do not exist
     step: Step = field(init=False)  # runs ``optimizer.step()``
     meeting: Ranks | None = None  # one for all checkpointers: its process group has threads and is never freed
 

@@ -39,8 +39,8 @@ class StateRequest(Enum):
     ALL = "all"  # states and master weights, to be written
 
 
-#: some of the parameters at a time, and the states of each, to which writes are kept; without a momentum that its fetch
-#: has moved
+#: Some of the parameters at a time, and the states of each. The provider keeps what is written to them. A momentum that
+#: its fetch has already moved is not among them.
 Provided: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
 ProvideStates: TypeAlias = "Callable[[Sequence[ShardedParam], StateRequest], Provided]"
 

@@ -94,7 +94,7 @@ class Ledger:
     hooks: Hooks = field(default_factory=Hooks)
     gathers: tuple[Any, Any] | None = None  # key and gathers of the latest refresh, see :mod:`.resident`
     memory: Any = None  # the optimizer's :class:`~compile_muon.memory.FrameMemory`; None for a copied module
-    left: int = 0  # bytes between the peak of a backward graph and its end, the most of any: room for step graphs
+    left: int = 0  # most bytes that a backward graph frees to its end: room for step graphs below the peak
     forwards: Forwards = field(default_factory=Forwards)  # running forwards of the model
     # parameters that are plain and whole at present (``full_parameters``)
     unsharded: set[str] = field(default_factory=set)

@@ -69,7 +69,7 @@ class Gather:
         specs = tuple(sharded.spec for sharded in sharded_params)
         layout, itemsize = specs[0].layout, decode_dtype(specs[0].compute_dtype).itemsize
         collective = "all_to_all" if layout.pairwise else "all_gather"
-        # The last gather first: it ends in the resident weights.
+        # The gather that ends in the resident weights comes first, though it runs last.
         over = [(layout.shard, shard_widths(specs))] if layout.replicated_weight else []
         over += [(layout.replicate, piece_widths(specs))] if layout.cut_twice else []
         traffic = Traffic()

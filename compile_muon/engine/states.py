@@ -108,7 +108,7 @@ def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[
     return [state for part_states in zip(*by_state, strict=True) for state in part_states]
 
 
-def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
+def states_of_owners(sharded: ShardedParam) -> tuple[State, ...]:
     """Return the parameter's states that are at owners."""
     return matrix_method(sharded.spec.muon_settings.method).owned if sharded.owners else ()
 

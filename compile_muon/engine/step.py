@@ -136,8 +136,9 @@ class Step(OptimizerState):
         writes.enter_context(held_back(signal.SIGINT))
         decision = decide(context.facts)
         if self.recorded is not None and self.ledger.options.cuda_graphs and self.outside is None:
-            alike = context.checks.used(decision) if context.checks.copies is None else None
-            result = self.recorded.run(self, partial(self.launch, context, decision), context.checks, alike)
+            # A step that compares replicas is not recorded.
+            used = context.checks.used(decision) if context.checks.copies is None else None
+            result = self.recorded.run(self, partial(self.launch, context, decision), context.checks, used)
         else:
             result = self.launch(context, decision, None)
         self.grad_norm = result.norm

@@ -111,7 +111,9 @@ class OptimizerState:
         sharers: dict[int, tuple[MatrixMethod, list[Mapping[str, Any]], list[ShardedParam]]] = {}
         for actual, group in zip(self.optimizer.param_groups, groups, strict=True):
             method = self.method(actual)
-            if isinstance(method, MatrixMethod) and actual["params"] and method.keeps_momentum <= ("momentum" in group):
+            if not isinstance(method, MatrixMethod) or not actual["params"]:
+                continue
+            if "momentum" in group or not method.keeps_momentum:
                 members = [self.sharded_params[param] for param in actual["params"]]
                 _, same_groups, same_params = sharers.setdefault(id(members[0].graph_scalars), (method, [], []))
                 same_groups.append(group)

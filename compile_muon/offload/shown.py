@@ -18,7 +18,7 @@ from compile_muon.agreement.together import host_mesh
 from compile_muon.engine.dtensors import edits_of, local_tensor
 from compile_muon.engine.hooks import MASTER
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import as_state, states_kept
+from compile_muon.engine.states import as_state, states_of_owners
 from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.layout import OffloadLayout
 
@@ -69,7 +69,7 @@ class OffloadedStateView:
         self.seen()
 
     def _state(self, sharded: ShardedParam, name: str, tensor: Tensor) -> Tensor:
-        if name in (state.name for state in states_kept(sharded)):
+        if name in (state.name for state in states_of_owners(sharded)):
             return tensor
         mesh = None
         if isinstance(sharded.param, DTensor) and self._device.type != "cpu" and tensor.device != self._device:

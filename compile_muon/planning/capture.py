@@ -28,7 +28,7 @@ from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.engine.dtensors import local_tensor
 from compile_muon.engine.resident import gathers
 from compile_muon.engine.sharded_param import ShardedParam
-from compile_muon.engine.states import states_kept
+from compile_muon.engine.states import states_of_owners
 from compile_muon.errors import MuonZeroError
 from compile_muon.memory import mesh_axes, resident_bytes
 from compile_muon.mesh import Mesh
@@ -205,7 +205,7 @@ def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, i
         if compute.itemsize < local.dtype.itemsize:
             param_bytes["master"] = local.nbytes
             bytes_of["rounded"] += 0 if sharded.spec.layout.resident else local.numel() * compute.itemsize
-        at_owner = {state.name for state in states_kept(sharded)}
+        at_owner = {state.name for state in states_of_owners(sharded)}
         for slot, state in optimizer.state[sharded.param].items():
             if slot.startswith("momentum"):
                 param_bytes["momentum"] += local_tensor(state).nbytes

@@ -81,7 +81,7 @@ class Memory:
         self._most: Counter[str] = Counter()
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
-        self._carried: dict[str, list[_Storage]] = {}
+        self._persistent: dict[str, list[_Storage]] = {}
         self._returned: dict[tuple[str, GraphKind], list[_Storage]] = {}
         self._intermediates: dict[_Storage, None] = {}
         self._peak, self._largest = Counter(resident), ""
@@ -151,15 +151,15 @@ class Memory:
             self._free(replaced.get(i, ()))
             self._step(node, pool, allocated.get(i, ()), freed.get(i, ()))
         if played.again:
-            carried_inputs = gm.graph.find_nodes(op="placeholder")[-len(played.carried) :]
-            storages |= dict(zip(carried_inputs, self._carried.get(frame, ()), strict=False))
+            persistent_inputs = gm.graph.find_nodes(op="placeholder")[-len(played.persistent) :]
+            storages |= dict(zip(persistent_inputs, self._persistent.get(frame, ()), strict=False))
         if saved:
             self._saved[frame] = [storages.get(base(node)) for node in saved if _is_tensor(node)]
             for value in filter(None, self._saved[frame]):
                 value.readers += 1
-        if played.carried and not played.again:
-            self._carried[frame] = [storages[base(outputs[place])] for place in played.carried]
-        for weight in self._carried.get(frame, ()) if kind is GraphKind.FORWARD else ():
+        if played.persistent and not played.again:
+            self._persistent[frame] = [storages[base(outputs[place])] for place in played.persistent]
+        for weight in self._persistent.get(frame, ()) if kind is GraphKind.FORWARD else ():
             weight.readers += (not played.again) - last  # later forwards are another reader, until the last has run
         # The run of the next micro-batch adds to these gradients, or replaces them: only one copy stays live.
         for storage in self._returned.get((frame, kind), ()):

@@ -29,8 +29,10 @@ class SimulatedGraph:
     kind: GraphKind
     frame: str = "frame"  # name that forward and backward of a frame share
     user_outputs: int = 0  # of a forward graph: how many outputs are the model's; the others are saved for backward
-    carried: Sequence[int] = ()  # of a forward graph: places among the outputs of weights that stay for later forwards
-    again: bool = False  # a later forward graph, whose last inputs are the carried weights
+    persistent: Sequence[
+        int
+    ] = ()  # of a forward graph: places among the outputs of weights that stay for later forwards
+    again: bool = False  # a later forward graph, whose last inputs are the persistent weights
     drops: tuple[str, ...] = ()  # categories of memory freed ahead of the graph
     eager: bool = False  # not compiled: every node is its own kernel
     counted: bool = True  # its bytes are part of the traffic, as the optimizer counts its own
@@ -46,7 +48,7 @@ class SimulatedGraph:
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> SimulatedGraph:
         """Return a graph that the lowering passes have run over, with the sizes of its trace."""
-        return cls(_concrete(gm), ctx.kind, ctx.frame, ctx.user_outputs, ctx.carried, ctx.again)
+        return cls(_concrete(gm), ctx.kind, ctx.frame, ctx.user_outputs, ctx.persistent, ctx.again)
 
     @property
     def title(self) -> str:

@@ -37,7 +37,7 @@ class _Batch(NamedTuple):
 class GroupedProducts:
     """``iterations.Products`` of all matrices of a list."""
 
-    alone: newton_schulz.Products  # the products of one batch
+    single: newton_schulz.Products  # for one batch of equal shapes: the last product, and the table of tiles
 
     def outer(self, x: Matrices) -> Matrices:
         return self.symmetric(x, x)
@@ -63,12 +63,12 @@ class GroupedProducts:
         out = left.new(square=True)
         tile = self._tile(left, triangle=True, summand=plus is not None)
         numbers = {"alpha": alpha, "beta": beta, "gamma": gamma}
-        grouped_symmetric(left, right, out, tile, self.alone.processors, plus=plus, **numbers).run()
+        grouped_symmetric(left, right, out, tile, self.single.processors, plus=plus, **numbers).run()
         return out
 
     def _tile(self, right: Matrices, *, triangle: bool, summand: bool) -> Tile:
         results = results_of(right.layout, triangle=triangle, square=right.square)
-        return self.alone.table.tile(results, self.alone.processors, triangle=triangle, summand=summand, listed=True)
+        return self.single.table.tile(results, self.single.processors, triangle=triangle, summand=summand, listed=True)
 
     def general(
         self,
@@ -82,13 +82,13 @@ class GroupedProducts:
         if out is None:
             out = right.new(square=right.square)
             tile = self._tile(right, triangle=False, summand=plus is not None)
-            grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
+            grouped_product(left, right, out, tile, self.single.processors, plus=plus, beta=beta).run()
             return out
         # Each result has its own launch: tables are made once, and would have to hold its address, new at every call.
         summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
         operands = zip(left.parts(out.results), right.parts(out.results), out.results, summands, strict=True)
         for factor, x, result, summand in operands:
-            self.alone.general(factor, x, plus=summand, beta=beta, out=result)
+            self.single.general(factor, x, plus=summand, beta=beta, out=result)
         return out
 
     def add_to_diagonal(self, x: Matrices, a: float) -> None:

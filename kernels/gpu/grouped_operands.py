@@ -17,8 +17,8 @@ from .model import Tile
 from .operands import WIDEN, constants
 from .tile_order import dealt, tables
 
-# Columns that a descriptor stores at a time, WIDE; the next ones wait until these have left shared memory. Two pieces
-# of a tile's 256 columns make room for a fourth stage, as four would, with half as many barriers.
+# Columns that a descriptor stores at a time, WIDE; the next ones wait until these have left shared memory. Stored
+# whole, a tile of 256 columns leaves room for three stages; in two pieces for four, as in more, with fewer barriers.
 PIECE = 128
 
 

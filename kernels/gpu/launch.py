@@ -46,7 +46,7 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 def encoded(values: Sequence[Any], count: int) -> tuple[Any, ...]:
     """Return ``count`` numbers: ``2 n + 3``, which is never 1 nor a multiple of 16, for an integer n or a tensor at
-    address n; floats unchanged; behind those of ``values`` the first one again."""
+    address n; floats unchanged. Fewer ``values`` are filled up with copies of the first."""
 
     def code(x: Any) -> Any:
         if isinstance(x, Tensor):

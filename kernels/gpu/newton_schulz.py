@@ -81,7 +81,7 @@ def _products_on(device: torch.device) -> Products | None:
 
 def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
     """Tell for each of ``xs``, [..., m, n] on one device, whether these kernels support it and should be at least as
-    fast as cuBLAS, which the backend "triton" takes for granted."""
+    fast as cuBLAS; the backend "triton" asks for support alone."""
     products = products_on(xs[0].device) if xs and plan.dtype in (torch.float16, torch.bfloat16) else None
     if products is None:
         return [False] * len(xs)

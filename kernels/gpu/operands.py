@@ -88,8 +88,8 @@ def store_square(
     else:
         i = tl.arange(0, SIDE)[:, None]
         j = tl.arange(0, SIDE)[None, :]
-        # Offsets within a square fit 32 bits, which take half the registers. No mask differs from entry to entry along
-        # a row: that would make every store two bytes wide.
+        # Offsets within a square fit 32 bits, which take half the registers. Masks end a row but do not
+        # cut it along the diagonal: a mask of single entries would make every store two bytes wide.
         matrix_ptr = out + matrix.to(tl.int64) * matrix_stride
         if col < row:
             mirrored_ptr = matrix_ptr + col.to(tl.int64) * row_stride + row

@@ -6,8 +6,9 @@
 where L R is symmetric up to rounding: in ``iterations`` R R, R Z and Z S. Sums are in float32, rounded once. Square
 tiles below the diagonal are computed, with the summand's tile at the same place, and stored there and mirrored. A
 square on the diagonal is stored as computed, symmetric up to rounding: mirroring it in registers would double the
-instructions behind the loop. So the factors keep the order that ``iterations`` explains: with Z Sᵀ for Z S the squares
-on the diagonal would follow Z² R in place of Z R Z, with twice the error where they are half of the matrix.
+instructions behind the loop. So the order of factors matters there (see ``iterations``): Z Sᵀ in place of Z S, with
+S = R Z, would make these squares Z² R in place of Z R Z. In small matrices, half of which they are, errors would
+double.
 """
 
 import triton

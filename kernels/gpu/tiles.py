@@ -34,7 +34,7 @@ class Table:
     cublas: tuple[Tile, ...]  # of a product in cuBLAS, as far as the model needs them
 
     def taken(self, backend: str) -> bool:
-        """Tell whether this backend, "auto" or "triton", ever takes Triton's products."""
+        """Tell whether a backend, "auto" or "triton", may take Triton's products on this architecture."""
         return backend == "triton" or self.measured
 
     def tile(

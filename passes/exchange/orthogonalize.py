@@ -71,7 +71,8 @@ def orthogonalize_group(
     - ``updated``: a list that receives the momentum operator's results for each gradient, None where
       :func:`~..momentum.supports` refuses it. Gradients that it takes may be narrower than ``spec.dtype``.
     - ``carried``: by index, the ``.grad`` of earlier backwards, to which the gradient is added.
-    - ``alike``: calls a function, or in a recorder copies the nodes of its first call (:data:`~..record.Alike`).
+    - ``alike``: calls a function; of equal ones a recorder traces the first, and copies its nodes
+      (:data:`~..record.Alike`).
     """
     by_operator = _by_operator(grads, momenta, all_graph_scalars, specs, carried)
     updates = []

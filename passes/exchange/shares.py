@@ -106,7 +106,7 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
         first, size = block.runs[0][0], block.size
 
         def whole_at(number: int, first: int = first, size: int = size) -> int:
-            """Return the place that holds all of matrix ``number``, or -1."""
+            """Return the place that holds all of matrix ``number``, or -1, which ``groupby`` can compare."""
             start = first + number * size
             for place in places:
                 low, high = layout.owner_group_rows(place)

@@ -27,13 +27,13 @@ _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 _LIMIT = 8
 
 
-def saved_by(forward: GraphModule, user_outputs: int, carried: Collection[int]) -> dict[str, str]:
+def saved_by(forward: GraphModule, user_outputs: int, persistent: Collection[int]) -> dict[str, str]:
     """Map activations that ``forward`` makes and saves on the device but does not return to the nodes of their memory,
-    by name; without the outputs at the places ``carried``, which outlive backward."""
+    by name; without the outputs at the places ``persistent``, which outlive backward."""
     output = forward.graph.output_node()
     values = [value for value in output.args[0] if isinstance(value, Node)]
     returned = {base(value) for value in output.args[0][:user_outputs] if isinstance(value, Node)}
-    kept = {output.args[0][place] for place in carried}
+    kept = {output.args[0][place] for place in persistent}
     saved = {
         value.name: base(value) for value in values if value in output.args[0][user_outputs:] and value not in kept
     }

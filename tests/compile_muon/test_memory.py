@@ -156,7 +156,7 @@ def test_a_choice_guards_no_size() -> None:
 
 def test_passed_weights_are_read_beside_those_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank casts stay, of the module's own weights."""
-    monkeypatch.setattr(memory_module, "_CHOICES", (Kept(1.0, carried=True),))
+    monkeypatch.setattr(memory_module, "_CHOICES", (Kept(1.0, persistent=True),))
     torch.compiler.reset()
     model = Tower(layers=1, width=32)
     settings = {"param_dtype": "bfloat16", "gradient_accumulation_steps": 9, "stage": 0}
@@ -172,4 +172,4 @@ def test_passed_weights_are_read_beside_those_that_stay(monkeypatch: pytest.Monk
         prefixed = {f"_orig_mod.{name}": value for name, value in others.items()}
         torch.testing.assert_close(torch.func.functional_call(run, prefixed, (inputs,)), passed)
     assert torch.equal(run(inputs), own)
-    assert all(choice.kept.carried for choice in optimizer.engine.ledger.memory.chosen.values())
+    assert all(choice.kept.persistent for choice in optimizer.engine.ledger.memory.chosen.values())

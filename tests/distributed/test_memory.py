@@ -145,7 +145,7 @@ def test_moved_activations_change_no_bit(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(moved)
 
 
-def carried(codegen: str, regional: bool = False) -> None:
+def persistent(codegen: str, regional: bool = False) -> None:
     """Weights that stay for the whole step: the bits, fewer bytes, edits between micro-batches."""
 
     def three_steps(kept: Kept | None, number: int = 3) -> tuple[dict[str, Tensor], int]:
@@ -175,21 +175,21 @@ def carried(codegen: str, regional: bool = False) -> None:
 
     usual, _ = three_steps(None)
     _, sent = three_steps(Kept(1.0))
-    weights, sent_carried = three_steps(Kept(1.0, carried=True))
+    weights, sent_persistent = three_steps(Kept(1.0, persistent=True))
     for name, value in usual.items():
         assert torch.equal(value, weights[name]), name
-    assert sent_carried < sent
+    assert sent_persistent < sent
 
 
 @pytest.mark.parametrize("settings", [{"codegen": "eager"}])
 def test_weights_that_stay_for_a_step_change_no_bit(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    ranks(2).run(carried, **settings)
+    ranks(2).run(persistent, **settings)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [{"codegen": "inductor"}, {"codegen": "inductor", "regional": True}])
 def test_generated_code_leaves_weights_that_stay(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
-    ranks(2).run(carried, **settings)
+    ranks(2).run(persistent, **settings)
 
 
 def live_peaks(stage: int) -> list[tuple[int, int]]:

@@ -13,15 +13,15 @@ from torch.fx import GraphModule
 from compile_muon.config import FrameOptions
 from compile_muon.engine.dtensors import edits_of
 from compile_muon.engine.frame import ForwardGraph, Lowering, params_at
-from compile_muon.passes import PassContext, carried_weights, take_weights
+from compile_muon.passes import PassContext, persistent_weights, take_weights
 from compile_muon.passes.torch_private import SavedContext
 from compile_muon.progress import compiling
 
 
-class CarriedForward:
-    """Two forward graphs: one gathers the carried weights, the other takes those of an earlier micro-batch.
+class PersistentForward:
+    """Two forward graphs: one gathers the persistent weights, the other takes those of an earlier micro-batch.
 
-    Frames of several shapes share the weights, and equal layers a frame, so :attr:`.FrameMemory.carried` has them by
+    Frames of several shapes share the weights, and equal layers a frame, so :attr:`.FrameMemory.persistent` has them by
     parameter. A step's last micro-batch takes them out, and its backward frees them as it goes. Weights that were
     edited since their gather, by ``step()`` too, are gathered again.
     """
@@ -38,7 +38,7 @@ class CarriedForward:
         trained: frozenset[str],
     ) -> None:
         place = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        weights = carried_weights(gm, ctx)
+        weights = persistent_weights(gm, ctx)
         self._outputs = list(weights)
         self._specs = [read.spec for read in weights.values()]
         self._shards = [place[read.shard] for read in weights.values()]
@@ -46,7 +46,7 @@ class CarriedForward:
         self._trained = [i for node, i in place.items() if node.name in trained][:1]
         taking = copy.deepcopy(gm)
         take_weights(taking, ctx)
-        ctx = replace(ctx, carried=tuple(self._outputs))
+        ctx = replace(ctx, persistent=tuple(self._outputs))
         make = partial(ForwardGraph, inputs=inputs, lowering=lowering, options=options, trained=trained)
         self._context, self._frame = SavedContext(), ctx.frame
         self._make_again = partial(make, taking, ctx=replace(ctx, again=True, timings={}))
@@ -61,7 +61,7 @@ class CarriedForward:
             return self._first(args)  # a copied module, or weights that torch.func.functional_call passes
         versions = [(edits_of(sharded.param), spec) for sharded, spec in zip(params, self._specs, strict=True)]
         last = self._is_last(args)
-        kept = [memory.carried.pop(sharded, (None, None)) for sharded in params]
+        kept = [memory.persistent.pop(sharded, (None, None)) for sharded in params]
         forward = self._first
         if [version for version, _ in kept] == versions:
             args.extend(weight for _, weight in kept)
@@ -70,7 +70,7 @@ class CarriedForward:
         results = forward(args)
         if not last:
             for sharded, version, i in zip(params, versions, self._outputs, strict=True):
-                memory.carried[sharded] = version, results[i]
+                memory.persistent[sharded] = version, results[i]
         return results
 
     def _is_last(self, args: Sequence[Any]) -> bool:

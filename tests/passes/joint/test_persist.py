@@ -23,4 +23,4 @@ def test_backward_leaves_weights_that_stay() -> None:
         keep_weights(backward, {"weight"})
     assert metadata.bw_donated_idxs == [0]
     # Inductor caches code by the names of inputs, not by what is donated.
-    assert "activation, weight_carried, grad" in backward.code
+    assert "activation, weight_persistent, grad" in backward.code
