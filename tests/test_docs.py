@@ -695,7 +695,7 @@ def test_pages_that_the_sources_name_exist():
 NOT_LISTED = {
     "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
     "backend.muon_zero", "checkpoint.values.read", "model.param_spec.muon_spec",
-    "passes.methods.matrix_method", "passes.methods.method_of", "passes.language.views.shape_of",
+    "passes.methods.matrix_method", "passes.language.views.shape_of",
     "files.tensors._opened",
 }  # fmt: skip
 
