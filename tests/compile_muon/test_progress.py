@@ -57,10 +57,13 @@ def test_long_work_says_how_long_and_short_work_nothing(
 def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[progress.Compilation]:
     """Compilations that have lines soon, in a program that sets up no logging and writes to a file."""
     monkeypatch.setattr(logging.root, "handlers", [])
+    level = logging.root.level  # other tests run trainers, which set it
+    logging.root.setLevel(logging.WARNING)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiling = progress.Compilation((0.05,), quiet=0.1)
     yield compiling
     logging.getLogger("compile_muon").setLevel(logging.NOTSET)
+    logging.root.setLevel(level)
 
 
 def test_compilation_is_told_of_without_a_terminal(
